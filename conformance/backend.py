@@ -1,0 +1,195 @@
+"""Backend: WHO trains. The adapter protocol that every training framework implements, and how adapters are found.
+
+An adapter runs in every rank of a world. torch.distributed is already initialised (gloo on the CPU, NCCL on GPUs), the
+default dtype is float64 in the exact tier, and the calls come in this order on all ranks together::
+
+    setup -> (train_step)* -> teardown            # train_step calls on_gradients() once, see there
+
+The protocol is coarse on purpose, so that frameworks which own their training step fit. One thing departs from
+"train, then ask": gradients are asked for *during* the step, because afterwards they are clipped, freed or stale.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from conformance.batch import Batch
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+
+ENTRY_POINT_GROUP = "parity.backends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendInfo:
+    """``packages`` are the distributions whose versions a record keeps; ``install`` is the command that brings them."""
+
+    name: str
+    packages: tuple[str, ...] = ("torch",)
+    install: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The backend claims that it can run the cell; it will be judged."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """The backend does not claim the cell. ``reason`` is for the user: what is missing, and what to use instead."""
+
+    reason: str
+
+
+Support = Supported | Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What a backend reports of one optimizer step, the same on all ranks unless said otherwise.
+
+    loss_sum: sum of -log p over the step's target tokens, over all ranks and micro-batches.
+    token_count: number of these tokens.
+    grad_norm: global 2-norm of the gradients before clipping, as the framework reports it; None if it reports none.
+    lr: learning rate that this step used.
+    logprobs: per global row index, float tensor (row.target_count,) of log p of the row's target tokens in order; each
+        rank gives the rows that it has. Leave empty if the framework does not show them.
+    """
+
+    loss_sum: float
+    token_count: int
+    grad_norm: float | None
+    lr: float
+    logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's own piece of a parameter or gradient.
+
+    Ranks that give the same ``name`` and ``region`` claim to hold the same numbers; the suite checks it. ``region`` is
+    any text that identifies the piece, such as ``"0:32,0:64"`` or ``"full"``.
+    """
+
+    name: str
+    region: str
+    tensor: torch.Tensor
+
+
+Kind = Literal["weight", "gradient"]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class Backend(Protocol):
+    """One instance trains one cell, in each rank.
+
+    Names are the parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are
+    full (gathered), on any device, float32 (float64 in the exact tier), yielded one at a time so that memory is bounded
+    by the largest; every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
+    """
+
+    @classmethod
+    def describe(cls) -> BackendInfo: ...
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        """Whether the backend claims this cell; called without ranks, must not need a GPU."""
+        ...
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Path) -> dict[str, Any]:
+        """Build model and optimizer from the Hugging Face folder ``weights``; never from a seed.
+
+        Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
+        """
+        ...
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[], None]) -> StepMetrics:
+        """Run one optimizer step.
+
+        Call ``on_gradients()`` exactly once, on all ranks, when the step's gradients are complete and reduced but not
+        clipped and not consumed. The suite then walks ``named_gradients()`` and ``local_shards("gradient")``.
+        """
+        ...
+
+    def named_gradients(self) -> NamedTensors:
+        """Unclipped gradients of the step's loss (the global token mean)."""
+        ...
+
+    def named_weights(self) -> NamedTensors:
+        """Current (master) weights."""
+        ...
+
+    def local_shards(self, kind: Kind) -> Iterator[Shard]:
+        """This rank's pieces, for the check that replicas are equal; an empty iterator leaves that unobserved."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the training state (weights, optimizer, schedule) into the empty folder ``path``."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Restore what ``save`` wrote, into a backend that was set up afresh."""
+        ...
+
+    def teardown(self) -> None:
+        """Release everything: process groups made in setup, hooks, patched globals."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendEntry:
+    """A registered adapter that is not imported yet. ``target`` is ``module:Class``."""
+
+    name: str
+    target: str
+
+    def load(self) -> type[Backend]:
+        """Import the adapter. Raises MissingExtra when a package of its own is absent, ValueError for a wrong target."""
+        module_name, _, attribute = self.target.partition(":")
+        try:
+            return getattr(import_module(module_name), attribute)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing == module_name.partition(".")[0]:
+                raise ValueError(
+                    f"backend {self.name!r} is registered as {self.target!r}, but there is no module {error.name!r}; "
+                    f"reinstall the package that provides it"
+                ) from None
+            raise MissingExtra(self.name, missing) from error
+        except AttributeError:
+            raise ValueError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
+
+
+class MissingExtra(Exception):
+    """A backend's package is not installed."""
+
+    def __init__(self, backend: str, package: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'backend-parity[{backend}]'")
+
+
+def registered_backends() -> dict[str, BackendEntry]:
+    """Adapters announced under the entry-point group ``parity.backends``, by name; nothing is imported."""
+    found = {e.name: BackendEntry(name=e.name, target=e.value) for e in entry_points(group=ENTRY_POINT_GROUP)}
+    return dict(sorted(found.items()))
+
+
+def find_backend(name: str) -> BackendEntry:
+    """Look up an adapter by registered name, or by ``module:Class`` for one that is not installed.
+
+    Raises ValueError that lists the registered names.
+    """
+    if ":" in name:
+        return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
+    registered = registered_backends()
+    if name not in registered:
+        raise ValueError(
+            f"unknown backend {name!r}; registered: {', '.join(registered) or 'none'}. "
+            f"A backend of your own: register it under the entry point {ENTRY_POINT_GROUP!r}, or give module:Class"
+        )
+    return registered[name]

@@ -1,0 +1,121 @@
+"""Layout: HOW ranks are arranged, and the options that change communication but not the result.
+
+Written and read as a short id such as ``dp2.tp2`` or ``dp4.rep2.lastsync``; part of a cell's id. Validation names the
+numbers that do not fit and a layout that would.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+AXES = {
+    "dp": "data-parallel ranks (replicas x shards)",
+    "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
+    "tp": "tensor-parallel ranks",
+    "sp": "ring (context) parallel ranks",
+    "pp": "pipeline stages",
+}
+OPTIONS = {
+    "plan": "tensor parallelism by an explicit plan of the backend instead of the model's own",
+    "seqpar": "sequence-parallel norms and residuals between tensor-parallel blocks",
+    "losspar": "cross-entropy on vocabulary shards, logits never gathered",
+    "lastsync": "gradients reduced at the last micro-batch only",
+    "ckpt": "activation checkpointing",
+    "offload": "parameters, gradients and optimizer state kept on the CPU",
+}
+_NEEDS_TP = ("plan", "seqpar", "losspar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh axes and a sorted tuple of OPTIONS. World size = dp x tp x sp x pp.
+
+    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, or an option is unknown or has no
+    axis to act on.
+    """
+
+    dp: int = 1
+    rep: int = 1
+    tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if (size := getattr(self, axis)) < 1:
+                raise ValueError(
+                    f"{axis}={size}: every axis of a layout needs at least one rank; use {axis}1 or leave it out"
+                )
+        if self.dp % self.rep:
+            raise ValueError(
+                f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); use rep{_divisor(self.dp, self.rep)}"
+            )
+        for option in self.options:
+            if option not in OPTIONS:
+                raise ValueError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
+            if option in _NEEDS_TP and self.tp == 1:
+                raise ValueError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
+        object.__setattr__(self, "options", tuple(sorted(set(self.options), key=list(OPTIONS).index)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter."""
+        axes: dict[str, int] = {}
+        options: list[str] = []
+        for part in text.split("."):
+            match = re.fullmatch(r"([a-z]+)(\d+)", part)
+            if match and match[1] in AXES:
+                if match[1] in axes:
+                    raise ValueError(f"layout {text!r} names {match[1]} twice")
+                axes[match[1]] = int(match[2])
+            elif part in OPTIONS:
+                options.append(part)
+            else:
+                raise ValueError(
+                    f"layout {text!r}: {part!r} is neither an axis with a size ({', '.join(AXES)}; e.g. dp2) "
+                    f"nor an option ({', '.join(OPTIONS)})"
+                )
+        return cls(**axes, options=tuple(options))
+
+    @classmethod
+    def for_world(cls, world_size: int, *, rep: int = 1, tp: int = 1, sp: int = 1, pp: int = 1) -> "Layout":
+        """The layout that gives all remaining ranks to data parallelism.
+
+        Raises ValueError when ``world_size`` is not divisible by sp x tp x pp, or too small for it.
+        """
+        model = tp * sp * pp
+        if world_size < model or world_size % model:
+            raise ValueError(
+                f"world size {world_size} is not divisible by sp x tp x pp = {sp} x {tp} x {pp} = {model}; "
+                f"use {max(model, world_size // model * model)} ranks, or e.g. {Layout(dp=max(1, world_size))}"
+            )
+        return cls(dp=world_size // model, rep=rep, tp=tp, sp=sp, pp=pp)
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return ".".join([*(sizes or ["dp1"]), *self.options])
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.sp * self.pp
+
+    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int) -> None:
+        """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
+        if heads % self.tp or kv_heads % self.tp:
+            better = dataclasses.replace(self, tp=_divisor(kv_heads, self.tp), options=())
+            raise ValueError(
+                f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
+                f"(a head is not cut); {better} would work"
+            )
+        if rows % (self.dp * accumulation):
+            better = dataclasses.replace(self, dp=_divisor(rows // accumulation, self.dp), rep=1)
+            raise ValueError(
+                f"{rows} rows per step cannot be divided over dp={self.dp} x accumulation={accumulation}; "
+                f"{better} would work, or data.rows={-(-rows // (self.dp * accumulation)) * self.dp * accumulation}"
+            )
+
+
+def _divisor(number: int, at_most: int) -> int:
+    """Largest divisor of ``number`` that is at most ``at_most``."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

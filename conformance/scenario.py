@@ -1,0 +1,157 @@
+"""Scenario: WHAT is trained, independent of any backend.
+
+Every number that decides the outcome of a run (objective, data, optimizer, schedule, precision, micro-batching, seed)
+is written down here once; backends and the oracle only read it. Loaded from TOML.
+
+Conventions that every backend has to follow:
+
+* Loss of an optimizer step = sum of -log p over its target tokens / number of its target tokens, over all ranks and all
+  micro-batches (a global token mean, never a mean of means).
+* ``max_grad_norm`` clips by the global 2-norm: g <- g * min(1, max_grad_norm / (norm + 1e-6)), as torch does.
+* Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
+  more dimensions: biases and norm weights are exempt. Under SGD there is none.
+* The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; the schedules carry transformers' names.
+"""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid")
+
+Precision = Literal["exact", "fp32", "bf16", "fp16"]
+PositiveInt = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Where the documents come from and how they become rows of one optimizer step.
+
+    ``path`` names a JSONL or Parquet file or a Hugging Face dataset saved on disk; relative paths are looked up beside
+    the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
+    """
+
+    path: str = "data/word_problems.jsonl"
+    input_key: str = "question"
+    output_key: str = "answer"
+    max_len: PositiveInt = 96
+    packed: bool = False
+    rows: PositiveInt = 24
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped."""
+
+    name: Literal["sgd", "adamw"]
+    lr: Positive
+    momentum: Fraction = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-5
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleConfig:
+    """Learning-rate schedule; names and formulas are those of ``transformers.get_scheduler``."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    total_steps: PositiveInt = 10
+
+    def factor(self, step: int) -> float:
+        """Multiplier of the base learning rate at optimizer step ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        if self.name == "linear":
+            return max(0.0, 1.0 - progress)
+        if self.name == "cosine":
+            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Scenario:
+    """One training run. ``model`` is a Hugging Face folder; relative paths are looked up beside the built-in fixtures.
+
+    ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
+    the documents. ``resume_after`` saves after that many steps, starts from nothing, loads and goes on.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+    model: str
+    precision: Precision
+    optimizer: OptimizerConfig
+    objective: Literal["sft"] = "sft"
+    accumulation: PositiveInt = 1
+    steps: PositiveInt = 5
+    seed: int = 0
+    resume_after: PositiveInt | None = None
+    data: DataConfig = Field(default_factory=DataConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.rows % self.accumulation:
+            raise ValueError(
+                f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}; "
+                f"use data.rows={math.ceil(self.data.rows / self.accumulation) * self.accumulation}"
+            )
+        if self.resume_after is not None and self.resume_after > self.steps - 2:
+            raise ValueError(
+                f"resume_after={self.resume_after} leaves fewer than two of {self.steps} steps after loading, and lost "
+                f"optimizer state shows at the second; use steps={self.resume_after + 2} or more"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """Last part of the model's path; the family in a cell's id."""
+        return Path(self.model).name
+
+    @property
+    def reference(self) -> "Scenario":
+        """The part that the oracle depends on: how a step is cut into micro-batches, or interrupted, must not matter."""
+        return dataclasses.replace(self, accumulation=1, resume_after=None)
+
+
+_ADAPTER = TypeAdapter(Scenario)
+
+
+def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scenario:
+    """Build a Scenario from plain values; raises ValueError that names every wrong field and says what it may be."""
+    try:
+        return _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+        ]
+        raise ValueError(f"{source} is not a valid scenario:\n" + "\n".join(lines)) from None
+
+
+def load_scenario(path: Path, **overrides: Any) -> Scenario:
+    """Read a scenario from a TOML file; ``overrides`` replace top-level values (model, precision, seed, ...).
+
+    Raises ValueError with the file's name for a missing file, broken TOML, unknown keys and values out of range.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
+        raise ValueError(f"no scenario file {path}; scenarios in that folder: {known}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
+
+
+def scenario_to_json(scenario: Scenario) -> dict[str, Any]:
+    """Plain JSON values of a scenario; ``parse_scenario`` reads them back."""
+    return _ADAPTER.dump_python(scenario, mode="json")
