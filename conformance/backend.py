@@ -102,8 +102,8 @@ class Backend(Protocol):
         """Whether the backend claims this cell; called without ranks, must not need a GPU."""
         ...
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Path) -> dict[str, Any]:
-        """Build model and optimizer from the Hugging Face folder ``weights``; never from a seed.
+    def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
+        """Build model and optimizer from the Hugging Face folder ``weights``, never from a seed, on ``cpu`` or ``cuda``.
 
         Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
         """
@@ -150,7 +150,7 @@ class BackendEntry:
     target: str
 
     def load(self) -> type[Backend]:
-        """Import the adapter. Raises MissingExtra when a package of its own is absent, ValueError for a wrong target."""
+        """Import the adapter. Raises MissingExtra when a package is absent, ValueError for a wrong target."""
         module_name, _, attribute = self.target.partition(":")
         try:
             return getattr(import_module(module_name), attribute)

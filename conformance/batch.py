@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Document:
-    """One training sample. ``targets[i]`` says whether token i is predicted (from tokens 0..i-1); targets[0] is False."""
+    """One training sample. ``targets[i]``: token i is predicted (from tokens 0..i-1); targets[0] is False."""
 
     tokens: tuple[int, ...]
     targets: tuple[bool, ...]

@@ -22,6 +22,7 @@ OPTIONS = {
     "lastsync": "gradients reduced at the last micro-batch only",
     "ckpt": "activation checkpointing",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
+    "shipped": "the library's own behaviour where the backend corrects it by default",
 }
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 
@@ -49,7 +50,8 @@ class Layout:
                 )
         if self.dp % self.rep:
             raise ValueError(
-                f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); use rep{_divisor(self.dp, self.rep)}"
+                f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); "
+                f"use rep{_divisor(self.dp, self.rep)}"
             )
         for option in self.options:
             if option not in OPTIONS:

@@ -1,11 +1,11 @@
 """Record: what one cell observed. Immutable, on disk, readable without a GPU, a backend or torch.distributed.
 
-A folder with ``record.jsonl`` (a header line, one line per optimizer step, a footer line) and one safetensors file per
-step. Serves claim 8: a run that stopped half-way has no footer, a changed one a wrong digest, and both are errors with a
-name, never a pass. The oracle writes its records in the same format.
+A folder with ``record.jsonl`` (a header line, one line per optimizer step, a footer line) and one safetensors file
+per step. Serves claim 8: a run that stopped half-way has no footer, a changed one a wrong digest; both are errors with
+a name, never a pass. The oracle writes its records in the same format.
 
-Tensor names in a step's file: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step), ``logprob/ROW``; step -1,
-written before the first step, holds only the weights as loaded.
+Tensor names in a step's file: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step), ``logprob/ROW``; step
+-1, written before the first step, holds only the weights as loaded.
 """
 
 import hashlib
@@ -118,8 +118,8 @@ def read_record(path: Path) -> Record:
         )
     if (schema := values[0].get("schema")) != SCHEMA:
         raise WrongSchema(
-            f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the version "
-            f"that wrote it (backend-parity {values[0].get('environment', {}).get('backend-parity', 'unknown')})"
+            f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the "
+            f"version that wrote it (backend-parity {values[0].get('environment', {}).get('backend-parity', 'unknown')})"
         )
     if values[-1].get("type") != "footer":
         seen = [v["step"] for v in values if v.get("type") == "step"]

@@ -10,7 +10,7 @@ Conventions that every backend has to follow:
 * ``max_grad_norm`` clips by the global 2-norm: g <- g * min(1, max_grad_norm / (norm + 1e-6)), as torch does.
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
-* The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; the schedules carry transformers' names.
+* The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules carry transformers' names.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ class Scenario:
 
     @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: how a step is cut into micro-batches, or interrupted, must not matter."""
+        """The part that the oracle depends on: cutting a step into micro-batches, or resuming, must not matter."""
         return dataclasses.replace(self, accumulation=1, resume_after=None)
 
 

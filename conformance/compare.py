@@ -1,0 +1,152 @@
+"""Compare: every quantity of a record against the oracle's, stage by stage, in causal order.
+
+The same measurement is applied to a cell and to the single-process run that gives the noise; whether an error is small
+enough is for conformance.tolerance, what it means for conformance.judge.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from conformance.record import Record, StepRecord
+from conformance.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, SETTING, Quantity
+
+STAGES = (
+    "weights",
+    "log-probs",
+    "loss",
+    "gradients",
+    "replicas",
+    "gradient norm",
+    "clipped update",
+    "weights after N steps",
+)
+"""The stages in causal order: what is wrong at one is expected to show at all later ones."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def measure(record: Record, oracle: Record) -> list[Quantity]:
+    """All quantities that both observed, by step and then by stage.
+
+    Tensors that only one of them has give a quantity of infinite error.
+    """
+    start, start_ref = record.initial.tensors(), oracle.initial.tensors()
+    quantities = list(_tensors("weights", -1, _named(start, "weight/"), _named(start_ref, "weight/"), fixed=SETTING))
+    for step, reference in zip(record.steps, oracle.steps, strict=False):
+        quantities += _step(step, reference, start=start, start_ref=start_ref)
+    if len(record.steps) != len(oracle.steps):
+        missing = f"{len(record.steps)} of {len(oracle.steps)} steps"
+        quantities.append(_infinite("loss", missing, len(record.steps)))
+    return quantities
+
+
+def _step(step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Tensors) -> Iterator[Quantity]:
+    number, tensors, reference = step.step, step.tensors(), oracle.tensors()
+    logprobs, logprobs_ref = _named(tensors, "logprob/"), _named(reference, "logprob/")
+    if logprobs:
+        yield _logprobs(number, logprobs, logprobs_ref)
+    yield _scalar(
+        "loss", "token_count", number, step.values["token_count"], oracle.values["token_count"], fixed=SETTING
+    )
+    yield _scalar("loss", "loss", number, step.values["loss"], oracle.values["loss"])
+    gradients = _named(tensors, "gradient/")
+    yield from _tensors("gradients", number, gradients, _named(reference, "gradient/"))
+    for entry in step.values.get("replicas", {}).get("differing", []):
+        name = f"{entry['kind']} {entry['tensor']} on ranks {', '.join(map(str, entry['ranks']))}"
+        yield Quantity(stage="replicas", tensor=name, step=number, error=entry["relative"], fixed=ROUNDING)
+    if (reported := step.values.get("grad_norm")) is not None:
+        yield _scalar("gradient norm", "reported", number, reported, oracle.values["grad_norm"])
+        rebuilt = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+        bound = NORM_ROUNDINGS * ROUNDING
+        yield _scalar("gradient norm", "reported against rebuilt", number, reported, rebuilt, fixed=bound)
+    yield _scalar("clipped update", "lr", number, step.values["lr"], oracle.values["lr"], fixed=SETTING)
+    stage = "clipped update" if number == 0 else "weights after N steps"
+    moved = _moved(_named(tensors, "weight/"), _named(start, "weight/"))
+    yield from _tensors(stage, number, moved, _moved(_named(reference, "weight/"), _named(start_ref, "weight/")))
+
+
+def _moved(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
+    """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
+    return {name: weight.double() - start[name].double() for name, weight in weights.items() if name in start}
+
+
+def _tensors(
+    stage: str, step: int, tensors: Tensors, reference: Tensors, *, fixed: float | None = None
+) -> Iterator[Quantity]:
+    total = math.sqrt(sum(t.double().square().sum().item() for t in reference.values()))
+    for name, ref in reference.items():
+        if name not in tensors:
+            yield _infinite(stage, f"{name} (missing)", step)
+        elif tensors[name].shape != ref.shape:
+            shapes = f"{tuple(tensors[name].shape)} instead of {tuple(ref.shape)}"
+            yield _infinite(stage, f"{name} (shape {shapes})", step)
+        else:
+            yield _tensor(stage, name, step, tensors[name], ref, floor=FLOOR * total, fixed=fixed)
+    for name in tensors.keys() - reference.keys():
+        yield _infinite(stage, f"{name} (unexpected)", step)
+
+
+def _tensor(
+    stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float, fixed: float | None
+) -> Quantity:
+    x, ref = x.double(), ref.double()
+    difference = (x - ref).abs()
+    norm = ref.norm().item()
+    at = int(difference.argmax()) if difference.numel() else 0
+    return Quantity(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=_finite(difference.norm().item() / (max(norm, floor) or 1.0)),
+        fixed=fixed,
+        max_abs=_finite(difference.max().item() if difference.numel() else 0.0),
+        where=str([int(i) for i in torch.unravel_index(torch.tensor(at), ref.shape)]) if ref.ndim else "",
+        scale=((x * ref).sum() / ref.square().sum()).item() if norm else None,
+    )
+
+
+def _logprobs(step: int, rows: Tensors, reference: Tensors) -> Quantity:
+    """All target tokens of the step as one vector; ``where`` names the row and target that are furthest off."""
+    if set(rows) != set(reference) or any(rows[r].shape != reference[r].shape for r in reference):
+        wrong = sorted(set(rows) ^ set(reference)) or [r for r in reference if rows[r].shape != reference[r].shape]
+        return _infinite("log-probs", f"rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+    order = sorted(reference, key=int)
+    x, ref = torch.cat([rows[r].double() for r in order]), torch.cat([reference[r].double() for r in order])
+    quantity = _tensor("log-probs", "log-probs", step, x, ref, floor=0.0, fixed=None)
+    at = int((x - ref).abs().argmax())
+    for row in order:
+        if at < len(reference[row]):
+            break
+        at -= len(reference[row])
+    fields = {**vars(quantity), "scalar": True, "where": f"row {row}, target {at}"}
+    return Quantity(**fields)
+
+
+def _scalar(stage: str, name: str, step: int, x: float, ref: float, *, fixed: float | None = None) -> Quantity:
+    error = abs(x - ref) / (abs(ref) or 1.0)
+    scale = x / ref if ref else None
+    return Quantity(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=_finite(error),
+        scalar=True,
+        fixed=fixed,
+        max_abs=abs(x - ref),
+        scale=scale,
+    )
+
+
+def _infinite(stage: str, tensor: str, step: int) -> Quantity:
+    return Quantity(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
+
+
+def _finite(error: float) -> float:
+    """NaN would pass every comparison; it is as wrong as can be."""
+    return math.inf if math.isnan(error) else error
+
+
+def _named(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

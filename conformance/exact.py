@@ -1,0 +1,174 @@
+"""The exact tier: float64 stays float64. And the watch that finds what does not.
+
+Serves claim 6 (no tolerance hides a bug). Libraries upcast to float32 inside: norms, rotary tables, softmax, losses,
+gradient norms. For a float64 model these are *down*casts, and leave errors of 1e-6 in its gradients. ``exact_tier()``
+changes the precision that is asked for, and nothing else:
+
+What is lifted, for arguments that are float64, integer or bool, and for factories without a tensor argument:
+
+* in Python (a TorchFunctionMode): ``.float()``, ``.half()``, ``.bfloat16()``, ``.to(dtype)``, ``.type(...)``,
+  ``dtype=`` of any torch function, ``torch.tensor([...], dtype=)``, and the old constructors
+  (``torch.FloatTensor([...])``, replaced as attributes of torch);
+* below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``. This
+  reaches what C++ does inside an op (``type_as``, ``to(other)``), and backward, where the function mode is not active
+  (on CUDA's backward threads too);
+* the default dtype is float64, so that factories without a dtype make float64.
+
+What is left alone: integer and bool results; tensors that already are float32, bfloat16 or float16 (a file's weights:
+their digits are lost before they get here); reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
+
+What is not seen: kernels that compute in a lower precision inside; values that reach torch as float32 (numpy arrays,
+``torch.asarray([...], dtype=)``); complex64; other Python threads (modes belong to a thread); code that sets the
+default dtype itself; types imported by name beforehand (``from torch import FloatTensor``). LeakWatch shows most of
+these.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+_OLD_NAMES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
+_OLD_TYPES: dict[Any, Any] = {}
+for _module in (torch, torch.cuda):
+    for _name in _OLD_NAMES:
+        _OLD_TYPES[getattr(_module, _name)] = _module.DoubleTensor
+        _OLD_TYPES[f"{_module.__name__}.{_name}"] = f"{_module.__name__}.DoubleTensor"
+# These read memory as another dtype; they do not convert.
+_REINTERPRET = frozenset((Tensor.view, torch.frombuffer, torch.asarray, torch.ops.aten.view.dtype))
+# Unpickling makes an empty tensor of the stored dtype and then hangs the stored bytes into it.
+_EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
+# Fake tensors are what DTensor computes shapes and dtypes with; they have to be lifted as what they stand for.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@contextmanager
+def exact_tier() -> Iterator[None]:
+    """Enter both modes and make float64 the default dtype; everything is restored on exit, also after an exception.
+
+    Enter it around building the model and every step, in the thread that runs them. Default dtype and old constructors
+    belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be nested.
+    """
+    default = torch.get_default_dtype()
+    old = [(module, name, getattr(module, name)) for module in (torch, torch.cuda) for name in _OLD_NAMES]
+    torch.set_default_dtype(torch.float64)
+    for module, name, _ in old:
+        setattr(module, name, module.DoubleTensor)
+    try:
+        with _LiftInPython(), _LiftBelowAutograd():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for module, name, constructor in old:
+            setattr(module, name, constructor)
+
+
+class _LiftInPython(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return (func if args[0].dtype in LOW else Tensor.double)(*args, **kwargs)
+        if func is Tensor.type and args[0].dtype not in LOW:
+            args = tuple(_OLD_TYPES.get(a, a) if isinstance(a, (str, type)) else a for a in args)
+        args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _LiftBelowAutograd(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        lifted = _lifted(func, args, kwargs)
+        if not types or _PLAIN.issuperset(types):
+            return func(*args, **kwargs) if lifted is None else func(*lifted[0], **lifted[1])
+        # A tensor subclass such as DTensor: what it says of itself and what its local tensors are must be lifted alike.
+        # So it gets the lifted arguments, and the ops that it runs on its local tensors come back to this mode.
+        if lifted is None:
+            return NotImplemented
+        with self:
+            return func(*lifted[0], **lifted[1])
+
+
+def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """The arguments with float64 wherever a lower dtype is asked for; None if there is nothing to change."""
+    # Every op of a step passes here, and nearly all leave at once: this is what the tier costs.
+    for arg in args:
+        if arg.__class__ is torch.dtype and arg in LOW:
+            break
+    else:
+        if not kwargs or kwargs.get("dtype") not in LOW:
+            return None
+    if func in _REINTERPRET or (func in _EMPTY and args and args[0] == _EMPTY[func]):
+        return None
+    if any(isinstance(value, Tensor) and value.dtype in LOW for value in (*args, *kwargs.values())):
+        return None
+    lift = dict.fromkeys(LOW, torch.float64)
+    new_args = tuple(lift.get(a, a) if a.__class__ is torch.dtype else a for a in args)
+    return new_args, {k: lift.get(v, v) if v.__class__ is torch.dtype else v for k, v in kwargs.items()}
+
+
+@dataclass(frozen=True)
+class Leak:
+    """An op that gave a float32, bfloat16 or float16 tensor ``count`` times.
+
+    ``where`` is the innermost line of Python outside torch, as ``file:line in function``. In backward that is the line
+    inside a custom autograd function, or else the call of ``backward()``.
+    """
+
+    op: str
+    where: str
+    count: int
+
+
+class LeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the ops inside a ``with`` block that give a tensor of a lower precision; expects none in the exact tier.
+
+    May be entered inside or around ``exact_tier()``. Sees each op as it reaches the kernels, backward included; on
+    DTensors, the ops on their local tensors. Views and in-place ops count as well; ``leaks`` is in order of first
+    appearance, so the cause comes before what follows from it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts: dict[tuple[str, str], int] = {}
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        return tuple(Leak(op, where, count) for (op, where), count in self._counts.items())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if not _PLAIN.issuperset(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype in LOW:
+                key = (str(func), _caller())
+                self._counts[key] = self._counts.get(key, 0) + 1
+        return result
+
+
+_NOT_THE_CALLER = (str(Path(torch.__file__).parent), __file__, "<")
+
+
+def _caller() -> str:
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        if frame.f_back is None:
+            return "(no Python code: a thread of torch)"
+        frame = frame.f_back
+    file = frame.f_code.co_filename.rpartition("site-packages/")[2]
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,173 @@
+"""The catalogue: each fault with its public source, the seam it wraps, and the stage at which the suite must see it.
+
+``loss_blind`` says whether the loss of step 0 is exactly right in spite of the fault: the checks in common use cannot
+see such a fault, however tight. Seams and what a function there means:
+
+==================  ===================================================================================
+load_model          (strategy, path) -> model: whole model from a Hugging Face folder
+collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
+count_targets       (strategy, micro_batches) -> target tokens of the whole optimizer step
+start_micro_batch   (strategy, index, count): before each micro-batch; clears gradients before the first
+norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
+clip_coefficient    (norm, max_norm) -> factor for the gradients
+advance_schedule    (strategy): after each optimizer step
+==================  ===================================================================================
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A planted bug. ``needs`` says in words when it changes anything (an equivalent mutant otherwise)."""
+
+    name: str
+    summary: str
+    source: str
+    seam: str
+    stage: str
+    loss_blind: bool
+    needs: str
+    wrap: Callable[[Function], Function]
+
+
+def _dropped_o_bias(load_model: Function) -> Function:
+    def faulty(strategy: Any, path: Any) -> Any:
+        model = load_model(strategy, path)
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_proj.bias"):
+                torch.nn.init.zeros_(parameter)
+        return model
+
+    return faulty
+
+
+def _leaking_documents(collate: Function) -> Function:
+    def faulty(rows: Any, **options: Any) -> Any:
+        inputs = collate(rows, **options)
+        count, length = inputs.positions.shape
+        return dataclasses.replace(inputs, positions=torch.arange(length).expand(count, length))
+
+    return faulty
+
+
+def _local_token_mean(count_targets: Function) -> Function:
+    def faulty(strategy: Any, micro_batches: Any) -> Any:
+        # The mean over a rank's own tokens, then averaged over ranks by the data-parallel reduction.
+        local = sum(row.target_count for rows in micro_batches for row in rows)
+        return max(1, local) * strategy.data_size
+
+    return faulty
+
+
+def _cleared_gradients(start_micro_batch: Function) -> Function:
+    def faulty(strategy: Any, index: int, count: int) -> None:
+        strategy.optimizer.zero_grad()
+        start_micro_batch(strategy, index, count)
+
+    return faulty
+
+
+def _replicas_counted(axes: Function) -> Function:
+    def faulty(gradient: Any) -> tuple[int, ...]:
+        return tuple(range(gradient.device_mesh.ndim))
+
+    return faulty
+
+
+def _inverted_clip(clip_coefficient: Function) -> Function:
+    def faulty(norm: float, max_norm: float) -> float:
+        return max(1.0, max_norm / (norm + 1e-6))
+
+    return faulty
+
+
+def _schedule_per_micro_batch(advance_schedule: Function) -> Function:
+    def faulty(strategy: Any) -> None:
+        for _ in range(strategy.config.accumulation):
+            advance_schedule(strategy)
+
+    return faulty
+
+
+_FAULTS = (
+    Fault(
+        name="dropped-o-bias",
+        summary="the bias of o_proj is not loaded",
+        source="Megatron-Bridge's stock Llama mapping has no attention biases; verl's converter sets add_bias_linear=False",
+        seam="load_model",
+        stage="weights",
+        loss_blind=False,
+        needs="a model with a bias on o_proj",
+        wrap=_dropped_o_bias,
+    ),
+    Fault(
+        name="leaking-documents",
+        summary="packed documents attend to each other",
+        source="https://github.com/axolotl-ai-cloud/axolotl/issues/3608",
+        seam="collate",
+        stage="log-probs",
+        loss_blind=False,
+        needs="packed rows",
+        wrap=_leaking_documents,
+    ),
+    Fault(
+        name="local-token-mean",
+        summary="each rank divides by its own token count before gradients are averaged",
+        source="https://github.com/pytorch/torchtitan/pull/2206",
+        seam="count_targets",
+        stage="loss",
+        loss_blind=False,
+        needs="dp of 2 or more and ranks with different token counts",
+        wrap=_local_token_mean,
+    ),
+    Fault(
+        name="cleared-gradients",
+        summary="gradients are cleared before every micro-batch, so only the last one trains",
+        source="https://github.com/pytorch/torchtitan/pull/3575",
+        seam="start_micro_batch",
+        stage="gradients",
+        loss_blind=True,
+        needs="accumulation of 2 or more",
+        wrap=_cleared_gradients,
+    ),
+    Fault(
+        name="replicas-counted",
+        summary="the gradient norm counts replicated parameters once per rank",
+        source="https://github.com/ROCm/TransformerEngine/issues/715",
+        seam="norm_axes",
+        stage="gradient norm",
+        loss_blind=True,
+        needs="a parameter that is replicated over a mesh axis, such as norms under tp",
+        wrap=_replicas_counted,
+    ),
+    Fault(
+        name="inverted-clip",
+        summary="the clip coefficient is bounded below instead of above: large gradients are never clipped",
+        source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
+        seam="clip_coefficient",
+        stage="clipped update",
+        loss_blind=True,
+        needs="max_grad_norm other than the norm itself",
+        wrap=_inverted_clip,
+    ),
+    Fault(
+        name="schedule-per-micro-batch",
+        summary="the learning-rate schedule advances with every micro-batch",
+        source="https://github.com/huggingface/accelerate/issues/963",
+        seam="advance_schedule",
+        stage="clipped update",
+        loss_blind=True,
+        needs="accumulation of 2 or more and a schedule that is not constant",
+        wrap=_schedule_per_micro_batch,
+    ),
+)
+
+CATALOGUE = {fault.name: fault for fault in _FAULTS}

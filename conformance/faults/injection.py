@@ -1,0 +1,47 @@
+"""Planting a fault: wrap a seam for as long as a cell runs, and put everything back."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from conformance.backend import Backend
+from conformance.faults.catalogue import CATALOGUE, Fault
+
+
+def find_fault(name: str) -> Fault:
+    """Look up a fault; ValueError that lists the known ones."""
+    if name not in CATALOGUE:
+        raise ValueError(f"unknown fault {name!r}; known: {', '.join(CATALOGUE)}")
+    return CATALOGUE[name]
+
+
+@contextlib.contextmanager
+def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[None]:
+    """Wrap the seams that the faults ask for; undone on exit. ValueError where the backend lacks a seam."""
+    seams: dict[str, str] = getattr(adapter, "seams", {})
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            fault = find_fault(name)
+            if fault.seam not in seams:
+                raise ValueError(
+                    f"fault {name!r} needs the seam {fault.seam!r}, which {adapter.__name__} does not name; "
+                    f"its seams: {', '.join(seams) or 'none'}"
+                )
+            stack.enter_context(_wrapped(seams[fault.seam], fault))
+        yield
+
+
+@contextlib.contextmanager
+def _wrapped(seam: str, fault: Fault) -> Iterator[None]:
+    module, _, path = seam.partition(":")
+    *parents, attribute = path.split(".")
+    owner: Any = import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, fault.wrap(original))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)

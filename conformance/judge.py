@@ -1,0 +1,175 @@
+"""Judge: a cell's record and the oracle's give a verdict, with the first difference and a guess at its cause.
+
+Needs no GPU, no backend and no ranks, so old records can be judged again. A comparison that cannot be made (a truncated
+record, a missing stage) is never a pass (claim 8).
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from conformance.compare import STAGES, measure
+from conformance.layout import Layout
+from conformance.record import Record, RecordError, read_record
+from conformance.scenario import Scenario, parse_scenario
+from conformance.tolerance import Quantity, allowed_errors
+
+State = Literal["conforms", "differs", "unsupported", "expected_difference", "infrastructure", "not_run"]
+STATES: tuple[State, ...] = (
+    "conforms",
+    "differs",
+    "unsupported",
+    "expected_difference",
+    "infrastructure",
+    "not_run",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One quantity outside its tolerance."""
+
+    stage: str
+    tensor: str
+    step: int
+    observed: float
+    allowed: float
+    max_abs: float
+    where: str
+    hint: str
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.stage}, step {self.step}: {self.tensor} is {self.observed:.2e} off, allowed {self.allowed:.2e}{hint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is said of one cell. ``stages`` holds the worst quantity of each stage, ``quantities`` all of them."""
+
+    state: State
+    reason: str
+    findings: list[Finding] = field(default_factory=list)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quantities: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def first_stage(self) -> str:
+        """Stage of the first finding in causal order; empty if there is none."""
+        return self.findings[0].stage if self.findings else ""
+
+
+def judge_folder(record: Path, oracle: Path) -> Verdict:
+    """Judge the record in one folder against the oracle runs in another (``float64`` and the cell's precision)."""
+    try:
+        cell = read_record(record)
+        scenario = parse_scenario(cell.header["scenario"])
+        reference = read_record(oracle / "float64")
+        noise = None if scenario.precision == "exact" else read_record(oracle / scenario.precision)
+    except RecordError as error:
+        return Verdict(state="infrastructure", reason=str(error))
+    return judge(cell, oracle=reference, noise=noise)
+
+
+def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
+    """Compare a complete record with the float64 oracle; ``noise`` is the single-process run in the cell's precision."""
+    scenario = parse_scenario(record.header["scenario"])
+    layout = Layout.parse(record.header["layout"])
+    quantities = measure(record, oracle)
+    bounds = allowed_errors(quantities, precision=scenario.precision, noise=measure(noise, oracle) if noise else [])
+    order = {stage: i for i, stage in enumerate(STAGES)}
+    quantities.sort(key=lambda q: (q.step, order[q.stage]))
+    wrong = [q for q in quantities if not q.error <= bounds[q.key]]
+    findings = [
+        Finding(
+            stage=q.stage,
+            tensor=q.tensor,
+            step=q.step,
+            observed=q.error,
+            allowed=bounds[q.key],
+            max_abs=q.max_abs,
+            where=q.where,
+            hint=hint(q, scenario=scenario, layout=layout),
+        )
+        for q in wrong
+    ]
+    return Verdict(
+        state="differs" if findings else "conforms",
+        reason=_reason(findings, quantities, record),
+        findings=findings,
+        stages=_worst(quantities, bounds),
+        quantities=[
+            {"stage": q.stage, "tensor": q.tensor, "step": q.step, "observed": q.error, "allowed": bounds[q.key]}
+            for q in quantities
+        ],
+    )
+
+
+def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
+    """Names a known cause when the quantity is the reference times a number that the layout explains."""
+    sizes = {
+        "dp": layout.dp,
+        "rep": layout.rep,
+        "tp": layout.tp,
+        "sp": layout.sp,
+        "accumulation": scenario.accumulation,
+        "dp x sp": layout.dp * layout.sp,
+        "dp x accumulation": layout.dp * scenario.accumulation,
+        "world size": layout.world_size,
+    }
+    scale = quantity.scale
+    if quantity.stage == "replicas":
+        return "ranks that should hold the same numbers do not: a reduction over these ranks is missing"
+    if quantity.stage == "clipped update" and quantity.tensor == "lr":
+        return "the learning-rate schedule is at another step"
+    if scale is None or not math.isfinite(scale) or abs(scale - 1) < 1e-6:
+        return ""
+    for name, size in sizes.items():
+        for text, factor in ((name, size), (f"1/({name})", 1 / size), (f"sqrt({name})", size**0.5)):
+            if size > 1 and abs(scale / factor - 1) < 1e-3:
+                return f"{scale:.4g} times the reference, which is {text}"
+    return f"{scale:.4g} times the reference" if quantity.scalar else ""
+
+
+def _reason(findings: Sequence[Finding], quantities: Sequence[Quantity], record: Record) -> str:
+    if not findings:
+        return f"{len(quantities)} quantities agree with the oracle"
+    first = findings[0]
+    same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
+    total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
+    worst = max(same, key=lambda f: f.observed / f.allowed if f.allowed else math.inf)
+    leaks = record.footer.get("leaks", [])
+    leak = f"; float32 left in the exact tier by {leaks[0]['op']} at {leaks[0]['where']}" if leaks else ""
+    return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}{leak}"
+
+
+def _worst(quantities: Sequence[Quantity], bounds: dict[tuple[str, str, int], float]) -> dict[str, dict[str, Any]]:
+    stages: dict[str, dict[str, Any]] = {}
+    for stage in STAGES:
+        ratios = [(_ratio(q.error, bounds[q.key]), q) for q in quantities if q.stage == stage]
+        if ratios:
+            ratio, q = max(ratios, key=lambda pair: pair[0])
+            stages[stage] = {
+                "ratio": ratio,
+                "observed": q.error,
+                "allowed": bounds[q.key],
+                "tensor": q.tensor,
+                "step": q.step,
+            }
+    return stages
+
+
+def _ratio(error: float, allowed: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / allowed if allowed else math.inf
+
+
+def write_verdict(path: Path, verdict: Verdict, details: dict[str, Any]) -> None:
+    """Write ``verdict.json`` into a cell's folder; ``details`` are the cell's own fields (id, layout, seconds, ...)."""
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"schema": 1, **details, **asdict(verdict)}, indent=1)
+    (path / "verdict.json").write_text(text, encoding="utf-8")

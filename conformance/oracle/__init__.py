@@ -1,0 +1,10 @@
+"""The oracle: what a scenario should compute, written from the papers, in one process and one document at a time.
+
+Serves claims 1 and 6: every backend is judged against it, so it shares no code with ``impl/`` and uses none of
+transformers' modelling code. It is slow and plain on purpose, and meant to be read next to the papers:
+
+    architecture.py   config.json -> what the model is; refuses what it does not know
+    forward.py        tokens -> logits
+    training.py       loss, clipping, SGD, AdamW
+    run.py            a scenario -> a record
+"""

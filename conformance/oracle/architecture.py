@@ -1,0 +1,264 @@
+"""From a Hugging Face ``config.json`` to the few numbers that decide what a decoder computes.
+
+Serves claim 6: no key that changes the mathematics is ever ignored. A key that is neither read by the model's family
+nor listed in INERT is an error, so a new feature stops the oracle instead of making it wrong in silence.
+
+A fifth family is a function that returns an Architecture, and a line in FAMILIES.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Keys that do not change the forward pass of a training step.
+INERT = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``window``: a query at position i sees keys j with 0 <= i - j < window; None: all of j <= i."""
+
+    window: int | None
+    rope_theta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A causal decoder with rotary positions, RMSNorm, grouped-query attention and a gated MLP.
+
+    attention_bias: biases on q, k, v and o. qk_norm: RMSNorm over each head of q and k. norm_plus_one: norms multiply
+    by 1 + weight. sandwich_norms: a second norm after attention and after the MLP. attention_scale multiplies q k^T,
+    embedding_scale the embeddings. final_softcap c: logits become c tanh(logits / c). As an input, padding_token gives
+    no gradient to its embedding (torch.nn.Embedding's padding_idx, which transformers always sets).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    activation: str
+    attention_scale: float
+    tied: bool
+    padding_token: int | None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+
+
+class Config:
+    """Values of a config.json, and which of them were read."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+        self._read: set[str] = set(INERT)
+
+    def take(self, key: str, *default: Any) -> Any:
+        """The value of ``key``; ``default`` where it is absent or null. ValueError without either."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is None and not default:
+            raise self.error(f"has no {key!r}; add it")
+        return default[0] if value is None else value
+
+    def must_be(self, key: str, value: Any) -> None:
+        """Read a feature that only has one implemented setting. ValueError for another."""
+        if (found := self.take(key, value)) != value:
+            raise self.error(f"sets {key}={found!r}; the oracle only computes {key}={value!r}")
+
+    def finish(self) -> None:
+        """ValueError if a key is left that nobody has read."""
+        unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
+        if unread:
+            raise self.error(
+                f"has keys that the oracle does not know for this model: {', '.join(unread)}; if they change what is "
+                f"computed, implement them in conformance/oracle, otherwise add them to INERT in architecture.py"
+            )
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"{self._source} {message}")
+
+
+def read_architecture(model: Path) -> Architecture:
+    """What the model in the Hugging Face folder ``model`` computes.
+
+    Raises ValueError for an unknown model_type, a missing key, and any setting that is not implemented.
+    """
+    file = model / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{model} holds no config.json; give the folder of a Hugging Face model")
+    values = json.loads(file.read_text(encoding="utf-8"))
+    config = Config(values, str(file))
+    if values.get("model_type") not in FAMILIES:
+        raise config.error(f"has model_type {values.get('model_type')!r}; the oracle knows {', '.join(FAMILIES)}")
+    architecture = FAMILIES[values["model_type"]](config)
+    config.finish()
+    if architecture.activation not in ACTIVATIONS:
+        raise config.error(f"sets the activation {architecture.activation!r}; known are {', '.join(ACTIVATIONS)}")
+    if architecture.heads % architecture.kv_heads:
+        raise config.error(f"has {architecture.heads} heads, not a multiple of its {architecture.kv_heads} kv heads")
+    return architecture
+
+
+def _llama(config: Config) -> Architecture:
+    """Llama: arXiv 2302.13971 section 2.2; grouped-query attention: arXiv 2307.09288 appendix A.2."""
+    config.must_be("pretraining_tp", 1)
+    return Architecture(
+        **_common(config, tied=False),
+        layers=_layers(config, [FULL] * config.take("num_hidden_layers"), window=None, thetas=_one_theta(config)),
+        activation=config.take("hidden_act"),
+        attention_scale=_head_dim(config) ** -0.5,
+        attention_bias=config.take("attention_bias", False),
+        mlp_bias=config.take("mlp_bias", False),
+    )
+
+
+def _pangu(config: Config) -> Architecture:
+    """openPangu-Embedded, arXiv 2505.22375: Llama with biases on q, k, v and o and none in the MLP."""
+    return Architecture(
+        **_common(config, tied=False),
+        layers=_layers(config, [FULL] * config.take("num_hidden_layers"), window=None, thetas=_one_theta(config)),
+        activation=config.take("hidden_act"),
+        attention_scale=_head_dim(config) ** -0.5,
+        attention_bias=config.take("bias"),
+    )
+
+
+def _qwen3(config: Config) -> Architecture:
+    """Qwen3: arXiv 2505.09388 section 2: no QKV bias, RMSNorm on each head of q and k."""
+    count = config.take("num_hidden_layers")
+    windowed = config.take("use_sliding_window", False)
+    window = config.take("sliding_window", None) if windowed else None
+    first = config.take("max_window_layers", count)
+    kinds = config.take("layer_types", [SLIDING if windowed and i >= first else FULL for i in range(count)])
+    return Architecture(
+        **_common(config, tied=False),
+        layers=_layers(config, kinds, window=window, thetas=_one_theta(config)),
+        activation=config.take("hidden_act"),
+        attention_scale=_head_dim(config) ** -0.5,
+        attention_bias=config.take("attention_bias", False),
+        qk_norm=True,
+    )
+
+
+def _gemma3(config: Config) -> Architecture:
+    """Gemma 3 text: arXiv 2503.19786 section 2; final soft-capping as in Gemma 2, arXiv 2408.00118 section 2.
+
+    attn_logit_softcapping is refused: transformers' Gemma 3 has the key and never applies it.
+    """
+    config.must_be("use_bidirectional_attention", False)
+    config.must_be("attn_logit_softcapping", None)
+    every = config.take("_sliding_window_pattern", config.take("sliding_window_pattern", 6))
+    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config.take("num_hidden_layers"))]
+    return Architecture(
+        **_common(config, tied=True),
+        layers=_layers(
+            config,
+            config.take("layer_types", kinds),
+            window=config.take("sliding_window"),
+            thetas={FULL: config.take("rope_theta", None), SLIDING: config.take("rope_local_base_freq", None)},
+        ),
+        activation=config.take("hidden_activation", "gelu_pytorch_tanh"),
+        attention_scale=config.take("query_pre_attn_scalar") ** -0.5,
+        attention_bias=config.take("attention_bias", False),
+        qk_norm=True,
+        norm_plus_one=True,
+        sandwich_norms=True,
+        embedding_scale=config.take("hidden_size") ** 0.5,
+        final_softcap=config.take("final_logit_softcapping", None),
+    )
+
+
+FAMILIES: dict[str, Callable[[Config], Architecture]] = {
+    "llama": _llama,
+    "PanguEmbedded": _pangu,
+    "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+}
+
+
+def _common(config: Config, *, tied: bool) -> dict[str, Any]:
+    """What all families spell alike; ``tied`` is the family's default."""
+    config.must_be("attention_dropout", 0.0)
+    return {
+        "vocab_size": config.take("vocab_size"),
+        "hidden_size": config.take("hidden_size"),
+        "intermediate_size": config.take("intermediate_size"),
+        "heads": config.take("num_attention_heads"),
+        "kv_heads": config.take("num_key_value_heads", config.take("num_attention_heads")),
+        "head_dim": _head_dim(config),
+        "norm_eps": config.take("rms_norm_eps"),
+        "tied": config.take("tie_word_embeddings", tied),
+        "padding_token": config.take("pad_token_id", None),
+    }
+
+
+def _head_dim(config: Config) -> int:
+    return int(config.take("head_dim", config.take("hidden_size") // config.take("num_attention_heads")))
+
+
+def _layers(
+    config: Config, kinds: list[str], *, window: int | None, thetas: dict[str, float | None]
+) -> tuple[Layer, ...]:
+    """One Layer per entry of ``kinds`` (transformers' layer_types); ``thetas``: the older spelling's values."""
+    if len(kinds) != config.take("num_hidden_layers"):
+        raise config.error(f"has {len(kinds)} layer_types for {config.take('num_hidden_layers')} layers")
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise config.error(f"has layer_types {sorted(unknown)}; the oracle knows {FULL}, {SLIDING}")
+    if SLIDING in kinds and window is None:
+        raise config.error("has sliding_attention layers but sets no sliding_window; set it, or use full_attention")
+    rope_thetas = _rope_thetas(config, thetas)
+    return tuple(Layer(window if kind == SLIDING else None, rope_thetas[kind]) for kind in kinds)
+
+
+def _one_theta(config: Config) -> dict[str, float | None]:
+    return dict.fromkeys((FULL, SLIDING), config.take("rope_theta", None))
+
+
+def _rope_thetas(config: Config, older: dict[str, float | None]) -> dict[str, float]:
+    """Base of the rotary frequencies for each kind of layer.
+
+    transformers 5 writes ``rope_parameters``, flat or nested per kind of layer. ``older`` holds what the older
+    top-level keys say; they count only where ``rope_parameters`` has no theta, as in transformers.
+    """
+    config.must_be("rope_scaling", None)
+    parameters = config.take("rope_parameters", {})
+    if not parameters.keys() & {FULL, SLIDING}:
+        parameters = {FULL: parameters, SLIDING: parameters}
+    if unknown := parameters.keys() - {FULL, SLIDING}:
+        raise config.error(f"mixes {sorted(unknown)} with the kinds of layers in rope_parameters; put them inside")
+    thetas = {}
+    for kind, older_theta in older.items():
+        rope = dict(parameters.get(kind) or {})
+        if (theta := rope.pop("rope_theta", older_theta)) is None:
+            raise config.error(f"has no rope_theta for {kind}; set it in rope_parameters")
+        thetas[kind] = float(theta)
+        if rope.pop("rope_type", "default") != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope:
+            raise config.error(f"sets rope_parameters {parameters[kind]}; the oracle only computes rope_type 'default'")
+    return thetas

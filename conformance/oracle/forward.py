@@ -1,0 +1,198 @@
+"""Forward pass of one document, from the papers, and the model's weights.
+
+Serves claim 6: the same plain code, run in float64, is the reference of every backend; run in float32, bfloat16 or
+float16 it shows how much error that precision costs.
+
+Capital letters in names and comments are shapes: T tokens, D hidden, H heads, K kv heads, E head_dim, F intermediate,
+V vocabulary. x and y are always the (T, D) activations.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from conformance.oracle.architecture import Architecture, Layer
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Mixed precision as transformers and the backends do it.
+
+    compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, and also the master
+    weights, gradients and optimizer.
+    """
+
+    compute: torch.dtype
+    stable: torch.dtype
+
+
+def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) -> Weights:
+    """All parameters of the Hugging Face folder ``model`` in ``dtype``; a tied head is left out.
+
+    Raises ValueError for a missing file and for names or shapes that do not fit the architecture.
+    """
+    index, single = model / "model.safetensors.index.json", model / "model.safetensors"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    elif single.is_file():
+        shards = [single.name]
+    else:
+        raise ValueError(f"{model} holds neither {single.name} nor {index.name}; save the model as safetensors")
+    found = {name: tensor for shard in shards for name, tensor in load_file(model / shard).items()}
+    if architecture.tied:
+        found.pop("lm_head.weight", None)
+    expected = parameter_shapes(architecture)
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is not expected" for name in found if name not in expected]
+    wrong += [
+        f"{name} has shape {tuple(found[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name].shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"the weights in {model} do not fit its config.json: {'; '.join(wrong[:8])}")
+    return {name: found[name].to(dtype) for name in expected}
+
+
+def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all parameters, in the model's order; a Linear's weight is (out, in)."""
+    q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
+    for i in range(len(a.layers)):
+        layer = f"model.layers.{i}."
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", q_size, a.hidden_size, a.attention_bias),
+            ("self_attn.k_proj", kv_size, a.hidden_size, a.attention_bias),
+            ("self_attn.v_proj", kv_size, a.hidden_size, a.attention_bias),
+            ("self_attn.o_proj", a.hidden_size, q_size, a.attention_bias),
+            ("mlp.gate_proj", a.intermediate_size, a.hidden_size, a.mlp_bias),
+            ("mlp.up_proj", a.intermediate_size, a.hidden_size, a.mlp_bias),
+            ("mlp.down_proj", a.hidden_size, a.intermediate_size, a.mlp_bias),
+        ):
+            shapes[layer + name + ".weight"] = (rows, columns)
+            if bias:
+                shapes[layer + name + ".bias"] = (rows,)
+        if a.qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (a.head_dim,)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if a.sandwich_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"{layer}{norm}.weight": (a.hidden_size,) for norm in norms}
+    shapes["model.norm.weight"] = (a.hidden_size,)
+    if not a.tied:
+        shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
+    return shapes
+
+
+def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -> Tensor:
+    """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
+
+    The masters are cast here, inside autograd, so that their gradients come back in the master dtype.
+    """
+    w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
+    embeddings_VD = w["model.embed_tokens.weight"]
+    x = F.embedding(tokens, embeddings_VD, padding_idx=a.padding_token)
+    if a.embedding_scale != 1.0:
+        # Rounded to the compute dtype first, as Gemma does.
+        x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
+    tables = {layer: (_rope(len(tokens), layer, a, policy), _hidden(len(tokens), layer)) for layer in set(a.layers)}
+    for i, layer in enumerate(a.layers):
+        prefix = f"model.layers.{i}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+        x = _decoder_layer(x, own, *tables[layer], a, policy)
+    x = _norm(x, w["model.norm.weight"], a, policy)
+    logits_TV = x @ (embeddings_VD if a.tied else w["lm_head.weight"]).T
+    if a.final_softcap is not None:
+        logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
+    return logits_TV
+
+
+def _decoder_layer(
+    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy
+) -> Tensor:
+    """Pre-norm residual layer; with sandwich norms, the outputs of attention and MLP are normed as well."""
+    y = _norm(x, w["input_layernorm.weight"], a, policy)
+    y = _attention(y, w, rope, hidden, a, policy)
+    if a.sandwich_norms:
+        y = _norm(y, w["post_attention_layernorm.weight"], a, policy)
+    x = x + y
+    before_mlp = "pre_feedforward_layernorm" if a.sandwich_norms else "post_attention_layernorm"
+    y = _norm(x, w[before_mlp + ".weight"], a, policy)
+    y = _gated_mlp(y, w, a)
+    if a.sandwich_norms:
+        y = _norm(y, w["post_feedforward_layernorm.weight"], a, policy)
+    return x + y
+
+
+def _norm(x: Tensor, weight: Tensor, a: Architecture, policy: Policy) -> Tensor:
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467 equation 4).
+
+    Llama rounds to the compute dtype before it multiplies by the weight, Gemma (weight: 1 + w) after it.
+    """
+    x = x.to(policy.stable)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.norm_eps)
+    if a.norm_plus_one:
+        return (x * (1 + weight.to(policy.stable))).to(policy.compute)
+    return weight * x.to(policy.compute)
+
+
+def _attention(
+    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy
+) -> Tensor:
+    """Causal grouped-query attention, softmax(q k^T * scale) v (arXiv 1706.03762 equation 1, 2305.13245 section 2)."""
+    tokens = len(x)
+    q_THE = _linear(x, w, "self_attn.q_proj").view(tokens, a.heads, a.head_dim)
+    k_TKE = _linear(x, w, "self_attn.k_proj").view(tokens, a.kv_heads, a.head_dim)
+    v_TKE = _linear(x, w, "self_attn.v_proj").view(tokens, a.kv_heads, a.head_dim)
+    if a.qk_norm:
+        q_THE = _norm(q_THE, w["self_attn.q_norm.weight"], a, policy)
+        k_TKE = _norm(k_TKE, w["self_attn.k_norm.weight"], a, policy)
+    q_THE, k_TKE = _rotate(q_THE, rope), _rotate(k_TKE, rope)
+    # Query head h reads kv head h // (H / K).
+    k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    scores_HTT = (q_THE.transpose(0, 1) @ k_THE.permute(1, 2, 0)) * a.attention_scale
+    scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
+    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=policy.stable).to(policy.compute)
+    mixed_THE = (probabilities_HTT @ v_THE.transpose(0, 1)).transpose(0, 1)
+    return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
+
+
+def _gated_mlp(x: Tensor, w: Weights, a: Architecture) -> Tensor:
+    """down(act(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6); silu, or gelu in its tanh form (1606.08415 section 2)."""
+    gate_TF = _linear(x, w, "mlp.gate_proj")
+    gate_TF = F.silu(gate_TF) if a.activation == "silu" else F.gelu(gate_TF, approximate="tanh")
+    return _linear(gate_TF * _linear(x, w, "mlp.up_proj"), w, "mlp.down_proj")
+
+
+def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
+    return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+
+
+def _rope(tokens: int, layer: Layer, a: Architecture, policy: Policy) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, E/2) of position * theta^(-2i/E) (arXiv 2104.09864 section 3.2.2)."""
+    exponents = torch.arange(0, a.head_dim, 2, dtype=policy.stable) / a.head_dim
+    angles = torch.arange(tokens, dtype=policy.stable)[:, None, None] / layer.rope_theta**exponents
+    return angles.cos().to(policy.compute), angles.sin().to(policy.compute)
+
+
+def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x_i, x_{i+E/2}) of a head by its angle: the pairing of the published Hugging Face weights."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _hidden(tokens: int, layer: Layer) -> Tensor:
+    """Mask (T, T): True where a query (row) must not see a key (column)."""
+    position = torch.arange(tokens)
+    distance = position[:, None] - position
+    hidden = distance < 0
+    return hidden if layer.window is None else hidden | (distance >= layer.window)

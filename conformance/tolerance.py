@@ -1,0 +1,78 @@
+"""Tolerance: how far a cell may be from the oracle, by rule and never by hand (claim 6).
+
+* Exact tier: one fixed bound, whatever the model, layout or step. Honest float64 errors are below 1e-12, the smallest
+  silent bug on record is 3.5e-5 (docs/tolerances.md), so nothing needs tuning.
+* fp32, bf16, fp16: a single-process run in the cell's precision is compared with the float64 oracle, quantity by
+  quantity. A cell may be NOISE_FACTOR times as far away. What rounding alone can do is thus measured in the same run,
+  on the same data; what a library's precision policy adds shows.
+
+One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a tensor is
+taken as no less than the median of its stage at that step, and that of a scalar as its largest over the steps.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conformance.scenario import Precision
+
+EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
+NOISE_FACTOR = 3.0  # times the single-process error; honest cells show at most 1.6 (docs/tolerances.md)
+ROUNDING = 2.0**-24  # of one float32 operation, relative: no scalar is reported better than this
+SETTING = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
+NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
+FLOOR = 1e-4  # of the stage's total norm: what a near-zero tensor's error is held against at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One compared quantity. ``error`` is relative: ||x - ref|| / max(||ref||, FLOOR x norm of the whole stage).
+
+    ``scalar``: one number per step. ``fixed``: a bound that holds in every precision, None where the rule decides.
+    ``max_abs`` and ``where``: the largest absolute difference and its index. ``scale``: <x, ref> / <ref, ref>.
+    """
+
+    stage: str
+    tensor: str
+    step: int
+    error: float
+    scalar: bool = False
+    fixed: float | None = None
+    max_abs: float = 0.0
+    where: str = ""
+    scale: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.stage, self.tensor, self.step
+
+
+def allowed_errors(
+    quantities: Sequence[Quantity], *, precision: Precision, noise: Sequence[Quantity]
+) -> dict[tuple[str, str, int], float]:
+    """The bound of every quantity, by its key. ``noise`` are the same quantities of the single-process run."""
+    if precision == "exact":
+        return {q.key: EXACT for q in quantities}
+    measured = {q.key: q.error for q in noise}
+    medians = _medians(noise)
+    largest: dict[tuple[str, str], float] = defaultdict(float)
+    for q in noise:
+        largest[q.stage, q.tensor] = max(largest[q.stage, q.tensor], q.error)
+    bounds = {}
+    for q in quantities:
+        if q.fixed is not None:
+            bounds[q.key] = q.fixed
+        elif q.scalar:
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], ROUNDING)
+        else:
+            bounds[q.key] = NOISE_FACTOR * max(measured.get(q.key, 0.0), medians.get((q.stage, q.step), 0.0))
+    return bounds
+
+
+def _medians(noise: Sequence[Quantity]) -> dict[tuple[str, int], float]:
+    errors: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for q in noise:
+        if not q.scalar and q.fixed is None:
+            errors[q.stage, q.step].append(q.error)
+    return {key: statistics.median(values) for key, values in errors.items()}

@@ -1,0 +1,204 @@
+"""Launch: the controller's handles of a zygote process and of the worlds that come from it.
+
+Serves claim 8: however the controller ends, a zygote notices (its socket closes, the kernel signals it) and takes its
+ranks along.
+"""
+
+import itertools
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from conformance.world.heartbeat import Heartbeats
+from conformance.world.process import process_state
+from conformance.world.reason import exit_words, tail
+from conformance.world.wire import Lines, Message, Packets, packet_pair, stream_pair
+
+START_LIMIT_S = 120.0  # to import torch and a backend on a loaded machine
+_ZYGOTE = "conformance.world.zygote"
+_ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
+_GONE_LIMIT_S = 2.0
+
+_world_numbers = itertools.count(1)
+
+
+class Source(Protocol):
+    """What can be polled."""
+
+    def fileno(self) -> int: ...
+
+
+class StartError(Exception):
+    """A zygote or a world did not come up; the message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Live ranks, by rank number. ``statuses`` fills when ranks exit; negative: the signal that killed it."""
+
+    number: int
+    zygote: "ZygoteHandle"
+    pids: list[int]
+    lines: list[Lines]
+    beats: Heartbeats
+    statuses: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.pids)
+
+    def is_whole(self) -> bool:
+        """Whether all ranks live, as far as is known now."""
+        self.zygote.receive()
+        return self.zygote.is_alive and not self.statuses
+
+    def bury(self) -> list[int]:
+        """End and reap all processes of the world; returns those that could not be ended."""
+        left = self.zygote.bury(self)
+        for lines in self.lines:
+            lines.close()
+        self.beats.close()
+        return left
+
+
+class ZygoteHandle:
+    """A running zygote. Belongs to the thread that makes it: the kernel ends the zygote with that thread."""
+
+    def __init__(self, *, device: str, preload: tuple[str, ...], log: Path) -> None:
+        self._log = log
+        self._worlds: dict[int, World] = {}
+        self.is_alive = True
+        own, theirs = packet_pair()
+        self._control = Packets(own)
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), device, *preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+            )
+        try:
+            ready = self._answer("ready", world=None, limit_s=START_LIMIT_S)
+            if ready["error"]:
+                raise StartError(ready["error"])
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def receive(self) -> None:
+        """Take in the news that is there; does not wait."""
+        while self._take(limit_s=0.0) is not None:
+            pass
+
+    def start_world(
+        self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None, fork: bool
+    ) -> World:
+        """Start the ranks of a world; they join each other in their first task."""
+        number = next(_world_numbers)
+        beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
+        pairs = [stream_pair() for _ in range(size)]
+        beats = Heartbeats(beats_fd, size=size)
+        spec = {
+            "size": size,
+            "device": device,
+            "port": _free_port(),
+            "preload": preload,
+            "memory_limit_bytes": memory_limit_bytes,
+        }
+        self._control.send(
+            {"do": "start", "world": number, "spec": spec, "fork": fork},
+            fds=[beats_fd, store_fd, *(theirs.fileno() for _, theirs in pairs)],
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        os.close(beats_fd)
+        os.close(store_fd)
+        started = self._answer("started", world=number, limit_s=_ANSWER_LIMIT_S)
+        world = World(
+            number=number, zygote=self, pids=started["pids"], lines=[Lines(own) for own, _ in pairs], beats=beats
+        )
+        self._worlds[number] = world
+        return world
+
+    def bury(self, world: World) -> list[int]:
+        """End a world's processes; when the zygote is dead, the kernel is ending them."""
+        del self._worlds[world.number]
+        if self.is_alive:
+            self._control.send({"do": "bury", "world": world.number})
+            try:
+                return list(self._answer("buried", world=world.number, limit_s=_ANSWER_LIMIT_S)["left"])
+            except StartError:
+                self.close()
+        deadline = time.monotonic() + _GONE_LIMIT_S
+        left = world.pids
+        while left and time.monotonic() < deadline:
+            left = [pid for pid in left if process_state(pid) not in ("", "Z")]
+            time.sleep(0.01 if left else 0)
+        return left
+
+    def close(self) -> int:
+        """End the zygote with all its ranks; returns its exit status."""
+        self.is_alive = False
+        self._control.close()
+        try:
+            self._process.wait(timeout=_ANSWER_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._log.exists() and self._log.stat().st_size == 0:
+            self._log.unlink()
+        return self._process.returncode
+
+    def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:
+        deadline = time.monotonic() + limit_s
+        while (message := self._take(limit_s=deadline - time.monotonic())) is not None:
+            if message["type"] == kind and message.get("world") == world:
+                return message
+        died = not self.is_alive
+        status = self.close()
+        what = exit_words(status) if died else f"did not answer within {limit_s:.0f} s"
+        raise StartError(f"the process that ranks are forked from {what}; end of {self._log.name}:\n{tail(self._log)}")
+
+    def _take(self, *, limit_s: float) -> Message | None:
+        """The next message, waited for at most ``limit_s``; None when there is none or the zygote is dead."""
+        if not self.is_alive or not readable([self], limit_s=limit_s):
+            return None
+        message, _ = self._control.receive()
+        if message is None:
+            self.is_alive = False
+        elif message["type"] == "exited" and (world := self._worlds.get(message["world"])):
+            world.statuses[message["rank"]] = message["status"]
+        return message
+
+
+def readable(sources: Iterable[Source], *, limit_s: float) -> list[int]:
+    """Descriptors of ``sources`` that have something to read or are closed, waited for at most ``limit_s``."""
+    poll = select.poll()
+    for source in sources:
+        poll.register(source.fileno(), select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, limit_s) * 1000)]
+
+
+def _free_port() -> int:
+    """A port for MASTER_PORT; the world itself needs none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

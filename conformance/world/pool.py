@@ -1,0 +1,179 @@
+"""Pool: runs tasks in live worlds, and keeps the worlds that end them well. What the rest of the suite uses.
+
+Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task suffers from the one before.
+"""
+
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from conformance.world.launch import StartError, World, ZygoteHandle
+from conformance.world.reason import Kind
+from conformance.world.watch import TaskFailed, run_task
+
+Device = Literal["cpu", "cuda"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """A world's shape.
+
+    preload: modules to import before the first task, such as the adapter's; on the CPU once for all worlds of a key.
+    memory_limit_bytes: address space per rank beyond what is mapped when it starts (CPU only). Address space is more
+        than memory: each thread reserves some tens of MiB of it.
+
+    Raises ValueError.
+    """
+
+    size: int
+    device: Device
+    preload: tuple[str, ...]
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a world of {self.size} ranks; it needs at least one")
+        if self.device == "cuda" and self.memory_limit_bytes is not None:
+            raise ValueError(
+                "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a task ended.
+
+    ``results`` are the ranks' JSON values if it is done; else ``reason`` tells the user why it is not, and ``rank`` is
+    the one that caused it, if it is one. ``seconds`` include starting the world.
+    """
+
+    state: Literal["done", "failed"]
+    reason: str
+    kind: Kind
+    rank: int | None
+    seconds: float
+    results: list[Any]
+
+
+class Pool:
+    """Keeps one live world per key (a backend) and config; belongs to the thread that makes it.
+
+    A world is retired after any task that fails or leaks; the next task of its kind gets a fresh one. Use it in a
+    ``with`` statement. If the process dies instead, its worlds die with it.
+    """
+
+    def __init__(self, *, work_dir: Path) -> None:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        self._work_dir = work_dir
+        self._zygotes: dict[tuple[str, Device, tuple[str, ...]], ZygoteHandle] = {}
+        self._worlds: dict[tuple[str, WorldConfig], World] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self, *, key: str, config: WorldConfig, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float
+    ) -> Outcome:
+        """Call ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
+
+        ``log_dir`` gets rank-N.log and, if a rank had to be asked where it is, rank-N.stacks. Whatever the task does,
+        this returns within the budget and a few seconds; starting the world comes on top. Raises ValueError for a
+        wrong call.
+        """
+        _check_call(config, task, kwargs)
+        log_dir = log_dir.resolve()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        try:
+            world = self._world(key, config)
+            results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s)
+        except StartError as error:
+            return _failed(str(error), kind="raised", rank=None, began=began)
+        except TaskFailed as failure:
+            self._retire(key, config, why=str(failure.fault))
+            return _failed(str(failure), kind=failure.fault.kind, rank=failure.fault.rank, began=began)
+        except BaseException:
+            self._retire(key, config, why="interrupted")
+            raise
+        if leaks:
+            self._retire(key, config, why=f"it leaks: {leaks}")
+        seconds = time.monotonic() - began
+        return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results)
+
+    def close(self) -> None:
+        """End all processes; nothing is left of the pool but its logs."""
+        while self._worlds:
+            _, world = self._worlds.popitem()
+            world.bury()
+        while self._zygotes:
+            _, zygote = self._zygotes.popitem()
+            zygote.close()
+
+    def _world(self, key: str, config: WorldConfig) -> World:
+        """The live world of this kind, or a fresh one. Raises StartError."""
+        world = self._worlds.get((key, config))
+        if world is not None and not world.is_whole():
+            self._retire(key, config, why="a rank died while it was idle")
+            world = None
+        if world is None:
+            world = self._zygote(key, config).start_world(
+                size=config.size,
+                device=config.device,
+                preload=config.preload,
+                memory_limit_bytes=config.memory_limit_bytes,
+                fork=config.device == "cpu",
+            )
+            self._worlds[key, config] = world
+        return world
+
+    def _zygote(self, key: str, config: WorldConfig) -> ZygoteHandle:
+        kind = key, config.device, config.preload
+        zygote = self._zygotes.get(kind)
+        if zygote is None or not zygote.is_alive:
+            log = self._work_dir / f"zygote-{re.sub(r'[^A-Za-z0-9_.-]', '-', key)}.log"
+            zygote = self._zygotes[kind] = ZygoteHandle(device=config.device, preload=config.preload, log=log)
+        return zygote
+
+    def _retire(self, key: str, config: WorldConfig, *, why: str) -> None:
+        world = self._worlds.pop((key, config), None)
+        if world is not None:
+            logger.info("retired world %d (%s, %d ranks): %s", world.number, key, config.size, why)
+            if left := world.bury():
+                logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
+
+
+def _failed(reason: str, *, kind: Kind, rank: int | None, began: float) -> Outcome:
+    seconds = time.monotonic() - began
+    return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[])
+
+
+def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError with what to change."""
+    if not re.fullmatch(r"[\w.]+:\w+", task):
+        raise ValueError(f"task {task!r} is not of the form package.module:function")
+    try:
+        json.dumps(kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"kwargs of {task} have to be JSON values ({error}); pass large data as a file's path"
+        ) from None
+    if config.device == "cuda":
+        import torch
+
+        if (visible := torch.cuda.device_count()) < config.size:
+            raise ValueError(
+                f"a cuda world of {config.size} ranks needs {config.size} GPUs, {visible} are visible; "
+                f"widen CUDA_VISIBLE_DEVICES, choose a smaller layout, or run on the cpu"
+            )

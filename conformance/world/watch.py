@@ -1,0 +1,198 @@
+"""Watch: one task on one world, from its start to its end, whatever that end is (claim 8).
+
+One loop over the sockets of the ranks and of the zygote. A death, an exception or a stop ends the task at once, after a
+short grace in which the other ranks may still say what they saw, so that the first cause is named and not its echo.
+Only a hang takes the whole budget.
+"""
+
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NoReturn
+
+from conformance.world.launch import START_LIMIT_S, World, readable
+from conformance.world.process import process_state, signal_process
+from conformance.world.reason import Fault, Kind, Place, exit_words, first_cause, indent, read_place, tail
+from conformance.world.wire import Garbage, Message
+
+GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
+_CUT_GRACE_S = 0.5  # for the zygote to say how a rank died whose socket has closed
+_STACKS_LIMIT_S = 0.5
+_STACKS_TICK_S = 0.02
+_TICK_S = 0.25
+
+
+class TaskFailed(Exception):
+    """A task did not end well on all ranks; ``fault`` is the first cause, the message the whole reason."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+def run_task(
+    world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float
+) -> tuple[list[Any], str]:
+    """Run a task on all ranks; returns each rank's result, and what leaked ("" when nothing did).
+
+    The budget begins when all ranks are there, and covers the clean-up. Raises TaskFailed.
+    """
+    watch = _Watch(world, log_dir)
+    world.beats.reset("start")
+    for lines in world.lines:
+        lines.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
+    watch.expect("started", limit_s=START_LIMIT_S)
+    deadline = time.monotonic() + budget_s
+    done = watch.expect("done", limit_s=budget_s)
+    for lines in world.lines:
+        lines.send({"do": "clean"})
+    clean = watch.expect("clean", limit_s=deadline - time.monotonic())
+    leaks = [f"rank {rank}: {message['growth']}" for rank, message in enumerate(clean) if message["growth"]]
+    return [message["result"] for message in done], "; ".join(leaks)
+
+
+class _Watch:
+    def __init__(self, world: World, log_dir: Path) -> None:
+        self._world = world
+        self._log_dir = log_dir
+        self._inbox: list[deque[Message]] = [deque() for _ in world.lines]
+        self._open = set(range(world.size))
+        self._faults: dict[int | None, Fault] = {}  # by rank, in the order in which they were seen
+        self._stopped_since: dict[int, float] = {}
+        self._cut_since: dict[int, float] = {}
+
+    def expect(self, kind: str, *, limit_s: float) -> list[Message]:
+        """Wait until every rank has sent a message of this kind; raises TaskFailed."""
+        deadline = time.monotonic() + limit_s
+        while not all(self._inbox):
+            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+            if self._faults:
+                self._hear_the_others()
+                self._fail(first_cause(list(self._faults.values())), self._stacks())
+            if not all(self._inbox) and time.monotonic() > deadline:
+                self._hang(limit_s)
+        messages = [inbox.popleft() for inbox in self._inbox]
+        for rank, message in enumerate(messages):
+            if message.get("type") != kind:
+                self._fault(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
+                self._fail(self._faults[rank], self._stacks())
+        return messages
+
+    def _look(self, *, limit_s: float) -> None:
+        """Wait for news, and turn bad news into faults."""
+        world = self._world
+        ready = readable([world.zygote, *(world.lines[rank] for rank in self._open)], limit_s=limit_s)
+        for rank in sorted(self._open):
+            if world.lines[rank].fileno() in ready:
+                self._read(rank)
+        world.zygote.receive()
+        if not world.zygote.is_alive:
+            status = world.zygote.close()
+            what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
+            self._faults[None] = Fault(rank=None, kind="killed" if status < 0 else "exited", what=what)
+        for rank, status in world.statuses.items():
+            self._fault(rank, "killed" if status < 0 else "exited", exit_words(status))
+        now = time.monotonic()
+        for rank in range(world.size):
+            if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
+                self._fault(rank, "exited", "closed its connection to the controller")
+            if process_state(world.pids[rank]) != "T":
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
+                self._fault(rank, "stopped", "was stopped (SIGSTOP, or job control)")
+
+    def _read(self, rank: int) -> None:
+        try:
+            messages, is_open = self._world.lines[rank].receive()
+        except Garbage as garbage:
+            self._open.discard(rank)
+            self._fault(rank, "exited", "sent garbage to the controller", detail=str(garbage))
+            return
+        if not is_open:
+            self._open.discard(rank)
+            self._cut_since[rank] = time.monotonic()
+        for message in messages:
+            if message.get("type") == "raised":
+                kind: Kind = "out of memory" if message["out_of_memory"] else "raised"
+                what = "ran out of memory" if message["out_of_memory"] else "raised"
+                self._fault(rank, kind, what, detail=message["error"], traceback=message["traceback"])
+            else:
+                self._inbox[rank].append(message)
+
+    def _fault(self, rank: int, kind: Kind, what: str, *, detail: str = "", traceback: str = "") -> None:
+        """Note a rank's first fault; what follows on the same rank is its consequence."""
+        phase = self._world.beats.read(rank).phase
+        fault = Fault(rank=rank, kind=kind, what=f"rank {rank} {what}", phase=phase, detail=detail, traceback=traceback)
+        self._faults.setdefault(rank, fault)
+
+    def _hear_the_others(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        while self._unheard() and None not in self._faults and time.monotonic() < deadline:
+            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+
+    def _unheard(self) -> list[int]:
+        """Ranks that have neither done their work nor failed; that they started says nothing."""
+        at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
+        return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._faults]
+
+    def _hang(self, limit_s: float) -> NoReturn:
+        """Name the ranks that lag behind: the fewest heartbeats, then those that are not waiting for others."""
+        places = self._stacks()
+        late = self._unheard()
+        fewest = min(self._world.beats.read(rank).count for rank in late)
+        suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
+        if outside := [rank for rank in suspects if rank in places and not places[rank].in_collective]:
+            suspects = outside
+        names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
+        fault = Fault(
+            rank=suspects[0] if len(suspects) < self._world.size else None,
+            kind="hung",
+            what=f"{names} hung",
+            phase=self._world.beats.read(suspects[0]).phase,
+            detail=f"not done within {limit_s:.1f} s",
+        )
+        self._fail(fault, places)
+
+    def _stacks(self) -> dict[int, Place]:
+        """Have the ranks that still run write their stacks; returns where they are."""
+        ranks = [
+            *self._unheard(),
+            *(rank for rank, f in self._faults.items() if rank is not None and f.kind == "stopped"),
+        ]
+        files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
+        for rank in ranks:
+            signal_process(self._world.pids[rank], signal.SIGUSR1)
+            signal_process(self._world.pids[rank], signal.SIGCONT)  # a stopped rank writes them when it runs again
+        deadline = time.monotonic() + _STACKS_LIMIT_S
+        while not all(_is_written(file) for file in files.values()) and time.monotonic() < deadline:
+            time.sleep(_STACKS_TICK_S)
+        time.sleep(_STACKS_TICK_S)  # the rest of the threads
+        for file in self._log_dir.glob("rank-*.stacks"):
+            if not _is_written(file):
+                file.unlink(missing_ok=True)
+        return {rank: place for rank, file in files.items() if (place := read_place(file))}
+
+    def _fail(self, fault: Fault, places: dict[int, Place]) -> NoReturn:
+        """Put the reason into words: the cause, the other ranks, where to look, the end of the log."""
+        lines = [str(fault)]
+        now = time.monotonic()
+        for rank in range(self._world.size):
+            other = self._faults.get(rank)
+            beat = self._world.beats.read(rank)
+            if other is not None and other is not fault:
+                lines.append(f"  then {other}")
+            elif rank in places:
+                lines.append(f"  rank {rank} is {places[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
+        stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
+        logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
+        lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")
+        if fault.traceback:
+            lines += [f"traceback of rank {fault.rank}:", indent(fault.traceback)]
+        elif fault.rank is not None:
+            lines += [f"end of rank-{fault.rank}.log:", tail(self._log_dir / f"rank-{fault.rank}.log")]
+        raise TaskFailed(fault, "\n".join(lines))
+
+
+def _is_written(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0

@@ -1,0 +1,201 @@
+"""Zygote: imports torch and a backend once, then forks ranks on request, reports their deaths and reaps them.
+
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID DEVICE MODULE...``, one per backend. It never runs a task and
+stays single-threaded, because threads do not survive a fork. For GPUs it imports nothing and starts ranks afresh.
+Serves claim 8: it is the parent of every rank, so that no rank can die unseen, and none can outlive it.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from importlib import import_module
+from typing import Any, NoReturn
+
+from conformance.world.process import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    signal_group,
+    signal_process,
+    thread_count,
+)
+from conformance.world.wire import Message, Packets
+
+TERM_GRACE_S = 0.5  # for a task's own SIGTERM handler
+KILL_LIMIT_S = 5.0  # a process that is still there then sits in the kernel: a driver, a network file system
+_TICK_S = 0.002
+
+
+class Zygote:
+    """Forks, reports and buries ranks.
+
+    A rank leads a process group of its own. It is reaped with its world and not before: until then its pid, and with it
+    the group's name, cannot come to mean somebody else's process.
+    """
+
+    def __init__(self, control: Packets) -> None:
+        self._control = control
+        self._pids: dict[int, list[int]] = {}  # of each world, by rank
+        self._reported: set[int] = set()
+        self._wakeup = socket.socketpair()
+        for end in self._wakeup:
+            end.setblocking(False)
+        # A child's death writes here, and so ends the wait for messages.
+        signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        """Do what the controller asks until it closes, however it ends; then leave no process behind."""
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLIN)
+        poll.register(self._wakeup[0].fileno(), select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll()]
+            if self._wakeup[0].fileno() in ready:
+                self._wakeup[0].recv(4096)
+                self._report_deaths()
+                self._reap_orphans()
+            if self._control.fileno() in ready:
+                message, fds = self._control.receive()
+                if message is None:
+                    break
+                if message["do"] == "start":
+                    self._start(message, fds)
+                elif message["do"] == "bury":
+                    left = self._bury(message["world"])
+                    self._control.send({"type": "buried", "world": message["world"], "left": left})
+        for world in list(self._pids):
+            self._bury(world)
+        for pid in children():  # what left its rank's process group
+            signal_process(pid, signal.SIGKILL)
+
+    def _start(self, message: Message, fds: list[int]) -> None:
+        assert thread_count() == 1, "a fork copies one thread only; something started another in the zygote"
+        beats_fd, store_fd, *sockets = fds
+        pids: list[int] = []
+        for rank, socket_fd in enumerate(sockets):
+            inherited = {"socket_fd": socket_fd, "beats_fd": beats_fd, "store_fd": store_fd}
+            zygote = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds, fork=message["fork"])
+            _lead_group(pid)
+            pids.append(pid)
+        for fd in fds:
+            os.close(fd)
+        self._pids[message["world"]] = pids
+        self._control.send({"type": "started", "world": message["world"], "pids": pids})
+
+    def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int], *, fork: bool) -> NoReturn:
+        """Go on as a rank, in the child of a fork; nothing here may return into the zygote's own loop."""
+        status = 1
+        try:
+            die_with_parent(zygote)
+            _lead_group(0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            own = (spec["socket_fd"], spec["beats_fd"], spec["store_fd"])
+            # A copy of a sibling's socket would hide the sibling's end from the controller.
+            for fd in (self._control.fileno(), *(end.fileno() for end in self._wakeup), *(set(fds) - set(own))):
+                os.close(fd)
+            if fork:
+                from conformance.world.rank import RankSpec, serve  # torch: for a GPU the zygote goes without
+
+                serve(RankSpec(**spec))
+            else:
+                for fd in own:
+                    os.set_inheritable(fd, True)
+                os.execv(sys.executable, [sys.executable, "-m", "conformance.world.rank", json.dumps(spec)])
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _report_deaths(self) -> None:
+        for world, pids in self._pids.items():
+            for rank, pid in enumerate(pids):
+                if pid not in self._reported and (status := _exit_status(pid)) is not None:
+                    self._reported.add(pid)
+                    self._control.send({"type": "exited", "world": world, "rank": rank, "status": status})
+
+    def _reap_orphans(self) -> None:
+        ranks = {pid for pids in self._pids.values() for pid in pids}
+        for pid in set(children()) - ranks:
+            os.waitpid(pid, os.WNOHANG)
+
+    def _bury(self, world: int) -> list[int]:
+        """End a world's ranks and whatever they started; returns the process groups that could not be ended."""
+        groups = self._pids[world]
+        for group in groups:
+            signal_group(group, signal.SIGTERM)
+            signal_group(group, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it runs again
+        deadline = time.monotonic() + TERM_GRACE_S
+        while any(_exit_status(pid) is None for pid in groups) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for group in groups:
+            signal_group(group, signal.SIGKILL)
+        del self._pids[world]  # from here its ranks are orphans like the processes that they started
+        self._reported.difference_update(groups)
+        deadline = time.monotonic() + KILL_LIMIT_S
+        left = groups
+        while left and time.monotonic() < deadline:
+            self._reap_orphans()
+            left = [group for group in left if signal_group(group, 0)]
+            time.sleep(_TICK_S if left else 0)
+        return left
+
+
+def _exit_status(pid: int) -> int | None:
+    """The status of a dead child, which stays a zombie; negative: the signal that killed it. None while it lives."""
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def _lead_group(pid: int) -> None:
+    """Give a rank its own process group; parent and child both do it, so that neither has to wait for the other."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # it has called exec, or is dead: it did it itself
+        os.setpgid(pid, pid)
+
+
+def _prepare(modules: list[str]) -> str:
+    """Import all that ranks share; returns what stands against forking, or ""."""
+    try:
+        for module in modules:
+            import_module(module)
+            if thread_count() > 1:
+                return (
+                    f"importing {module} starts a thread, and threads do not survive a fork; "
+                    f"leave it out of the preloaded modules and import it in the task"
+                )
+    except BaseException:
+        return f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
+    gc.collect()
+    gc.freeze()  # ranks do not touch, and so do not copy, what is there now
+    return ""
+
+
+def main() -> None:
+    control_fd, parent, device, *preload = sys.argv[1:]
+    die_with_parent(int(parent))
+    adopt_orphans()
+    control = Packets(socket.socket(fileno=int(control_fd)))
+    os.set_inheritable(int(control_fd), False)
+    modules = ["torch", "transformers", "conformance.world.rank", *preload] if device == "cpu" else []
+    error = _prepare(modules)
+    control.send({"type": "ready", "error": error})
+    if not error:
+        Zygote(control).serve()
+
+
+if __name__ == "__main__":
+    main()

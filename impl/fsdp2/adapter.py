@@ -1,0 +1,34 @@
+"""FSDP2 as a backend of the suite: what it claims to run, and where faults can be planted."""
+
+from conformance.backend import BackendInfo, Support, Supported, Unsupported
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+from impl.adapter import StrategyBackend
+
+
+class Fsdp2Backend(StrategyBackend):
+    """PyTorch FSDP2 with tensor parallelism, for any Hugging Face model that carries a plan."""
+
+    info = BackendInfo(
+        name="fsdp2",
+        packages=("torch", "transformers"),
+        install="pip install backend-parity",
+        url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+    )
+    seams = {
+        "load_model": "impl.fsdp2.strategy:Fsdp2Strategy.load_model",
+        "collate": "impl.trainer:collate",
+        "count_targets": "impl.trainer:count_targets",
+        "start_micro_batch": "impl.fsdp2.strategy:Fsdp2Strategy.start_micro_batch",
+        "norm_axes": "impl.fsdp2.norm:axes_to_sum",
+        "clip_coefficient": "impl.fsdp2.norm:clip_coefficient",
+        "advance_schedule": "impl.fsdp2.strategy:Fsdp2Strategy.advance_schedule",
+    }
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if layout.pp > 1:
+            return Unsupported("FSDP2 has no pipeline stages here; use pp1")
+        if layout.sp > 1:
+            return Unsupported("ring attention is not built into this backend yet; use sp1")
+        return Supported()

@@ -1,0 +1,41 @@
+"""Gradient norm and clipping over parameters that live on different meshes.
+
+``torch.nn.utils.clip_grad_norm_`` refuses such a mixture (a tensor-parallel weight is a 2-D DTensor, a norm weight a
+1-D one). Every element is counted once: a local sum of squares is added up over the mesh axes that cut the tensor, and
+over no others.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
+    """Mesh dimensions that cut ``gradient``; over the others it is replicated and must not be counted again."""
+    return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+
+
+def gradient_norm(gradients: Iterable[DTensor]) -> float:
+    """Global 2-norm; each group of tensors that are cut alike needs one all-reduce per mesh axis."""
+    squares: dict[tuple[object, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
+    meshes = {}
+    for gradient in gradients:
+        assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
+        key = (gradient.device_mesh, axes_to_sum(gradient))
+        squares[key].append(gradient.to_local().double().square().sum())
+        meshes[key] = gradient.device_mesh
+    total = 0.0
+    for (_, axes), parts in squares.items():
+        square = torch.stack(parts).sum()
+        for axis in axes:
+            dist.all_reduce(square, group=meshes[(_, axes)].get_group(axis))
+        total += square.item()
+    return total**0.5
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor that brings ``norm`` down to ``max_norm``; the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    return min(1.0, max_norm / (norm + 1e-6))

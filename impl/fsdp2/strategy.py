@@ -1,0 +1,226 @@
+"""FSDP2 strategy: fully sharded or hybrid data parallelism, tensor parallelism on the same mesh.
+
+Mesh axes, outermost first: ``rep`` (replicas), ``shard`` (parameters, gradients and optimizer state are cut over it),
+``tp``. FSDP2 averages gradients over rep x shard; ``backward`` multiplies the loss by that number, because the trainer
+has divided by the whole step's token count already.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from conformance.backend import Kind, NamedTensors, Shard
+from conformance.batch import Batch, Row
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.collate import NO_TARGET, Inputs
+from impl.fsdp2 import norm
+from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
+from impl.models import load_model
+from impl.strategy import StrategyConfig
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fsdp2Strategy:
+    """See impl.strategy.Strategy for the contract of each method."""
+
+    model: transformers.PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.config = config
+        self.options = config.layout.options
+        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
+        self.scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
+
+    @property
+    def sequence_multiple(self) -> int:
+        return self.config.layout.tp if "seqpar" in self.options else 1
+
+    def setup_distributed(self) -> None:
+        layout = self.config.layout
+        sizes = (layout.rep, layout.dp // layout.rep, layout.tp)
+        self.mesh = init_device_mesh(self.config.device, sizes, mesh_dim_names=("rep", "shard", "tp"))
+        rank = dist.get_rank() // layout.tp
+        self.data_rank, self.data_size = rank, layout.dp
+
+    def setup_ring_attn(self) -> None:
+        raise ValueError("ring attention is not part of this strategy; use sp1")
+
+    def load_model(self, path: Path) -> torch.nn.Module:
+        exact = self.config.precision == "exact"
+        return load_model(path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa")
+
+    def prepare(self, model: torch.nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.layout.tp > 1:
+            if {"plan", "seqpar", "losspar"} & set(self.options):
+                apply_explicit_plan(
+                    model, self.mesh["tp"], sequence="seqpar" in self.options, loss="losspar" in self.options
+                )
+            else:
+                apply_model_plan(model, self.mesh["tp"], shipped="shipped" in self.options)
+        self._shard(model)
+        self.model = model.to(self.config.device) if "offload" not in self.options else model
+        self.optimizer = self.create_optimizer(model, optimizer)
+        self.scheduler = transformers.get_scheduler(
+            schedule.name,
+            self.optimizer,
+            num_warmup_steps=schedule.warmup_steps,
+            num_training_steps=schedule.total_steps,
+        )
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        mesh = self.mesh["rep", "shard"] if self.config.layout.rep > 1 else self.mesh["shard"]
+        compute = _COMPUTE.get(self.config.precision)
+        # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+        offload = CPUOffloadPolicy(pin_memory=False) if "offload" in self.options else OffloadPolicy()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def create_optimizer(self, model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        if config.name == "sgd":
+            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if index == 0:
+            self.optimizer.zero_grad()
+        if "lastsync" in self.options:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_gradient_sync(index == count - 1)
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        logits = self.model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False).logits
+        with self._loss_parallel():
+            logp = -torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"
+            )
+        full = logp.full_tensor() if isinstance(logp, DTensor) else logp
+        return full.view(inputs.labels.shape)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self._loss_parallel():
+            self.scaler.scale(loss * self.data_size).backward()
+
+    def _loss_parallel(self) -> contextlib.AbstractContextManager[None]:
+        return loss_parallel() if "losspar" in self.options else contextlib.nullcontext()
+
+    def finish_gradients(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def optimizer_step(self) -> float:
+        gradients = [p.grad for p in self.model.parameters()]
+        total = norm.gradient_norm(gradients)
+        if self.config.max_grad_norm is not None:
+            coefficient = norm.clip_coefficient(total, self.config.max_grad_norm)
+            torch._foreach_mul_([g.to_local() for g in gradients], coefficient)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.advance_schedule()
+        return total
+
+    def advance_schedule(self) -> None:
+        self.scheduler.step()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def all_reduce(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
+        for axis in ("rep", "shard"):
+            dist.all_reduce(tensor, group=self.mesh.get_group(axis))
+        return tensor.item()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def named_tensors(self, kind: Kind) -> NamedTensors:
+        for name, tensor in self._named(kind):
+            yield name, tensor.full_tensor()
+
+    def local_shards(self, kind: Kind) -> Iterator[Shard]:
+        for name, tensor in self._named(kind):
+            mesh = tensor.device_mesh
+            place = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
+            cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
+            yield Shard(name, ".".join(cut) or "full", tensor.to_local())
+
+    def _named(self, kind: Kind) -> Iterator[tuple[str, DTensor]]:
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter if kind == "weight" else parameter.grad
+            assert isinstance(tensor, DTensor), f"{name} has no {kind}"
+            yield name, tensor.detach()
+
+    def resolved(self) -> dict[str, Any]:
+        group = self.optimizer.param_groups[0]
+        return {
+            "model_class": type(self.model).__name__,
+            "attention": self.model.config._attn_implementation,
+            "mesh": {axis: self.mesh.size(i) for i, axis in enumerate(("rep", "shard", "tp"))},
+            "master_dtype": str(next(self.model.parameters()).dtype),
+            "compute_dtype": str(_COMPUTE.get(self.config.precision, next(self.model.parameters()).dtype)),
+            "optimizer": type(self.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            "max_grad_norm": self.config.max_grad_norm,
+            "accumulation": self.config.accumulation,
+        }
+
+    def save_ckpt(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        dcp.save(state, checkpoint_id=path)
+
+    def load_ckpt(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def save_model(self, path: Path) -> None:
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=full)
+        if dist.get_rank() == 0:
+            # A plain copy does the writing: save_pretrained cannot follow sharded storages, and knows about ties.
+            plain = type(self.model)(self.model.config)
+            plain.load_state_dict(state, strict=False)
+            plain.tie_weights()
+            plain.save_pretrained(path)
+        dist.barrier()
+
+    def teardown(self) -> None:
+        for name in ("model", "optimizer", "scheduler"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,156 @@
+"""Tensor parallelism: the Hugging Face model's own plan, or explicit plans of ours in PyTorch's styles.
+
+Both keep per-parameter gradients right where the libraries as shipped do not (docs/findings): tied weights stay tied,
+and a norm that sees only a rank's own heads has its gradient summed over the ranks once per micro-batch.
+"""
+
+import inspect
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+# Norms over the head dimension, by model type: the dimension of the heads in their input.
+HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
+# Norms on the residual stream, by model type; the families that have an explicit plan.
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+LAYER_NORMS = {
+    "llama": _LLAMA_NORMS,
+    "PanguEmbedded": _LLAMA_NORMS,
+    "qwen3": _LLAMA_NORMS,
+    "gemma3_text": (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+_HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
+
+
+def apply_model_plan(model: torch.nn.Module, mesh: DeviceMesh, *, shipped: bool) -> None:
+    """Shard ``model`` in place by the plan that its Hugging Face class carries.
+
+    ``shipped`` leaves the library's own handling of head norms in place, which is wrong under gradient accumulation.
+    Raises ValueError for a model without a plan.
+    """
+    from transformers.distributed import tensor_parallel as hf
+
+    if not getattr(model, "tp_plan", None):
+        raise ValueError(
+            f"{type(model).__name__} carries no tensor-parallel plan; use tp1, or the layout option 'plan'"
+        )
+    tied = _untie(model)
+    # A vocabulary shard of the head needs the embedding cut the same way before the two can be tied again.
+    plan = {**model.tp_plan, **({"model.embed_tokens": "embedding_rowwise"} if tied else {})}
+    head_norms = [] if shipped else [key for key, style in plan.items() if style == _HEAD_NORM_STYLE]
+    plan = {key: style for key, style in plan.items() if key not in head_norms}
+    if "tp_plan" in inspect.signature(hf.apply_tensor_parallelism).parameters:
+        hf.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
+    else:  # transformers 5.17 reads the plan from the model
+        model._tp_plan = plan
+        hf.apply_tensor_parallelism(model, mesh)
+    if tied:
+        _tie(model)
+    for key in head_norms:
+        for module in _matching(model, key):
+            _sum_gradient_over(module, mesh.get_group())
+
+
+def apply_explicit_plan(model: torch.nn.Module, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
+    """Shard ``model`` in place by an explicit plan for the Llama, openPangu, Qwen3 and Gemma3 families.
+
+    ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
+    ``loss``: the head's output stays cut along the vocabulary, for torch's ``loss_parallel``.
+    Raises ValueError for another family.
+    """
+    kind = model.config.model_type
+    if kind not in LAYER_NORMS:
+        raise ValueError(f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)})")
+    tied = _untie(model)
+    stream = Shard(1) if sequence else Replicate()  # how the residual stream (rows, length, hidden) lies
+    norm: dict[str, ParallelStyle] = {"model.norm": SequenceParallel(use_local_output=True)} if sequence else {}
+    head = ColwiseParallel(
+        input_layouts=stream, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
+    )
+    # The embedding gives the whole sequence, because the model takes the length of its masks from it.
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(model, mesh, {"model.embed_tokens": embedding, "lm_head": head, **norm})
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, _layer_plan(kind, stream=stream, sequence=sequence))
+    if sequence:  # the residual stream is cut where it enters the first layer
+        cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
+        parallelize_module(model.model.layers[0], mesh, cut)
+    if tied:
+        _tie(model)
+
+
+def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=stream),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=stream),
+    }
+    if kind in HEAD_NORMS:
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            plan[name] = SequenceParallel(sequence_dim=HEAD_NORMS[kind], use_local_output=True)
+    if sequence:
+        whole = Replicate()
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+        plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
+        plan |= {name: SequenceParallel(use_local_output=True) for name in LAYER_NORMS[kind]}
+    return plan
+
+
+def _untie(model: torch.nn.Module) -> bool:
+    """Give a tied head a weight of its own: plans replace the parameters of both modules, one after the other."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+    return True
+
+
+def _tie(model: torch.nn.Module) -> None:
+    """Tie again, after both weights were cut along the vocabulary."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.weight.placements == embedding.weight.placements
+    head.weight = embedding.weight
+
+
+def _matching(model: torch.nn.Module, key: str) -> list[torch.nn.Module]:
+    """Modules named by a plan's key, in which ``*`` stands for a layer's number."""
+    pattern = re.compile(re.escape(key).replace(r"\*", r"\d+"))
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+
+
+def _sum_gradient_over(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of the module's parameters over ``group``, each micro-batch's before it is accumulated.
+
+    The hook has to sit on the parameter that autograd sees, and FSDP2 may replace that between steps.
+    """
+    hooked: dict[str, torch.nn.Parameter] = {}
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    def attach(module: torch.nn.Module, _: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if torch.is_grad_enabled() and hooked.get(name) is not parameter:
+                parameter.register_hook(summed)
+                hooked[name] = parameter
+
+    module.register_forward_pre_hook(attach)

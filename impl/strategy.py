@@ -1,0 +1,127 @@
+"""The strategy interface: what a training backend has to offer so that one trainer can drive it.
+
+Backends are standalone classes without a shared base; ``get_strategy`` picks one by name and imports it then. The
+contract that keeps their numbers equal is in ``backward`` and ``optimizer_step``: the trainer divides by the whole
+step's token count, and each strategy undoes whatever averaging its library does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from conformance.backend import Kind, NamedTensors, Shard
+from conformance.batch import Batch, Row
+from conformance.layout import Layout
+from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
+from impl.collate import Inputs
+
+STRATEGIES = {"fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or ``cuda``."""
+
+    layout: Layout
+    precision: Precision
+    device: str
+    accumulation: int
+    max_grad_norm: float | None
+
+
+class Strategy(Protocol):
+    """All methods are collective: every rank calls them, in the same order."""
+
+    def __init__(self, config: StrategyConfig) -> None: ...
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        ...
+
+    def setup_distributed(self) -> None:
+        """Build the meshes on top of the initialised default process group."""
+        ...
+
+    def setup_ring_attn(self) -> None:
+        """Prepare sequence shards and ring communication; ValueError where the backend has none."""
+        ...
+
+    def prepare(self, model: torch.nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+        """Shard the model and build its optimizer and learning-rate schedule."""
+        ...
+
+    def create_optimizer(self, model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer: ...
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        """This rank's micro-batches of an optimizer step."""
+        ...
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        """Called before each of ``count`` micro-batches: clears gradients before the first, decides when to reduce."""
+        ...
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Log-probs (rows, length) of ``inputs.labels``, float32 or wider; 0 where there is no target."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """After the last micro-batch, the gradient is that of the sum of ``loss`` over data ranks and micro-batches."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """Complete reductions and undo loss scaling, so that gradients may be observed."""
+        ...
+
+    def optimizer_step(self) -> float:
+        """Clip, update, advance the schedule; returns the global gradient norm before clipping."""
+        ...
+
+    def learning_rate(self) -> float: ...
+
+    def all_reduce(self, value: float) -> float:
+        """Sum of a number over the data-parallel ranks."""
+        ...
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """A picklable value from each rank of the world, by rank."""
+        ...
+
+    def named_tensors(self, kind: Kind) -> NamedTensors:
+        """Full weights or gradients under Hugging Face names; see conformance.backend.Backend."""
+        ...
+
+    def local_shards(self, kind: Kind) -> Iterator[Shard]: ...
+
+    def resolved(self) -> dict[str, Any]:
+        """What is really used (classes, dtypes, mesh, optimizer settings), as JSON values."""
+        ...
+
+    def save_ckpt(self, path: Path) -> None:
+        """Training state: weights, optimizer, schedule."""
+        ...
+
+    def load_ckpt(self, path: Path) -> None: ...
+
+    def save_model(self, path: Path) -> None:
+        """Hugging Face folder: config and safetensors."""
+        ...
+
+    def load_model(self, path: Path) -> torch.nn.Module:
+        """Whole model from a Hugging Face folder, in the dtype of the master weights, not yet sharded."""
+        ...
+
+    def teardown(self) -> None: ...
+
+
+def get_strategy(backend: str, config: StrategyConfig) -> Strategy:
+    """The strategy registered as ``backend``; ValueError that lists the known ones."""
+    if backend not in STRATEGIES:
+        raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(STRATEGIES)}")
+    module, _, name = STRATEGIES[backend].partition(":")
+    strategy: Strategy = getattr(import_module(module), name)(config)
+    return strategy

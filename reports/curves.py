@@ -1,0 +1,196 @@
+"""Curves of a cell as inline SVG: a value per step over the oracle's, and its error on a log axis with the tolerance band.
+
+Serves claim 1: two loss curves that lie on each other prove little, so the difference is always drawn beside them.
+Nothing is smoothed. An error of exactly 0 has no place on a log axis; it is drawn at the floor, hollow, and said so.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from reports.load import Cell, Quantity
+from reports.words import number, ratio
+
+WIDTH, HEIGHT = 300, 176
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
+HOVERS = 60  # read-outs per chart; more would weigh more than they help
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Maps steps and values to the drawing; ``low`` and ``high`` are exponents of ten on a log axis."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        span = self.last - self.first
+        inset = 10
+        width = WIDTH - LEFT - RIGHT - 2 * inset
+        return LEFT + inset + (width * (step - self.first) / span if span else width / 2)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / (self.high - self.low)
+
+
+def value_chart(cell: Cell, key: str, label: str) -> Markup:
+    """The record's ``key`` per step, the oracle's as a broad pale line under it."""
+    ours = _series(cell.run.steps if cell.run else (), key)
+    theirs = _series(cell.oracle.steps if cell.oracle else (), key)
+    values = [v for v in (*ours.values(), *theirs.values()) if math.isfinite(v)]
+    if not values:
+        return Markup("")
+    steps = sorted({*ours, *theirs})
+    low, high = min(values), max(values)
+    margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    axes = Axes(first=steps[0], last=steps[-1], low=low - margin, high=high + margin)
+    ticks = [(axes.y(t), f"{t:g}") for t in _nice(axes.low, axes.high)]
+    body = [_frame(axes, ticks)]
+    body.append(_line([(axes.x(s), axes.y(v)) for s, v in theirs.items() if math.isfinite(v)], "oracle"))
+    body.append(_line([(axes.x(s), axes.y(v)) for s, v in ours.items() if math.isfinite(v)], "ours"))
+    for step, value in ours.items():
+        if math.isfinite(value):
+            body.append(f'<circle class="ours" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.6"/>')
+        else:
+            body.append(_cross(axes.x(step), TOP + 6))
+    tips = {s: f"step {s}\n{cell.backend}: {_exact(ours.get(s))}\noracle: {_exact(theirs.get(s))}" for s in steps}
+    body.append(_hovers(axes, tips))
+    return _svg(body, f"{label} per step of {cell.id}, over the oracle's")
+
+
+def error_chart(cell: Cell, stage: str) -> Markup:
+    """The judged error of ``stage`` per step on a log axis, with what is allowed as a band."""
+    worst: dict[int, Quantity] = {}
+    for quantity in cell.quantities:
+        step = quantity.step
+        if quantity.stage == stage and step is not None and (step not in worst or quantity.ratio > worst[step].ratio):
+            worst[step] = quantity
+    points = [worst[step] for step in sorted(worst)]
+    positive = [v for q in points for v in (q.observed, q.allowed) if 0 < v < math.inf]
+    if not positive:
+        return Markup("")
+    zeros = any(q.observed == 0 for q in points)
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    high = max(high, low + 1)
+    axes = Axes(first=min(worst), last=max(worst), low=low - 0.7 * zeros, high=high + 0.15)
+    stride = math.ceil((high - low) / 6)
+    ticks = [(axes.y(e), _power(e)) for e in range(low, high + 1, stride)]
+    if zeros:
+        ticks.append((axes.y(axes.low), "0"))
+    body = [_band(axes, points), _frame(axes, ticks)]
+    body.append(_line([(axes.x(q.step or 0), axes.y(math.log10(q.observed))) for q in points if _drawable(q)], "ours"))
+    for quantity in points:
+        x = axes.x(quantity.step or 0)
+        if _drawable(quantity):
+            kind = "over" if quantity.ratio > 1 else "ours"
+            body.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{axes.y(math.log10(quantity.observed)):.1f}" r="3"/>')
+        elif quantity.observed == 0:
+            y = axes.y(axes.low)
+            body.append(f'<path class="zero" d="M{x - 4:.1f} {y - 8:.1f}h8l-4 7z"/>')
+        else:
+            body.append(_cross(x, TOP + 6))
+    body.append(_hovers(axes, {q.step or 0: f"step {q.step}\n{_judged(q)}" for q in points}))
+    return _svg(body, f"error of {stage} per step of {cell.id} on a log axis, with the tolerance")
+
+
+def zero_steps(cell: Cell, stage: str) -> int:
+    """How many quantities of ``stage`` are exactly equal to the oracle's."""
+    return sum(q.stage == stage and q.observed == 0 for q in cell.quantities)
+
+
+def _drawable(quantity: Quantity) -> bool:
+    return 0 < quantity.observed < math.inf
+
+
+def _judged(quantity: Quantity) -> str:
+    return (
+        f"error {number(quantity.observed)}{' (exactly equal)' if quantity.observed == 0 else ''}\n"
+        f"allowed {number(quantity.allowed)}\nratio {ratio(quantity.ratio)}"
+    )
+
+
+def _series(steps: Sequence[dict[str, object]], key: str) -> dict[int, float]:
+    values = {}
+    for line in steps:
+        step, value = line.get("step"), line.get(key)
+        if isinstance(step, int) and isinstance(value, int | float):
+            values[step] = float(value)
+    return values
+
+
+def _exact(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.9g}"
+
+
+def _frame(axes: Axes, ticks: list[tuple[float, str]]) -> str:
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = []
+    for y, text in ticks:
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{floor}H{right}"/>')
+    stride = math.ceil((axes.last - axes.first + 1) / 8)
+    for step in range(axes.first, axes.last + 1, stride):
+        label = "loaded" if step < 0 else f"step {step}" if step == axes.first else str(step)
+        parts.append(f'<text x="{axes.x(step):.1f}" y="{floor + 15}" text-anchor="middle">{label}</text>')
+    return "".join(parts)
+
+
+def _band(axes: Axes, points: list[Quantity]) -> str:
+    """What is allowed: a shaded area below a line that steps half-way between two optimizer steps."""
+    edges = [(q.step or 0, q.allowed) for q in points if q.allowed > 0]
+    if not edges:
+        return ""
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    cuts = [axes.x((a + b) / 2) for (a, _), (b, _) in zip(edges, edges[1:], strict=False)]
+    top = f"M{LEFT} {axes.y(math.log10(edges[0][1])):.1f}"
+    for cut, (_, allowed) in zip(cuts, edges[1:], strict=True):
+        top += f"H{cut:.1f}V{axes.y(math.log10(allowed)):.1f}"
+    top += f"H{right}"
+    return f'<path class="band" d="{top}V{floor}H{LEFT}Z"/><path class="limit" d="{top}"/>'
+
+
+def _line(points: list[tuple[float, float]], kind: str) -> str:
+    if len(points) < 2:
+        return ""
+    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+
+
+def _cross(x: float, y: float) -> str:
+    """A value that is not a finite number, at the top edge."""
+    return f'<path class="nan" d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"/>'
+
+
+def _hovers(axes: Axes, tips: dict[int, str]) -> str:
+    """One transparent column per step that shows a cursor line and a read-out."""
+    steps = list(tips)[:: math.ceil(len(tips) / HOVERS)]
+    width = (WIDTH - LEFT - RIGHT) / max(len(steps), 1)
+    return "".join(
+        f'<g class="hover" data-step="{step}" data-tip="{escape(tips[step])}">'
+        f'<rect x="{axes.x(step) - width / 2:.1f}" y="{TOP}" width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
+        f'<path d="M{axes.x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/></g>'
+        for step in steps
+    )
+
+
+def _svg(body: list[str], label: str) -> Markup:
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+    )
+
+
+def _power(exponent: int) -> str:
+    return f'10<tspan dy="-4" font-size="8">{str(exponent).replace("-", "−")}</tspan>'
+
+
+def _nice(low: float, high: float) -> list[float]:
+    """Three to six round numbers between ``low`` and ``high``."""
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    stride = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough)
+    first = math.ceil(low / stride)
+    return [round(i * stride, 12) for i in range(first, math.floor(high / stride) + 1)]

@@ -1,0 +1,79 @@
+"""JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
+
+Serves claim 8: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
+causal order; what a backend does not offer, and what is known to differ, is skipped with the reason.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from reports.load import NO_ANSWER, STATES, Cell, read_report
+from reports.words import explain, number, place, ratio
+
+SKIPPED = ("unsupported", "expected_difference")
+FINDINGS = 50  # per cell; the rest is in verdict.json
+
+
+def write_junit(out: Path) -> Path:
+    """Write ``out/junit.xml`` from the output folder ``out``; raises ValueError for one that cannot be trusted."""
+    report = read_report(out)
+    counts = {
+        "tests": len(report.cells),
+        "failures": report.counts["differs"],
+        "errors": sum(report.counts[state] for state in NO_ANSWER),
+        "skipped": sum(report.counts[state] for state in SKIPPED),
+    }
+    totals = {key: str(value) for key, value in counts.items()} | {"time": _seconds(report.summary.get("seconds"))}
+    root = ET.Element("testsuites", name="backend-parity", **totals)
+    suite = ET.SubElement(root, "testsuite", name=f"parity {_clean(report.summary.get('profile') or '')}".strip(), **totals)
+    suite.set("timestamp", str(report.summary.get("started") or "")[:19])
+    properties = ET.SubElement(suite, "properties")
+    facts = {"verdict": report.verdict, "device": report.summary.get("device"), **report.summary.get("environment", {})}
+    for key, value in facts.items():
+        ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
+    for cell in report.cells:
+        suite.append(_case(cell))
+    ET.indent(root)
+    file = out / "junit.xml"
+    ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
+    return file
+
+
+def _case(cell: Cell) -> ET.Element:
+    group = f"parity.{cell.backend}.{cell.scenario}"
+    case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.seconds))
+    message = _clean(explain(cell))
+    if cell.state == "differs":
+        ET.SubElement(case, "failure", type="differs", message=message).text = _clean(_findings(cell))
+    elif cell.state in NO_ANSWER:
+        logs = "\n".join(f"--- {rank}\n{text}" for rank, text in cell.logs.items())
+        text = "\n".join(part for part in (cell.reason, _reproduce(cell), logs) if part)
+        ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(text)
+    elif cell.state in SKIPPED:
+        ET.SubElement(case, "skipped", message=f"{STATES[cell.state].name}: {message}")
+    return case
+
+
+def _findings(cell: Cell) -> str:
+    lines = [
+        f"{f.stage}: {place(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, ratio {ratio(f.ratio)}"
+        + (f" ({f.hint})" if f.hint else "")
+        for f in cell.findings[:FINDINGS]
+    ]
+    if len(cell.findings) > FINDINGS:
+        lines.append(f"... and {len(cell.findings) - FINDINGS} more")
+    return "\n".join([cell.reason, *lines, _reproduce(cell)])
+
+
+def _reproduce(cell: Cell) -> str:
+    return f"reproduce: {cell.reproduce}" if cell.reproduce else ""
+
+
+def _seconds(value: object) -> str:
+    return f"{float(str(value or 0)):.3f}"
+
+
+def _clean(value: object) -> str:
+    """Text without the characters that XML cannot hold."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(value))

@@ -1,0 +1,114 @@
+"""The words and the number formats that every report shares, so that HTML, Markdown and JUnit say the same thing."""
+
+import math
+
+from reports.load import NO_ANSWER, STATES, Cell, Quantity, Report, stage_order
+
+
+def plural(count: int, word: str) -> str:
+    """``1 cell``, ``2 cells``."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def number(value: float | None) -> str:
+    """An error in three significant digits: ``0``, ``1.2e-7``, ``0.0153``, ``NaN``."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def ratio(value: float) -> str:
+    """Observed / allowed, short enough for a matrix: ``0``, ``<0.01``, ``0.31``, ``12``, ``3e5``, ``∞``.
+
+    Never rounded onto 1, the line between conforming and not: ``<1`` and ``>1`` say on which side it is.
+    """
+    if not math.isfinite(value):
+        return "∞"
+    if value == 0:
+        return "0"
+    if value < 0.01:
+        return "<0.01"
+    if value >= 9999.5:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    text = f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+    if text == "1.0" and value != 1:
+        return "<1" if value < 1 else ">1"
+    return text
+
+
+def place(quantity: Quantity) -> str:
+    """Where a quantity was seen, as a phrase: ``model.norm.weight at step 3``, ``as loaded`` for step -1."""
+    if quantity.step is None:
+        return quantity.tensor
+    when = "as loaded" if quantity.step < 0 else f"at step {quantity.step}"
+    return f"{quantity.tensor}, {when}" if quantity.tensor else when
+
+
+def first_finding(cell: Cell) -> Quantity | None:
+    """The finding that explains the others; findings come in causal order."""
+    return cell.findings[0] if cell.findings else None
+
+
+def explain(cell: Cell) -> str:
+    """One sentence on a cell: its reason, or what differs first, or how near it came to its tolerance."""
+    finding = first_finding(cell)
+    if cell.state == "differs" and finding:
+        return f"{finding.stage} differs first: {place(finding)}, {ratio(finding.ratio)} times what is allowed"
+    if cell.reason:
+        return cell.reason
+    if cell.state == "conforms" and cell.worst:
+        return f"worst: {ratio(cell.worst.ratio)} of what is allowed, {cell.worst.stage}"
+    return STATES[cell.state].meaning
+
+
+def attention(report: Report) -> list[Cell]:
+    """Cells that a person has to look at: earliest difference first, then those that gave no answer."""
+
+    def urgency(cell: Cell) -> tuple[int, int, float]:
+        finding = first_finding(cell)
+        stages = stage_order([*report_stages(report)])
+        stage = stages.index(finding.stage) if finding and finding.stage in stages else len(stages)
+        return list(STATES).index(cell.state), stage, -(cell.worst.ratio if cell.worst else 0.0)
+
+    return sorted((c for c in report.cells if c.state in ("differs", *NO_ANSWER)), key=urgency)
+
+
+def report_stages(report: Report) -> list[str]:
+    """Every stage that some cell was compared in, in causal order."""
+    return stage_order(list(dict.fromkeys(stage for cell in report.cells for stage in cell.stages)))
+
+
+def headline(report: Report) -> tuple[str, str]:
+    """The verdict as a title, and as a sentence that says what to do next."""
+    counts, total = report.counts, len(report.cells)
+    unanswered = sum(counts[state] for state in NO_ANSWER)
+    if report.verdict == "differs":
+        title = f"{plural(counts['differs'], 'cell')} of {total} {'differs' if counts['differs'] == 1 else 'differ'}"
+        first = attention(report)[0]
+        text = f"Start with {first.id}: {explain(first)}."
+        if unanswered:
+            text += f" {plural(unanswered, 'more cell')} gave no answer."
+        return title, text
+    if report.verdict == "incomplete":
+        title = "Incomplete: not a pass"
+        if not unanswered:
+            return title, "No cell was judged to conform. Choose cells that the backends support, and run again."
+        first = attention(report)[0]
+        text = f"No difference was found, but {plural(unanswered, 'cell')} of {total} gave no answer. "
+        return title, f"{text}Run again, beginning with {first.id}: {explain(first)}"
+    judged = [cell for cell in report.cells if cell.state == "conforms" and cell.worst]
+    closest = max(judged, key=lambda cell: cell.worst.ratio if cell.worst else 0.0, default=None)
+    text = "Every cell that was judged computes what the oracle computes."
+    if closest and closest.worst:
+        text += (
+            f" Closest to its tolerance: {closest.id}, {closest.worst.stage}, {ratio(closest.worst.ratio)} of what is "
+            "allowed."
+        )
+    return f"{plural(counts['conforms'], 'cell')} of {total} conform{'s' if counts['conforms'] == 1 else ''}", text

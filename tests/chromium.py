@@ -1,0 +1,126 @@
+"""A headless Chromium, driven over its debugging pipe: enough to load a file, press keys and read the page back.
+
+Needs no driver and no package, so that the report's page can be tested wherever a browser is installed.
+"""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update"),
+    *("--disable-background-networking", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"),
+    "--remote-debugging-pipe",
+)
+
+
+def find_chromium() -> str | None:
+    """Path of a Chromium, or None."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. ``problems`` collects console errors, exceptions and blocked requests."""
+
+    def __init__(self, binary: str, profile: Path) -> None:
+        ours_in, theirs_out = os.pipe()
+        theirs_in, ours_out = os.pipe()
+        shell = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        command = ["sh", "-c", shell, binary, *FLAGS, f"--user-data-dir={profile}"]
+        self._process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._in, self._out = os.fdopen(ours_in, "rb", buffering=0), os.fdopen(ours_out, "wb", buffering=0)
+        self._buffer, self._number, self._session = b"", 0, ""
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """Send one command and return its result; events on the way are noted."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._out.write(json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._number:
+            self._note(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']['message']}")
+        return answer["result"]
+
+    def open(self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Load ``address`` in a window of that size, and wait until its scripts have run."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=address)
+        while self.run("document.readyState") != "complete" or self.run("location.href") == "about:blank":
+            time.sleep(0.02)
+
+    def run(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page; promises are awaited."""
+        options = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
+        result = self.call("Runtime.evaluate", expression=expression, **options)
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def click(self, selector: str) -> None:
+        """Press the left button in the middle of the first element that matches."""
+        find = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{find}.scrollIntoView({{block: 'center'}})")
+        box = self.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({find}.getBoundingClientRect())")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def press(self, key: str) -> None:
+        """Press and release one key, such as ``/`` or ``ArrowDown``."""
+        text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
+        codes = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=codes.get(key, 0), **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes.get(key, 0))
+
+    def screenshot(self, file: Path, *, whole: bool = False) -> None:
+        """Write a PNG of the window, or of the whole page."""
+        picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(picture["data"]))
+
+    def close(self) -> None:
+        """End the browser and wait for it."""
+        self._process.terminate()
+        self._process.wait(timeout=10)
+        self._in.close()
+        self._out.close()
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            if not (chunk := self._in.read(1 << 16)):
+                raise RuntimeError("the browser ended")
+            self._buffer += chunk
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        values: dict[str, Any] = json.loads(message)
+        return values
+
+    def _note(self, event: dict[str, Any]) -> None:
+        parameters = event.get("params", {})
+        if event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif event.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(parameters["exceptionDetails"]["text"])
+        elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.problems.append(parameters["entry"]["text"])
+        elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(parameters["args"]))

@@ -1,0 +1,264 @@
+"""The exact tier: every request for a lower precision on the way of a float64 computation gives float64, nothing else
+changes, and LeakWatch finds what is left. Serves claim 6."""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.nn import functional as F
+
+from conformance.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
+
+THIRD = 1 / 3  # has no exact float32
+X = torch.tensor([THIRD, -2 * THIRD, 5 * THIRD], dtype=torch.float64)
+LOW_PRECISION = torch.zeros(1, dtype=torch.float32)
+
+# Each asks for X, or for THIRD, in a lower precision.
+DOWNCASTS: dict[str, Callable[[], Tensor]] = {
+    ".float()": lambda: X.float(),
+    ".half()": lambda: X.half(),
+    ".bfloat16()": lambda: X.bfloat16(),
+    ".to(dtype)": lambda: X.to(torch.float32),
+    ".to(dtype=)": lambda: X.to(dtype=torch.bfloat16),
+    ".to(device, dtype)": lambda: X.to("cpu", torch.float32),
+    ".to(other)": lambda: X.to(LOW_PRECISION),
+    ".type(dtype)": lambda: X.type(torch.float32),
+    ".type(constructor)": lambda: X.type(torch.FloatTensor),
+    ".type(name)": lambda: X.type("torch.HalfTensor"),
+    ".type_as(other)": lambda: X.type_as(LOW_PRECISION),
+    "torch.tensor(tensor, dtype=)": lambda: torch.as_tensor(X, dtype=torch.float32),
+    "sum(dtype=)": lambda: torch.stack([x.sum(dtype=torch.float32) for x in X]),
+    "softmax(dtype=)": lambda: F.softmax(X, dim=0, dtype=torch.float32).log() + X.logsumexp(0),
+    "softmax(dim, dtype)": lambda: torch.softmax(X, 0, torch.float32).log() + X.logsumexp(0),
+    "Module.float()": lambda: _parameter_module().float().weight.detach(),
+    "Module.to(dtype)": lambda: _parameter_module().to(torch.bfloat16).weight.detach(),
+}
+FACTORIES: dict[str, Callable[[], Tensor]] = {
+    "torch.tensor(number)": lambda: torch.tensor(THIRD),
+    "torch.tensor(dtype=)": lambda: torch.tensor([THIRD], dtype=torch.float32),
+    "new_tensor(dtype=)": lambda: X.new_tensor([THIRD], dtype=torch.float16),
+    "torch.FloatTensor(list)": lambda: torch.FloatTensor([THIRD]),
+    "torch.full(dtype=)": lambda: torch.full((2,), THIRD, dtype=torch.bfloat16),
+    "zeros(dtype=)": lambda: torch.zeros(2, dtype=torch.float32) + THIRD,
+    "zeros_like(dtype=)": lambda: torch.zeros_like(X, dtype=torch.float32) + THIRD,
+    "new_zeros(dtype=)": lambda: X.new_zeros(2, dtype=torch.float32) + THIRD,
+    "empty().copy_()": lambda: torch.empty(3, dtype=torch.float32).copy_(X)[:1],
+    "out=": lambda: torch.add(X, 0, out=torch.empty(3, dtype=torch.float32))[:1],
+    "torch.zeros(2)": lambda: torch.zeros(2) + THIRD,
+}
+INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions.float()": lambda i: i.float(),
+    "positions.to(dtype)": lambda i: i.to(torch.float32),
+    "arange(dtype=)": lambda i: torch.arange(0, 3, dtype=torch.float32),
+    "positions.type(constructor)": lambda i: i.type(torch.FloatTensor),
+    "mask.float()": lambda i: (i > 0).float(),
+}
+
+
+def _parameter_module() -> Any:
+    module = nn.Module()
+    module.weight = nn.Parameter(X.clone())
+    return module
+
+
+@pytest.mark.parametrize("name", DOWNCASTS)
+def test_a_downcast_of_float64_data_keeps_every_digit(name: str) -> None:
+    assert not torch.allclose(DOWNCASTS[name]().double(), X, rtol=1e-12), "without the tier digits are lost"
+    with exact_tier():
+        lifted = DOWNCASTS[name]()
+    assert lifted.dtype == torch.float64
+    torch.testing.assert_close(lifted, X, rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_asked_for_a_lower_precision_makes_float64(name: str) -> None:
+    assert FACTORIES[name]().dtype != torch.float64
+    with exact_tier():
+        made = FACTORIES[name]()
+    assert made.dtype == torch.float64
+    assert made.unique().tolist() == [THIRD]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_floats_made_from_integers_are_float64(name: str) -> None:
+    positions = torch.tensor([0, 1, 2])
+    with exact_tier():
+        made = INTEGERS[name](positions)
+    assert made.dtype == torch.float64
+    assert made.tolist() == INTEGERS[name](positions).tolist()
+
+
+def test_integer_and_bool_results_are_untouched() -> None:
+    with exact_tier():
+        assert X.to(torch.int64).dtype == torch.int64
+        assert X.bool().dtype == torch.bool
+        assert torch.tensor([1, 2]).dtype == torch.int64
+        assert (X > 0).sum(dtype=torch.int32).dtype == torch.int32
+        assert torch.tensor([True]).to(torch.uint8).dtype == torch.uint8
+
+
+def test_tensors_that_already_are_float32_are_left_alone() -> None:
+    data = torch.ones(3)
+    with exact_tier():
+        assert data.float() is data
+        assert data.to(torch.float32) is data
+        assert data.to(torch.bfloat16).dtype == torch.bfloat16
+        assert data.sum(dtype=torch.float32).dtype == torch.float32
+        assert data.double().dtype == torch.float64
+
+
+def test_float32_files_are_read_as_they_are() -> None:
+    stored = torch.tensor([1.5, -2.0, 0.25])
+    buffer = io.BytesIO()
+    torch.save(stored, buffer)
+    buffer.seek(0)
+    with exact_tier():
+        for read in (
+            torch.load(buffer),
+            load(save({"x": stored}))["x"],
+            torch.frombuffer(stored.numpy(), dtype=stored.dtype),
+        ):
+            assert read.dtype == torch.float32
+            assert torch.equal(read, stored)
+        assert torch.equal(X.view(torch.float32).view(torch.float64), X)
+
+
+class _NormInFloat32(torch.autograd.Function):
+    """Like many fused kernels: both directions go through float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.float().square().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        scale = torch.tensor(2 * THIRD, dtype=torch.float32) / torch.tensor(THIRD, dtype=torch.float32)
+        return (grad.float() * x.float() * scale).to(x.dtype)
+
+
+def _gradient_through_float32() -> Tensor:
+    x = X.clone().requires_grad_()
+    (_NormInFloat32.apply(x) * THIRD).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def test_backward_of_a_custom_function_keeps_every_digit() -> None:
+    expected = 2 * X * THIRD
+    assert not torch.allclose(_gradient_through_float32(), expected, rtol=1e-9)
+    with exact_tier():
+        lifted = _gradient_through_float32()
+    torch.testing.assert_close(lifted, expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "missed"),
+    [
+        (_LiftInPython, lambda: X.type_as(LOW_PRECISION)),
+        (_LiftInPython, _gradient_through_float32),
+        (_LiftBelowAutograd, lambda: torch.tensor(2 * X.tolist()[0], dtype=torch.float32)),
+    ],
+    ids=["python-misses-type_as", "python-misses-backward", "dispatch-misses-torch.tensor"],
+)
+def test_neither_mode_is_enough_alone(
+    mode: Callable[[], AbstractContextManager[None]], missed: Callable[[], Tensor]
+) -> None:
+    with exact_tier():
+        exact = missed()
+    with mode():
+        alone = missed()
+    assert not torch.allclose(alone.double(), exact, rtol=1e-12, atol=0)
+
+
+def test_everything_is_restored_after_an_exception_and_after_nesting() -> None:
+    constructor = torch.FloatTensor
+    with pytest.raises(RuntimeError, match="stop"), exact_tier():
+        with exact_tier():
+            assert X.float().dtype == torch.float64
+        assert X.float().dtype == torch.float64
+        assert torch.get_default_dtype() == torch.float64
+        raise RuntimeError("stop")
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.FloatTensor is constructor
+    assert X.float().dtype == torch.float32
+    assert torch.zeros(1).dtype == torch.float32
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_dtensors_and_their_local_tensors_agree(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with exact_tier(), LeakWatch() as watch:
+        sharded = distribute_tensor(X.clone().requires_grad_(), mesh, [Shard(0)])
+        lifted = (sharded.float() * 3).redistribute(mesh, [Replicate()])
+        assert isinstance(lifted, DTensor)
+        lifted.sum().backward()  # type: ignore[no-untyped-call]
+    assert lifted.dtype == lifted.to_local().dtype == torch.float64
+    assert torch.equal(lifted.to_local(), X * 3)
+    assert watch.leaks == ()
+
+
+def test_fsdp2_mixed_precision_is_lifted_in_forward_and_backward(one_rank: None) -> None:
+    def gradients(policy: MixedPrecisionPolicy) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)).double()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        assert isinstance(model, FSDPModule)
+        model(X).square().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with LeakWatch() as plain:
+        gradients(mixed)
+    with exact_tier(), LeakWatch() as watch:
+        pairs = list(zip(gradients(mixed), gradients(MixedPrecisionPolicy()), strict=True))
+    assert len(pairs) == 4
+    for lifted, exact in pairs:
+        torch.testing.assert_close(lifted, exact, rtol=1e-15, atol=1e-15)
+    assert watch.leaks == ()
+    assert plain.leaks
+
+
+def test_leak_watch_says_which_op_where_and_how_often() -> None:
+    with LeakWatch() as watch:
+        for _ in range(2):
+            X.float()
+        X.long()
+    (leak,) = watch.leaks
+    assert (leak.op, leak.count) == ("aten._to_copy.default", 2)
+    assert "test_exact.py:" in leak.where
+    assert leak.where.endswith(" in test_leak_watch_says_which_op_where_and_how_often")
+
+
+def test_leak_watch_sees_backward_and_points_into_the_custom_function() -> None:
+    with LeakWatch() as watch:
+        _gradient_through_float32()
+    assert any(leak.where.endswith(" in backward") for leak in watch.leaks)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["watch-outside", "watch-inside"])
+def test_leak_watch_sees_what_the_tier_cannot_lift(outside: bool) -> None:
+    file = torch.ones(2)
+    managers = [LeakWatch(), exact_tier()] if outside else [exact_tier(), LeakWatch()]
+    watch = next(m for m in managers if isinstance(m, LeakWatch))
+    with managers[0], managers[1]:
+        X.float()
+        assert watch.leaks == ()
+        file * 2
+        torch.asarray([THIRD], dtype=torch.float32)
+    assert [leak.op for leak in watch.leaks] == ["aten.mul.Tensor", "aten.lift_fresh.default"]
