@@ -51,6 +51,19 @@ Support = Supported | Unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpectedDifference:
+    """A known defect below the backend: cells (a shell pattern of ids) that differ first at ``stage``, and why.
+
+    A cell that matches but conforms, or differs elsewhere, is reported: the expectation has to go or to be mended.
+    """
+
+    cells: str
+    stage: str
+    reason: str
+    link: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """What a backend reports of one optimizer step, the same on all ranks unless said otherwise.
 
@@ -92,6 +105,9 @@ class Backend(Protocol):
     Names are the parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are
     full (gathered), on any device, float32 (float64 in the exact tier), yielded one at a time so that memory is bounded
     by the largest; every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
+
+    Optional class attributes: ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), and
+    ``preload`` (names of modules that are slow to import, loaded once before ranks are forked).
     """
 
     @classmethod

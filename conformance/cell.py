@@ -81,12 +81,13 @@ def header(cell: str, target: str, scenario: Scenario, layout: str) -> dict[str,
         "environment": {
             "backend-parity": conformance.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            **{package: _version(package) for package in info.packages},
+            **{package: package_version(package) for package in info.packages},
         },
     }
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Version of an installed distribution, in words where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

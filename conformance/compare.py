@@ -53,7 +53,11 @@ def _step(step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Te
     yield _scalar("loss", "loss", number, step.values["loss"], oracle.values["loss"])
     gradients = _named(tensors, "gradient/")
     yield from _tensors("gradients", number, gradients, _named(reference, "gradient/"))
-    for entry in step.values.get("replicas", {}).get("differing", []):
+    replicas = step.values.get("replicas", {"compared": 0, "differing": []})
+    if replicas["compared"] and not replicas["differing"]:
+        pieces = f"{replicas['compared']} pieces held by several ranks"
+        yield Quantity(stage="replicas", tensor=pieces, step=number, error=0.0, fixed=ROUNDING)
+    for entry in replicas["differing"]:
         name = f"{entry['kind']} {entry['tensor']} on ranks {', '.join(map(str, entry['ranks']))}"
         yield Quantity(stage="replicas", tensor=name, step=number, error=entry["relative"], fixed=ROUNDING)
     if (reported := step.values.get("grad_norm")) is not None:

@@ -137,8 +137,10 @@ def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scena
         raise ValueError(f"{source} is not a valid scenario:\n" + "\n".join(lines)) from None
 
 
-def load_scenario(path: Path, **overrides: Any) -> Scenario:
-    """Read a scenario from a TOML file; ``overrides`` replace top-level values (model, precision, seed, ...).
+def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, **overrides: Any) -> Scenario:
+    """Read a scenario from a TOML file.
+
+    ``overrides`` replace top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
 
     Raises ValueError with the file's name for a missing file, broken TOML, unknown keys and values out of range.
     """
@@ -149,6 +151,7 @@ def load_scenario(path: Path, **overrides: Any) -> Scenario:
         raise ValueError(f"no scenario file {path}; scenarios in that folder: {known}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+    values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 
 

@@ -1,4 +1,4 @@
-"""Curves of a cell as inline SVG: a value per step over the oracle's, and its error on a log axis with the tolerance band.
+"""Curves of a cell as inline SVG: a value over the oracle's, and its error on a log axis with the tolerance band.
 
 Serves claim 1: two loss curves that lie on each other prove little, so the difference is always drawn beside them.
 Nothing is smoothed. An error of exactly 0 has no place on a log axis; it is drawn at the floor, hollow, and said so.
@@ -7,6 +7,7 @@ Nothing is smoothed. An error of exactly 0 has no place on a log axis; it is dra
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from markupsafe import Markup, escape
 
@@ -62,27 +63,24 @@ def value_chart(cell: Cell, key: str, label: str) -> Markup:
     return _svg(body, f"{label} per step of {cell.id}, over the oracle's")
 
 
-def error_chart(cell: Cell, stage: str) -> Markup:
-    """The judged error of ``stage`` per step on a log axis, with what is allowed as a band."""
-    worst: dict[int, Quantity] = {}
-    for quantity in cell.quantities:
-        step = quantity.step
-        if quantity.stage == stage and step is not None and (step not in worst or quantity.ratio > worst[step].ratio):
-            worst[step] = quantity
-    points = [worst[step] for step in sorted(worst)]
+def error_chart(cell: Cell, stage: str, tensor: str) -> Markup:
+    """The judged error of one scalar per step on a log axis, with what is allowed as a band."""
+    points = error_points(cell, stage, tensor)
     positive = [v for q in points for v in (q.observed, q.allowed) if 0 < v < math.inf]
     if not positive:
         return Markup("")
     zeros = any(q.observed == 0 for q in points)
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     high = max(high, low + 1)
-    axes = Axes(first=min(worst), last=max(worst), low=low - 0.7 * zeros, high=high + 0.15)
+    axes = Axes(first=points[0].step or 0, last=points[-1].step or 0, low=low - 0.7 * zeros, high=high + 0.15)
     stride = math.ceil((high - low) / 6)
     ticks = [(axes.y(e), _power(e)) for e in range(low, high + 1, stride)]
     if zeros:
         ticks.append((axes.y(axes.low), "0"))
     body = [_band(axes, points), _frame(axes, ticks)]
-    body.append(_line([(axes.x(q.step or 0), axes.y(math.log10(q.observed))) for q in points if _drawable(q)], "ours"))
+    for drawable, run in groupby(points, key=_drawable):  # no line across a step that has no place on the axis
+        if drawable:
+            body.append(_line([(axes.x(q.step or 0), axes.y(math.log10(q.observed))) for q in run], "ours"))
     for quantity in points:
         x = axes.x(quantity.step or 0)
         if _drawable(quantity):
@@ -94,12 +92,13 @@ def error_chart(cell: Cell, stage: str) -> Markup:
         else:
             body.append(_cross(x, TOP + 6))
     body.append(_hovers(axes, {q.step or 0: f"step {q.step}\n{_judged(q)}" for q in points}))
-    return _svg(body, f"error of {stage} per step of {cell.id} on a log axis, with the tolerance")
+    return _svg(body, f"relative error of the {stage} per step of {cell.id} on a log axis, with the tolerance")
 
 
-def zero_steps(cell: Cell, stage: str) -> int:
-    """How many quantities of ``stage`` are exactly equal to the oracle's."""
-    return sum(q.stage == stage and q.observed == 0 for q in cell.quantities)
+def error_points(cell: Cell, stage: str, tensor: str) -> list[Quantity]:
+    """The judged quantities that ``error_chart`` draws, by step."""
+    points = [q for q in cell.quantities if (q.stage, q.tensor) == (stage, tensor) and q.step is not None]
+    return sorted(points, key=lambda q: q.step or 0)
 
 
 def _drawable(quantity: Quantity) -> bool:
@@ -146,7 +145,7 @@ def _band(axes: Axes, points: list[Quantity]) -> str:
     if not edges:
         return ""
     right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
-    cuts = [axes.x((a + b) / 2) for (a, _), (b, _) in zip(edges, edges[1:], strict=False)]
+    cuts = [axes.x((a + b) / 2) for (a, _), (b, _) in pairwise(edges)]
     top = f"M{LEFT} {axes.y(math.log10(edges[0][1])):.1f}"
     for cut, (_, allowed) in zip(cuts, edges[1:], strict=True):
         top += f"H{cut:.1f}V{axes.y(math.log10(allowed)):.1f}"
@@ -178,13 +177,13 @@ def _hovers(axes: Axes, tips: dict[int, str]) -> str:
 
 
 def _svg(body: list[str], label: str) -> Markup:
-    return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
-    )
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}"'
+    return Markup(f'<svg class="chart" {box}>{"".join(body)}</svg>')
 
 
 def _power(exponent: int) -> str:
-    return f'10<tspan dy="-4" font-size="8">{str(exponent).replace("-", "−")}</tspan>'
+    sign = "\N{MINUS SIGN}" if exponent < 0 else ""
+    return f'10<tspan dy="-4" font-size="8">{sign}{abs(exponent)}</tspan>'
 
 
 def _nice(low: float, high: float) -> list[float]:

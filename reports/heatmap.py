@@ -1,4 +1,4 @@
-"""Error by layer and kind of parameter as inline SVG: where in the network a difference sits.
+"""Error by layer and kind of parameter as a table of colours: where in the network a difference sits.
 
 Serves claim 1: gradients are judged per parameter, so a dropped bias of one projection is one square, and a wrong norm
 in front of a layer is a column. Columns run from the embedding through the layers to the head.
@@ -35,13 +35,16 @@ _NAMES = {
 }
 # Upper ends of the colour classes h1, h2, ...; h0 is an error of exactly 0. The tolerance, 1, is the change of hue.
 CLASSES = (0.01, 0.1, 0.5, 1.0, 10.0, math.inf)
-ROW, LABEL, HEAD = 17, 66, 16
+WIDE = 8  # up to so many columns there is room for the ratio in each square
 
 
 def locate(name: str) -> tuple[str, str]:
-    """(column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``."""
+    """(column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``.
+
+    A remark in brackets after the name, such as ``(missing)``, is not part of it.
+    """
     layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
-    module, _, leaf = name.rpartition(".")
+    module, _, leaf = name.partition(" (")[0].rpartition(".")
     last = module.rpartition(".")[2]
     kind = "router" if module.endswith("mlp.gate") else _NAMES.get(last, last.removesuffix("_proj").replace("_", " "))
     if ".experts." in name:
@@ -52,7 +55,7 @@ def locate(name: str) -> tuple[str, str]:
     return column, kind
 
 
-def heat_map(cell: Cell, stage: str, label: str) -> Markup:
+def heat_map(cell: Cell, stage: str) -> Markup:
     """Worst observed / allowed of every parameter in ``stage``; empty when none was compared."""
     rows = [
         (
@@ -66,34 +69,25 @@ def heat_map(cell: Cell, stage: str, label: str) -> Markup:
     if not rows:
         return Markup("")
     table = pd.DataFrame(rows, columns=["column", "kind", "ratio", "tip"])
-    worst = table.sort_values("ratio", kind="stable").groupby(["kind", "column"], sort=False).tail(1)
-    order = {kind: index for index, kind in enumerate(KINDS)}
-    kinds = sorted(dict.fromkeys(table["kind"]), key=lambda kind: order.get(kind, len(order)))
-    columns = sorted(dict.fromkeys(table["column"]), key=_depth)
-    width = 46 if len(columns) <= 8 else 24 if len(columns) <= 16 else 10
-    body = [
-        f'<text x="{LABEL - 6}" y="{HEAD + ROW * i + 12}" text-anchor="end">{escape(kind)}</text>'
-        for i, kind in enumerate(kinds)
-    ]
-    stride = 1 if width > 10 else 8
-    body += [
-        f'<text x="{LABEL + width * (i + 0.5):g}" y="{HEAD - 5}" text-anchor="middle">{column}</text>'
-        for i, column in enumerate(columns)
-        if not column.isdigit() or int(column) % stride == 0
-    ]
-    for column, kind, value, tip in worst.itertuples(index=False):
-        x, y = LABEL + width * columns.index(column), HEAD + ROW * kinds.index(kind)
-        body.append(f'<g class="h{_class(value)}" data-tip="{escape(tip)}">')
-        body.append(f'<rect x="{x}" y="{y}" width="{width - 1}" height="{ROW - 1}"/>')
-        if width > 10:
-            text = ratio(value) if width == 46 else "✗" if value > 1 else ""
-            body.append(f'<text x="{x + (width - 1) / 2:g}" y="{y + 12}" text-anchor="middle">{escape(text)}</text>')
-        body.append("</g>")
-    size = LABEL + width * len(columns), HEAD + ROW * len(kinds)
-    return Markup(
-        f'<svg class="heat" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" role="img" '
-        f'aria-label="{escape(label)} of {escape(cell.id)} by layer and kind of parameter">{"".join(body)}</svg>'
+    table = table.sort_values("ratio", kind="stable").drop_duplicates(["kind", "column"], keep="last")
+    squares = {(kind, column): (value, tip) for column, kind, value, tip in table.itertuples(index=False)}
+    kinds = sorted(table["kind"].unique(), key=lambda kind: KINDS.index(kind) if kind in KINDS else len(KINDS))
+    columns = sorted(table["column"].unique(), key=_depth)
+    wide = len(columns) <= WIDE
+    head = "".join(f"<th>{c if wide or not c.isdigit() or int(c) % 4 == 0 else ''}" for c in columns)
+    body = "".join(
+        f"<tr><th>{escape(kind)}" + "".join(_square(squares.get((kind, column)), wide) for column in columns)
+        for kind in kinds
     )
+    return Markup(f'<table class="heat{" fine" * (not wide)}"><tr><th>{head}{body}</table>')
+
+
+def _square(square: tuple[float, str] | None, wide: bool) -> str:
+    if square is None:
+        return "<td>"
+    value, tip = square
+    text = ratio(value) if wide else "\N{MULTIPLICATION SIGN}" if value > 1 else ""
+    return f'<td class="h{_class(value)}" data-tip="{escape(tip)}">{escape(text)}'
 
 
 def _class(value: float) -> int:
@@ -104,5 +98,5 @@ def _when(step: int | None) -> str:
     return "" if step is None else "as loaded: " if step < 0 else f"step {step}: "
 
 
-def _depth(column: str) -> int:
-    return {"in": -1, "out": 1_000_000}.get(column) if not column.isdigit() else int(column)  # type: ignore[return-value]
+def _depth(column: str) -> float:
+    return int(column) if column.isdigit() else -1 if column == "in" else math.inf

@@ -17,19 +17,20 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from reports import curves, heatmap, words
-from reports.load import STATES, Cell, Quantity, Report, Run, read_report, stage_order
+from reports.load import STAGES, STATES, Cell, Quantity, Report, Run, read_report, stage_order
 
 TEMPLATES = Path(__file__).with_name("templates")
 WORST = 15
+CURVES = (("loss", "loss", "loss"), ("gradient norm", "grad_norm", "reported"))  # stage, key of a step, tensor
 STRIP = (-4.0, 4.0)  # exponents of the ratio axis of the stage strip; what lies beyond stands at its end
 COLUMNS = ["cell", "stage", "tensor", "step", "observed", "allowed", "ratio"]
 
 
 def write_html(out: Path) -> Path:
-    """Write ``out/report.html`` from the output folder ``out``; raises ValueError for a folder that cannot be trusted."""
+    """Write ``out/report.html`` from the output folder ``out``; raises ValueError for one that cannot be trusted."""
     report = read_report(out)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -38,7 +39,9 @@ def write_html(out: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked, place=words.place)
+    environment.filters.update(
+        number=words.number, ratio=words.ratio, plural=words.plural, linked=linked, place=words.place
+    )
     environment.globals.update(STATES=STATES, anchor=anchor, explain=words.explain, bar=bar)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     title, text = words.headline(report)
@@ -49,7 +52,7 @@ def write_html(out: Path) -> Path:
         attention=words.attention(report),
         known=[c for c in report.cells if c.state == "expected_difference"],
         matrix=matrix(report),
-        sections=[section(cell, words.report_stages(report)) for cell in report.cells],
+        sections=[section(cell) for cell in report.cells],
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -72,54 +75,46 @@ def matrix(report: Report) -> dict[str, Any]:
     models = list(dict.fromkeys(c.model for c in cells))
     backends = list(dict.fromkeys(c.backend for c in cells))
     columns = sorted(
-        dict.fromkeys((c.scenario, c.model, c.precision) for c in cells),
+        dict.fromkeys((c.scenario, c.model, c.variant) for c in cells),
         key=lambda column: (scenarios.index(column[0]), models.index(column[1])),
     )
     rows = sorted(dict.fromkeys((c.backend, c.layout) for c in cells), key=lambda row: backends.index(row[0]))
-    table = {((c.backend, c.layout), (c.scenario, c.model, c.precision)): c for c in cells}
-    worlds = {(c.backend, c.layout): c.world_size for c in cells if c.world_size}
+    table = {(c.backend, c.layout, c.scenario, c.model, c.variant): c for c in cells}
+    groups = []
+    for backend, group in groupby(rows, key=lambda row: row[0]):
+        lines = [(layout, [table.get((backend, layout, *column)) for column in columns]) for _, layout in group]
+        states = [c.state for c in cells if c.backend == backend]
+        groups.append({"name": backend, "conform": states.count("conforms"), "total": len(states), "rows": lines})
     return {
         "scenarios": [(name, len(list(group))) for name, group in groupby(columns, key=lambda column: column[0])],
         "models": [(name[1], len(list(group))) for name, group in groupby(columns, key=lambda column: column[:2])],
         "columns": columns,
-        "backends": [
-            {
-                "name": backend,
-                "conform": sum(c.state == "conforms" for c in cells if c.backend == backend),
-                "total": sum(c.backend == backend for c in cells),
-                "rows": [(row[1], worlds.get(row, 0), [table.get((row, column)) for column in columns]) for row in group],
-            }
-            for backend, group in ((name, list(rows_)) for name, rows_ in groupby(rows, key=lambda row: row[0]))
-        ],
+        "backends": groups,
+        "ranks": {c.layout: c.world_size for c in cells if c.world_size},
     }
 
 
-def section(cell: Cell, stages: list[str]) -> dict[str, Any]:
+def section(cell: Cell) -> dict[str, Any]:
     """Everything that the section of one cell shows."""
     first = words.first_finding(cell)
     outside = [f for f in cell.findings if first and f.stage == first.stage and f.step == first.step]
-    charts = [
-        ("loss", curves.value_chart(cell, "loss", "loss"), "value"),
-        ("loss: error", curves.error_chart(cell, "loss"), "error"),
-        ("gradient norm", curves.value_chart(cell, "grad_norm", "gradient norm"), "value"),
-        ("gradient norm: error", curves.error_chart(cell, "gradient norm"), "error"),
-    ]
+    charts = []
+    for stage, key, tensor in CURVES:
+        charts.append((stage, "per step", curves.value_chart(cell, key, stage)))
+        charts.append((f"{stage}: error", "relative, log axis", curves.error_chart(cell, stage, tensor)))
     maps = [
-        (title, heatmap.heat_map(cell, stage, title))
-        for title, stage in (
-            ("Gradient error", "gradients"),
-            ("Update error, clipped", "clipped update"),
-            ("Weight error after N steps", "weights after N steps"),
-        )
+        ("Gradients", heatmap.heat_map(cell, "gradients")),
+        ("Update, first step", heatmap.heat_map(cell, "clipped update")),
+        ("Weights, later steps", heatmap.heat_map(cell, "weights after N steps")),
     ]
     return {
         "cell": cell,
         "first": first,
         "first_stage": sorted(outside, key=lambda f: -f.ratio),
         "later": stage_order(list(dict.fromkeys(f.stage for f in cell.findings if first and f.stage != first.stage))),
-        "stages": [(name, cell.stages.get(name)) for name in stages] if cell.stages else [],
-        "charts": [chart for chart in charts if chart[1]],
-        "zeros": {stage: curves.zero_steps(cell, stage) for stage in ("loss", "gradient norm")},
+        "stages": [(name, cell.stages.get(name)) for name in stage_order([*STAGES, *cell.stages])],
+        "charts": [chart for chart in charts if chart[2]],
+        "zeros": any(q.observed == 0 for stage, _, tensor in CURVES for q in curves.error_points(cell, stage, tensor)),
         "maps": [(title, drawn) for title, drawn in maps if drawn],
         "worst": worst_quantities(cell),
         "config": configuration(cell.run, cell.oracle),
@@ -141,31 +136,32 @@ def configuration(run: Run | None, oracle: Run | None) -> list[tuple[str, str, s
 
 def packed(report: Report) -> str:
     """Every compared quantity as gzipped JSON in base64; the page unpacks it for the CSV and JSON downloads."""
-    rows = [(c.id, q.stage, q.tensor, q.step, q.observed, q.allowed, q.ratio) for c in report.cells for q in c.quantities]
-    table = pd.DataFrame(rows, columns=COLUMNS).astype({"step": "object"})
-    data = [[_json_value(value) for value in row] for row in table.itertuples(index=False)]
+    data = [
+        [cell.id, q.stage, q.tensor, q.step, *map(_number, (q.observed, q.allowed, q.ratio))]
+        for cell in report.cells
+        for q in cell.quantities
+    ]
     text = json.dumps({"columns": COLUMNS, "data": data}, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def bar(ratio: float) -> tuple[float, float]:
-    """Left end and width, in percent, of a bar on the log axis of ratios."""
+def bar(ratio: float) -> str:
+    """Width, in percent, of a bar on the log axis of ratios."""
     low, high = STRIP
     exponent = low if ratio <= 0 else high if math.isinf(ratio) else min(max(math.log10(ratio), low), high)
-    return 0.0, 100 * (exponent - low) / (high - low)
+    return f"{100 * (exponent - low) / (high - low):.1f}"
 
 
 def linked(text: str) -> Markup:
     """``text``, escaped, with its web addresses as links."""
-    return Markup(
-        re.sub(r"https?://[^\s<>&\"']+", lambda m: f'<a href="{m[0]}" rel="noreferrer">{m[0]}</a>', str(escape(text)))
-    )
+    parts = re.split(r"(https?://[^\s<>\"']*[^\s<>\"'.,;:)])", text)
+    links = [Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(part) for part in parts[1::2]]
+    return Markup("").join([*(x for pair in zip(parts[::2], links, strict=False) for x in pair), parts[-1]])
 
 
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value
+def _number(value: float) -> float | str:
+    """Six significant digits; JSON has no NaN and no infinity."""
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:

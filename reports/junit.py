@@ -24,9 +24,10 @@ def write_junit(out: Path) -> Path:
         "errors": sum(report.counts[state] for state in NO_ANSWER),
         "skipped": sum(report.counts[state] for state in SKIPPED),
     }
-    totals = {key: str(value) for key, value in counts.items()} | {"time": _seconds(report.summary.get("seconds"))}
-    root = ET.Element("testsuites", name="backend-parity", **totals)
-    suite = ET.SubElement(root, "testsuite", name=f"parity {_clean(report.summary.get('profile') or '')}".strip(), **totals)
+    totals = {"name": "backend-parity", "time": _seconds(report.summary.get("seconds"))}
+    totals |= {key: str(value) for key, value in counts.items()}
+    root = ET.Element("testsuites", totals)
+    suite = ET.SubElement(root, "testsuite", totals)
     suite.set("timestamp", str(report.summary.get("started") or "")[:19])
     properties = ET.SubElement(suite, "properties")
     facts = {"verdict": report.verdict, "device": report.summary.get("device"), **report.summary.get("environment", {})}

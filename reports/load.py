@@ -45,7 +45,7 @@ STATES = {
     ),
     "not_run": State(name="not run", symbol="○", meaning="planned, but not started"),
     "expected_difference": State(name="expected difference", symbol="≈", meaning="differs, by a known bug"),
-    "unsupported": State(name="unsupported", symbol="–", meaning="the backend does not offer this"),
+    "unsupported": State(name="unsupported", symbol="\N{EN DASH}", meaning="the backend does not offer this"),
     "conforms": State(name="conforms", symbol="✓", meaning="every compared quantity is within its tolerance"),
 }
 NO_ANSWER = ("infrastructure", "not_run")
@@ -87,14 +87,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell as a reader sees it. ``stages`` holds the worst quantity of each stage that was compared."""
+    """One cell as a reader sees it. Its parts are read from its id: scenario/model/backend/layout/precision...
+
+    ``stages`` holds the worst quantity of each stage that was compared.
+    """
 
     id: str
-    scenario: str
-    model: str
-    backend: str
-    layout: str
-    precision: str
     state: str
     reason: str
     world_size: int
@@ -107,6 +105,33 @@ class Cell:
     run: Run | None = None
     oracle: Run | None = None
     logs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def scenario(self) -> str:
+        return self.id.split("/")[0]
+
+    @property
+    def model(self) -> str:
+        return self.id.split("/")[1]
+
+    @property
+    def backend(self) -> str:
+        return self.id.split("/")[2]
+
+    @property
+    def layout(self) -> str:
+        return self.id.split("/")[3]
+
+    @property
+    def variant(self) -> str:
+        """Precision, and seed and planted faults where there are any."""
+        return "/".join(self.id.split("/")[4:])
+
+    @property
+    def replicas(self) -> int:
+        """How many shards were compared between ranks that should hold the same numbers."""
+        lines = [step.get("replicas") for step in self.run.steps] if self.run else []
+        return sum(line.get("compared", 0) for line in lines if isinstance(line, dict))
 
     @property
     def worst(self) -> Quantity | None:
@@ -176,10 +201,7 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
     if folder is not None and (folder / "verdict.json").is_file():
         verdict = _read_json(folder / "verdict.json")
     elif entry["state"] in ("unsupported", "not_run"):
-        verdict = dict(
-            zip(("scenario", "model", "backend", "layout", "precision"), entry["id"].split("/"), strict=False)
-        )
-        verdict |= {"cell": entry["id"], "state": entry["state"]}
+        verdict = {"cell": entry["id"], "state": entry["state"]}
     else:
         raise ValueError(
             f"{out} holds no verdict of {entry['id']}, which its summary calls {entry['state']}; copy the whole output "
@@ -190,6 +212,8 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
             f"{folder}/verdict.json is about {verdict.get('cell')} ({verdict.get('state')}), the summary says "
             f"{entry['id']} ({entry['state']}): one of them was edited or comes from another run; judge again"
         )
+    if str(entry["id"]).count("/") < 4:
+        raise ValueError(f"{entry['id']!r} is not the id of a cell (scenario/model/backend/layout/precision)")
     if (state := entry["state"]) not in STATES:
         raise ValueError(f"{entry['id']} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
 
@@ -199,8 +223,8 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
     outside = [q for q in (*findings, *quantities, *worst.values()) if q.ratio > 1]
     if state == "conforms" and outside:
         raise ValueError(
-            f"{entry['id']} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
-            f"{folder}/verdict.json was edited; judge again"
+            f"{entry['id']} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its "
+            f"tolerance: {folder}/verdict.json was edited; judge again"
         )
     run = _read_run(_inside(out, folder / verdict["record"])) if folder and verdict.get("record") else None
     oracle = _read_run(_inside(out, folder / verdict["oracle"])) if folder and verdict.get("oracle") else None
@@ -208,7 +232,6 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
     reason = verdict.get("reason") or entry.get("reason") or ""
     if state in ("conforms", "expected_difference") and (damage := _damage(run, oracle, quantities)):
         state, reason = "infrastructure", f"Judged as {STATES[state].name}, but that cannot be trusted: {damage}"
-    parts = {key: str(verdict.get(key, "")) for key in ("scenario", "model", "backend", "layout", "precision")}
     return Cell(
         id=entry["id"],
         state=state,
@@ -223,7 +246,6 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
         run=run,
         oracle=oracle,
         logs=_read_logs(folder / "logs") if folder else {},
-        **parts,
     )
 
 

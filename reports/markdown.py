@@ -13,6 +13,7 @@ from reports.words import attention, explain, headline, number, plural, ratio
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes kept for the line that says what was left out
 FINDINGS = 10  # per cell
+LIST_HEAD = "| cell | worst ratio | |\n| :-- | --: | :-- |\n"
 
 
 def write_markdown(out: Path) -> Path:
@@ -44,7 +45,7 @@ def _blocks(report: Report) -> Iterator[str]:
     for state in STATES:
         cells = [c for c in report.cells if c.state == state]
         if cells and state not in ("differs", *NO_ANSWER):
-            yield f"\n### {STATES[state].symbol} {STATES[state].name} ({len(cells)})\n\n| cell | worst ratio | |\n| :-- | --: | :-- |\n"
+            yield f"\n### {STATES[state].symbol} {STATES[state].name} ({len(cells)})\n\n{LIST_HEAD}"
             for cell in cells:
                 worst = ratio(cell.worst.ratio) if cell.worst else ""
                 yield f"| {_code(cell.id)} | {_text(worst)} | {_text(explain(cell))} |\n"
@@ -54,7 +55,11 @@ def _blocks(report: Report) -> Iterator[str]:
 
 
 def _failure(cell: Cell) -> str:
-    lines = [f"\n### {STATES[cell.state].symbol} {_code(cell.id)}: {STATES[cell.state].name}\n", _text(explain(cell)), ""]
+    lines = [
+        f"\n### {STATES[cell.state].symbol} {_code(cell.id)}: {STATES[cell.state].name}\n",
+        _text(explain(cell)),
+        "",
+    ]
     if cell.findings:
         lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [

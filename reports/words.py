@@ -43,6 +43,15 @@ def ratio(value: float) -> str:
     return text
 
 
+def times(quantity: Quantity) -> str:
+    """How far beyond its tolerance, in prose: ``3.4 × allowed``."""
+    value = quantity.ratio
+    if math.isinf(value):
+        return "beyond any tolerance"
+    text = f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else ratio(value)
+    return f"{text} \N{MULTIPLICATION SIGN} allowed"
+
+
 def place(quantity: Quantity) -> str:
     """Where a quantity was seen, as a phrase: ``model.norm.weight at step 3``, ``as loaded`` for step -1."""
     if quantity.step is None:
@@ -52,37 +61,31 @@ def place(quantity: Quantity) -> str:
 
 
 def first_finding(cell: Cell) -> Quantity | None:
-    """The finding that explains the others; findings come in causal order."""
-    return cell.findings[0] if cell.findings else None
+    """The finding to begin with: the worst of the first stage and step, for findings come in causal order."""
+    first = [f for f in cell.findings if (f.stage, f.step) == (cell.findings[0].stage, cell.findings[0].step)]
+    return max(first, key=lambda f: f.ratio, default=None)
 
 
 def explain(cell: Cell) -> str:
     """One sentence on a cell: its reason, or what differs first, or how near it came to its tolerance."""
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
-        return f"{finding.stage} differs first: {place(finding)}, {ratio(finding.ratio)} times what is allowed"
-    if cell.reason:
-        return cell.reason
+        return f"{finding.stage}: {place(finding)}, {times(finding)}"
     if cell.state == "conforms" and cell.worst:
-        return f"worst: {ratio(cell.worst.ratio)} of what is allowed, {cell.worst.stage}"
-    return STATES[cell.state].meaning
+        return f"worst {ratio(cell.worst.ratio)} of what is allowed, in {cell.worst.stage}"
+    return cell.reason or STATES[cell.state].meaning
 
 
 def attention(report: Report) -> list[Cell]:
     """Cells that a person has to look at: earliest difference first, then those that gave no answer."""
+    stages = stage_order(list(dict.fromkeys(f.stage for cell in report.cells for f in cell.findings)))
 
     def urgency(cell: Cell) -> tuple[int, int, float]:
         finding = first_finding(cell)
-        stages = stage_order([*report_stages(report)])
-        stage = stages.index(finding.stage) if finding and finding.stage in stages else len(stages)
+        stage = stages.index(finding.stage) if finding else len(stages)
         return list(STATES).index(cell.state), stage, -(cell.worst.ratio if cell.worst else 0.0)
 
     return sorted((c for c in report.cells if c.state in ("differs", *NO_ANSWER)), key=urgency)
-
-
-def report_stages(report: Report) -> list[str]:
-    """Every stage that some cell was compared in, in causal order."""
-    return stage_order(list(dict.fromkeys(stage for cell in report.cells for stage in cell.stages)))
 
 
 def headline(report: Report) -> tuple[str, str]:
@@ -92,12 +95,14 @@ def headline(report: Report) -> tuple[str, str]:
     if report.verdict == "differs":
         title = f"{plural(counts['differs'], 'cell')} of {total} {'differs' if counts['differs'] == 1 else 'differ'}"
         first = attention(report)[0]
-        text = f"Start with {first.id}: {explain(first)}."
+        text = f"Start with {first.id}. First difference in {explain(first)}."
         if unanswered:
             text += f" {plural(unanswered, 'more cell')} gave no answer."
         return title, text
     if report.verdict == "incomplete":
         title = "Incomplete: not a pass"
+        if not report.summary.get("finished"):
+            return title, "The run did not finish: cells may be missing. Run it again."
         if not unanswered:
             return title, "No cell was judged to conform. Choose cells that the backends support, and run again."
         first = attention(report)[0]

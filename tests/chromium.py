@@ -4,6 +4,7 @@ Needs no driver and no package, so that the report's page can be tested wherever
 """
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -31,11 +32,13 @@ class Browser:
     def __init__(self, binary: str, profile: Path) -> None:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        shell = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        command = ["sh", "-c", shell, binary, *FLAGS, f"--user-data-dir={profile}"]
-        self._process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
-        os.close(theirs_in)
-        os.close(theirs_out)
+        # The browser reads commands from descriptor 3 and answers on 4; numbers above those cannot be overwritten.
+        high_in, high_out = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out))
+        shell = f'exec "$0" "$@" 3<&{high_in} 4>&{high_out} {high_in}<&- {high_out}>&-'
+        command = ["bash", "-c", shell, binary, *FLAGS, f"--user-data-dir={profile}"]
+        self._process = subprocess.Popen(command, pass_fds=(high_in, high_out), stderr=subprocess.DEVNULL)
+        for theirs in (theirs_in, theirs_out, high_in, high_out):
+            os.close(theirs)
         self._in, self._out = os.fdopen(ours_in, "rb", buffering=0), os.fdopen(ours_out, "wb", buffering=0)
         self._buffer, self._number, self._session = b"", 0, ""
         self.problems: list[str] = []
@@ -82,9 +85,10 @@ class Browser:
         """Press the left button in the middle of the first element that matches."""
         find = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{find}.scrollIntoView({{block: 'center'}})")
-        box = self.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({find}.getBoundingClientRect())")
+        box = self.run(f"{find}.getBoundingClientRect().toJSON()")
+        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def press(self, key: str) -> None:
         """Press and release one key, such as ``/`` or ``ArrowDown``."""

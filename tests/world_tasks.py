@@ -1,8 +1,9 @@
-"""Tasks that the tests of conformance.world run in ranks: good ones, and one for each way to go wrong."""
+"""Tasks that tests/test_world.py runs in ranks: good ones, and one for each way to go wrong."""
 
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -11,20 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.world import RankContext, beat
 
 
-def add(context: RankContext, *, value: float) -> list[float]:
+def nothing(context: RankContext) -> None:
+    pass
+
+
+def pids(context: RankContext) -> dict[str, int]:
+    return {"rank": os.getpid(), "zygote": os.getppid()}
+
+
+def add(context: RankContext, *, value: float) -> dict[str, float]:
     """Sum over ranks of value + rank."""
     total = torch.tensor(value + context.rank)
     dist.all_reduce(total)
-    return [context.rank, total.item()]
-
-
-def pids(context: RankContext) -> int:
-    return os.getpid()
+    return {"rank": context.rank, "sum": total.item()}
 
 
 def environment(context: RankContext) -> dict[str, str]:
@@ -33,74 +40,81 @@ def environment(context: RankContext) -> dict[str, str]:
 
 
 def say(context: RankContext, *, text: str) -> None:
-    print(f"{text} from Python")
-    subprocess.run(["echo", f"{text} from a child"], check=True)
-    print(f"{text} on stderr", file=sys.stderr)
+    """Speak from Python, from a child process and on stderr."""
+    print(f"{text} 1 {context.rank}")
+    subprocess.run(["echo", f"{text} 2 {context.rank}"], check=True)
+    print(f"{text} 3 {context.rank}", file=sys.stderr)
 
 
-def exact(context: RankContext) -> str:
-    """Change the default dtype, as the exact tier does; returns what it was."""
+def change_default_dtype(context: RankContext) -> str:
+    """Do as the exact tier does; returns what the dtype was before."""
     before = str(torch.get_default_dtype())
     torch.set_default_dtype(torch.float64)
     return before
 
 
-def two_meshes(context: RankContext) -> float:
-    """Build two device meshes and never release them; sum a DTensor over one, as a tensor-parallel cell does."""
-    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+def tensor_parallel(context: RankContext) -> dict[str, Any]:
+    """Build two device meshes and a named group, train on one of them, release nothing."""
+    torch.set_default_device(context.device)
+    kind = torch.device(context.device).type
+    mesh = init_device_mesh(kind, (2, context.world_size // 2), mesh_dim_names=("tp", "dp"))
+    init_device_mesh(kind, (context.world_size,))
+    group = dist.new_group([0, 1], use_local_synchronization=True) if context.rank < 2 else None
+    dist.all_reduce(torch.ones(1), group=group)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    return {"pid": os.getpid(), "loss": loss.item()}
 
-    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("dp", "tp"))
-    other = init_device_mesh("cpu", (context.world_size,))
-    total = torch.ones(1)
-    dist.all_reduce(total, group=mesh["dp"].get_group())
-    ones = distribute_tensor(torch.ones(4, 4), other, [Replicate()])
-    summed = type(ones).from_local(ones.to_local(), other, [Partial()]).redistribute(other, [Replicate()])
-    return float(total.item() + (summed @ ones).to_local().sum().item())
 
-
-def leak(context: RankContext) -> None:
+def leak_files(context: RankContext) -> None:
     for _ in range(40):
         os.open("/dev/null", os.O_RDONLY)
 
 
-def _in_step(context: RankContext, step: int) -> None:
-    context.beat(f"step {step}")
-    dist.all_reduce(torch.ones(1))
-
-
-def kill_one(context: RankContext, *, rank: int, number: int = signal.SIGKILL) -> None:
-    """The others go on into a collective, which breaks when their peer dies."""
-    _in_step(context, 1)
+def signal_self(context: RankContext, *, rank: int, number: int) -> None:
+    """One rank gets a signal in step 2; the others go on into a collective that needs it."""
+    _step(context, 1)
     context.beat("step 2")
     if context.rank == rank:
+        print("before the signal")
         os.kill(os.getpid(), number)
     dist.all_reduce(torch.ones(1))
 
 
-def exit_one(context: RankContext, *, rank: int) -> None:
-    _in_step(context, 1)
+def hear_of_a_death_first(context: RankContext) -> None:
+    """Rank 0 says that its peer is gone well before rank 1 dies: the controller hears the echo first."""
+    _step(context, 1)
+    if context.rank == 0:
+        raise RuntimeError("Connection reset by peer")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_zygote(context: RankContext) -> None:
+    if context.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def leave(context: RankContext, *, rank: int) -> None:
+    _step(context, 1)
     if context.rank == rank:
-        print("about to leave")
+        print("about to leave", flush=True)
         os._exit(3)
-    _in_step(context, 2)
+    _step(context, 2)
 
 
-def raise_one(context: RankContext, *, rank: int) -> None:
-    _in_step(context, 1)
+def fail(context: RankContext, *, rank: int) -> None:
+    _step(context, 1)
     if context.rank == rank:
         raise ArithmeticError("the loss is not a number")
-    _in_step(context, 2)
+    _step(context, 2)
 
 
-def raise_when_peer_dies(context: RankContext) -> None:
-    """Rank 0 hears of rank 1's death from gloo, at once, and says so; it is not the cause."""
-    _in_step(context, 1)
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("Connection reset by peer")
-
-
-def hang_one(context: RankContext, *, rank: int) -> None:
+def never_enter(context: RankContext, *, rank: int) -> None:
     """One rank never enters the collective that the others wait in; all are in the same phase."""
     context.beat("step 1")
     if context.rank == rank:
@@ -108,62 +122,60 @@ def hang_one(context: RankContext, *, rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def lag_one(context: RankContext, *, rank: int) -> None:
-    """One rank stays a phase behind, in a collective too."""
+def lag_behind(context: RankContext, *, rank: int) -> None:
+    """All ranks wait in a collective, one of them a phase behind."""
     context.beat("step 1")
-    if context.rank != rank:
-        context.beat("step 2")
-        dist.barrier()
-    else:
+    if context.rank == rank:
         dist.recv(torch.ones(1), src=(rank + 1) % context.world_size)
+    context.beat("step 2")
+    dist.barrier()
 
 
-def hang_with_children(context: RankContext, *, pid_dir: str) -> None:
-    """Each rank has a child that ignores SIGTERM, and one that ran away into a session of its own."""
-    code = "import os, signal, time, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    code += "pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(1000)"
-    children = [subprocess.Popen([sys.executable, "-c", code, pid_dir])]
-    beat(f"waits for {len(children)} children")
+def hang_with_child(context: RankContext, *, pid_dir: str, new_session: bool) -> None:
+    """Hang, and leave a child that ignores SIGTERM behind."""
+    command = ["sh", "-c", "trap '' TERM; exec sleep 1000"]
+    child = subprocess.Popen(command, start_new_session=new_session)
+    for pid in (os.getpid(), os.getppid(), child.pid):
+        Path(pid_dir, str(pid)).touch()
+    beat("hangs")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
 
 
 def eat_memory(context: RankContext, *, rank: int) -> None:
     beat("eats")
-    eaten: list[Any] = []
-    while context.rank == rank:
-        eaten.append(torch.ones(8 << 20))
-    dist.all_reduce(torch.ones(1))
+    eaten = [torch.empty(8 << 20) for _ in range(1000 if context.rank == rank else 1)]
+    dist.all_reduce(eaten[0][:1])
 
 
-def _controller_socket() -> int:
-    """The rank's Unix socket; gloo's are of another family."""
-    for entry in Path("/proc/self/fd").iterdir():
-        fd = int(entry.name)
-        if entry.exists() or "socket:" in os.readlink(entry):
-            try:
-                probe = socket.socket(fileno=os.dup(fd))
-            except OSError:
-                continue
-            if probe.family == socket.AF_UNIX:
-                probe.close()
-                return fd
-            probe.close()
-    raise AssertionError("no socket to the controller")
-
-
-def cut_off(context: RankContext, *, rank: int) -> None:
+def cut_connection(context: RankContext, *, rank: int) -> None:
     beat("cuts")
     if context.rank == rank:
         os.close(_controller_socket())
     time.sleep(1000)
 
 
-def babble(context: RankContext, *, rank: int) -> None:
+def send_garbage(context: RankContext, *, rank: int) -> None:
     beat("babbles")
     if context.rank == rank:
         os.write(_controller_socket(), b"this is no message\n")
     time.sleep(1000)
 
 
-def not_json(context: RankContext) -> object:
+def return_an_object(context: RankContext) -> object:
     return object()
+
+
+def _step(context: RankContext, number: int) -> None:
+    context.beat(f"step {number}")
+    dist.all_reduce(torch.ones(1))
+
+
+def _controller_socket() -> int:
+    """The rank's one Unix socket; gloo's sockets are of another family."""
+    for fd in sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
+        if Path(f"/proc/self/fd/{fd}").exists() and stat.S_ISSOCK(os.fstat(fd).st_mode):
+            with socket.socket(fileno=os.dup(fd)) as probe:
+                if probe.family == socket.AF_UNIX:
+                    return fd
+    raise AssertionError("no socket to the controller")

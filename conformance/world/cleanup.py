@@ -1,15 +1,23 @@
 """Clean-up between two tasks of a world, and the count of what they leave behind (claim 8: no cell harms the next).
 
-Device meshes and Megatron's parallel state never destroy their process groups; each keeps threads and sockets. Every
-group but WORLD goes. What still grows beyond an allowance makes the world retire.
+Device meshes and Megatron's parallel state never destroy their process groups, and each keeps threads and sockets; so
+every group but WORLD goes. What still grows beyond an allowance makes the world retire.
+
+Two things outlive a destroyed group, and both were seen to break the second task of a world: DTensor's caches, which
+answer with an equal mesh of an earlier task, and the keys in the store, where a group that gets the name of an earlier
+one finds the addresses of the earlier one.
 """
 
+import functools
 import gc
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from conformance.world.process import thread_count
 
@@ -27,19 +35,48 @@ class Holdings:
 # pool, a log). Real leaks are far above it: Megatron's parallel state left 17 groups, 75 descriptors, 51 threads each.
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
 
+_frozen_caches: list[Any] = []
 
-def clean_up() -> Holdings:
-    """Destroy all groups but WORLD, collect garbage, reset the default dtype; returns what the rank still holds."""
-    torch.set_default_dtype(torch.float32)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+
+def freeze() -> None:
+    """Exempt what is imported by now from garbage collection: it is fast then, and forked ranks share the memory."""
+    _frozen_caches.extend(_mesh_caches())
     gc.collect()
-    return Holdings(
-        groups=len(dist.distributed_c10d._world.pg_map),
-        fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        threads=thread_count(),
-    )
+    gc.freeze()
+
+
+class Cleaner:
+    """Cleans up one rank, the same number of times on all ranks of a world."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._store: Any = None
+        self._count = 0
+        self._first: Holdings | None = None
+
+    def clean_up(self) -> str:
+        """Free what the task left; returns what grew all the same since the first time, "" when nothing did."""
+        torch.set_default_dtype(torch.float32)
+        world = dist.distributed_c10d._world
+        everybody = dist.distributed_c10d._get_default_group()
+        for group in list(world.pg_map):
+            if group is not everybody:
+                dist.destroy_process_group(group)
+        if self._store is None:
+            self._store = dist.distributed_c10d._get_default_store()
+        self._count += 1
+        backend, _ = world.pg_map[everybody]
+        world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
+        if "torch.distributed.tensor" in sys.modules:
+            _clear_mesh_caches(self._device)
+        gc.collect()
+        now = Holdings(
+            groups=len(world.pg_map),
+            fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+            threads=thread_count(),
+        )
+        self._first = self._first or now
+        return growth(self._first, now)
 
 
 def growth(first: Holdings, now: Holdings) -> str:
@@ -50,3 +87,28 @@ def growth(first: Holdings, now: Holdings) -> str:
         for name, text in names.items()
         if getattr(now, name) > getattr(first, name) + getattr(ALLOWANCE, name)
     )
+
+
+def _mesh_caches() -> list[Any]:
+    """The lru_caches of torch.distributed. Some live in closures, without a name to reach them by."""
+    kind = functools._lru_cache_wrapper
+    return [o for o in gc.get_objects() if type(o) is kind and str(o.__module__).startswith("torch.distributed.")]
+
+
+def _clear_mesh_caches(device: str) -> None:
+    for cache in (*_frozen_caches, *_mesh_caches()):
+        cache.cache_clear()
+    # DTensor's native cache is per thread. Backward has a thread of its own for a GPU (none for the CPU).
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+class _ClearInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        return gradient

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from conformance.world import heartbeat
-from conformance.world.cleanup import Holdings, clean_up, growth
+from conformance.world.cleanup import Cleaner, freeze
 from conformance.world.heartbeat import Heartbeats, RankContext, beat
 from conformance.world.wire import Lines, Message
 
@@ -58,16 +59,15 @@ def serve(spec: RankSpec) -> None:
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     lines = Lines(socket.socket(fileno=spec.socket_fd))
     messages = iter(lines)
-    first: Holdings | None = None
+    cleaner = Cleaner(device)
     for message in messages:
         with _logs(Path(message["log_dir"]), spec.rank):
             lines.send(_run_task(spec, context, message, lines))
             if next(messages, None) is None:
                 return
             beat("clean-up")
-            holdings = clean_up()
-        first = first or holdings
-        lines.send({"type": "clean", "growth": growth(first, holdings)})
+            leaks = cleaner.clean_up()
+        lines.send({"type": "clean", "leaks": leaks})
 
 
 def _run_task(spec: RankSpec, context: RankContext, message: Message, lines: Lines) -> Message:
@@ -102,14 +102,14 @@ def _join(spec: RankSpec) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(spec.port),
     )
-    for module in spec.preload:
+    for module in spec.preload:  # the zygote of a forked rank has done it
         import_module(module)
     if spec.device == "cuda":
         torch.cuda.set_device(spec.rank)
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "nccl",
         # A file in memory: no port to race for, and nothing on disk when the world is killed.
-        store=dist.FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size),  # type: ignore[attr-defined]
+        store=FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size),
         rank=spec.rank,
         world_size=spec.size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -167,5 +167,6 @@ def _limit_memory(limit: int | None) -> None:
 
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])
-    serve(RankSpec(**{**values, "preload": tuple(values["preload"])}))
+    freeze()
+    serve(RankSpec(**values))
     os._exit(0)

@@ -48,7 +48,7 @@ def run_task(
     for lines in world.lines:
         lines.send({"do": "clean"})
     clean = watch.expect("clean", limit_s=deadline - time.monotonic())
-    leaks = [f"rank {rank}: {message['growth']}" for rank, message in enumerate(clean) if message["growth"]]
+    leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
     return [message["result"] for message in done], "; ".join(leaks)
 
 

@@ -6,7 +6,6 @@ Serves claim 8: it is the parent of every rank, so that no rank can die unseen, 
 """
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -179,8 +178,6 @@ def _prepare(modules: list[str]) -> str:
                 )
     except BaseException:
         return f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
-    gc.collect()
-    gc.freeze()  # ranks do not touch, and so do not copy, what is there now
     return ""
 
 
@@ -193,8 +190,13 @@ def main() -> None:
     modules = ["torch", "transformers", "conformance.world.rank", *preload] if device == "cpu" else []
     error = _prepare(modules)
     control.send({"type": "ready", "error": error})
-    if not error:
-        Zygote(control).serve()
+    if error:
+        return
+    if device == "cpu":
+        from conformance.world.cleanup import freeze
+
+        freeze()
+    Zygote(control).serve()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""Matrix: profiles (quick, full, ...) and how they become cells.
+
+A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. It knows no backend: every
+backend that is asked for gets the same cells and answers for itself which of them it supports.
+"""
+
+import fnmatch
+import itertools
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from conformance.backend import BackendEntry
+from conformance.cell import Cell
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
+from conformance.scenario import STRICT, Precision, load_scenario
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class CellTable:
+    """One ``[[cells]]`` table. ``scenarios`` are file names without ``.toml``, ``models`` folders of fixtures/models."""
+
+    scenarios: tuple[str, ...]
+    models: tuple[str, ...]
+    layouts: tuple[str, ...]
+    precisions: tuple[Precision, ...]
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class Profile:
+    """A named part of the matrix. ``description`` is shown by ``parity list``."""
+
+    description: str
+    cells: tuple[CellTable, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What the user puts in the place of the profile's own: a model folder, a data set, a seed."""
+
+    model: str | None = None
+    seed: int | None = None
+    data: tuple[tuple[str, Any], ...] = ()
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in (FIXTURES / "profiles").glob("*.toml"))
+
+
+def load_profile(name: str) -> Profile:
+    """Read a built-in profile by name, or one of your own by path. Raises ValueError with what is wrong."""
+    path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
+    try:
+        return TypeAdapter(Profile).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ValueError(f"no profile {name!r}; known: {', '.join(profile_names())}, or give a .toml file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ValueError(f"{path} is not a valid profile:\n" + "\n".join(lines)) from None
+
+
+def expand(profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides) -> list[Cell]:
+    """All cells of a profile on all backends, without repetition, in an order that lets worlds be used again.
+
+    Raises ValueError for a scenario, layout or data set that is not valid.
+    """
+    cells: dict[str, Cell] = {}
+    for table in profile.cells:
+        models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
+        for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
+            values: dict[str, Any] = {"model": model, "precision": precision}
+            if overrides.seed is not None:
+                values["seed"] = overrides.seed
+            scenario = load_scenario(
+                FIXTURES / "scenarios" / f"{scenario_name}.toml", data_overrides=dict(overrides.data), **values
+            )
+            for layout, backend in itertools.product(table.layouts, backends):
+                cell = Cell(scenario=scenario, backend=backend, layout=Layout.parse(layout))
+                cells.setdefault(str(cell), cell)
+    return sorted(cells.values(), key=lambda c: (c.backend.name, c.layout.world_size, str(c)))
+
+
+def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """Cells whose id matches one of the shell patterns; ValueError for a pattern that matches nothing."""
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(str(cell), pattern) for cell in cells):
+            near = ", ".join(str(cell) for cell in cells[:3])
+            raise ValueError(f"no cell matches {pattern!r}; ids look like {near} ({len(cells)} in all: parity list)")
+    return [c for c in cells if not patterns or any(fnmatch.fnmatchcase(str(c), p) for p in patterns)]

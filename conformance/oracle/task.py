@@ -1,0 +1,23 @@
+"""The oracle's run as a task of a world of one rank; a module of its own because a zygote imports it before it forks."""
+
+from pathlib import Path
+from typing import Any
+
+from conformance.batch import read_batches
+from conformance.oracle.run import PolicyName, run_oracle
+from conformance.scenario import parse_scenario
+from conformance.world import RankContext
+
+
+def run(
+    rank: RankContext, *, scenario: dict[str, Any], model: str, batches: str, out: str, policy: PolicyName
+) -> None:
+    """See ``run_oracle``; the arguments are its own as JSON values."""
+    rank.beat(policy)
+    run_oracle(
+        scenario=parse_scenario(scenario),
+        model=Path(model),
+        batches=read_batches(Path(batches)),
+        out=Path(out),
+        policy_name=policy,
+    )

@@ -1,0 +1,249 @@
+"""Session: cells to verdicts. Runs each cell in a live world, waits for its oracle, judges, and keeps it all on disk.
+
+The output folder (docs/architecture.md): ``summary.json``, ``cells/SLUG/{verdict.json,record/,logs/}``, ``oracle/``,
+``inputs/``. The summary is written before the first cell and after every one, so that a session that is interrupted
+shows what was not run (claim 8).
+"""
+
+import fnmatch
+import json
+import os
+import platform
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import conformance
+from conformance.backend import ExpectedDifference, MissingExtra, Unsupported
+from conformance.cell import Cell, package_version
+from conformance.judge import STATES, Verdict, judge_folder, write_verdict
+from conformance.references import Inputs, Oracles, prepare_inputs
+from conformance.scenario import scenario_to_json
+from conformance.world import Outcome, Pool, WorldConfig
+
+Device = Literal["cpu", "cuda"]
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """``arguments`` are the command line that selected the cells; a cell's reproduce command is built from them."""
+
+    out: Path
+    device: Device = "cpu"
+    profile: str = ""
+    arguments: tuple[str, ...] = ()
+    budget_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A judged cell."""
+
+    cell: Cell
+    verdict: Verdict
+    seconds: float = 0.0
+
+
+@dataclass
+class Session:
+    """Use it in a ``with`` statement; no process is left after it."""
+
+    config: SessionConfig
+    results: dict[str, Result] = field(default_factory=dict)
+
+    def __enter__(self) -> "Session":
+        self._started = datetime.now(UTC)
+        self._clock = time.monotonic()
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        self._pool = Pool(work_dir=self.config.out / "worlds")
+        self._oracles = Oracles(root=self.config.out, budget_s=self.config.budget_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+        self._oracles.__exit__()
+
+    def run_all(self, cells: Sequence[Cell], *, progress: Callable[[Result], None]) -> None:
+        """Run and judge the cells one after another; their oracles are computed meanwhile."""
+        for cell in cells:
+            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the session ended before this cell")))
+        self.write_summary(finished=False)
+        for cell in cells:
+            if not self._refusal(cell):
+                self._request(cell)
+        for cell in cells:
+            result = self.run(cell)
+            self.write_summary(finished=False)
+            progress(result)
+        self.write_summary(finished=True)
+
+    def run(self, cell: Cell) -> Result:
+        """Run one cell in its world and judge it; writes the cell's verdict."""
+        began = time.monotonic()
+        verdict = self._run(cell)
+        result = Result(cell=cell, verdict=verdict, seconds=time.monotonic() - began)
+        self._keep(result)
+        return result
+
+    def _run(self, cell: Cell) -> Verdict:
+        if refusal := self._refusal(cell):
+            return Verdict(state="unsupported", reason=refusal)
+        inputs = self._request(cell)
+        folder = self._folder(cell)
+        outcome = self._run_in_world(cell, inputs, folder)
+        if failure := self._oracles.wait(cell.scenario):
+            return Verdict(state="infrastructure", reason=failure)
+        if outcome.state == "failed":
+            return Verdict(state="infrastructure", reason=outcome.reason)
+        verdict = judge_folder(folder / "record", self._oracles.folder(cell.scenario))
+        return expected(cell, verdict)
+
+    def _request(self, cell: Cell) -> Inputs:
+        inputs = prepare_inputs(cell.scenario, self.config.out)
+        self._oracles.request(cell.scenario, inputs)
+        return inputs
+
+    def _refusal(self, cell: Cell) -> str:
+        """Why the cell cannot be run at all, in words for the user; empty if it can."""
+        try:
+            adapter = cell.backend.load()
+            answer = adapter.supports(cell.scenario, cell.layout)
+            if isinstance(answer, Unsupported):
+                return answer.reason
+            cell.layout.validate(
+                **_heads(prepare_inputs(cell.scenario, self.config.out).model),
+                rows=cell.scenario.data.rows,
+                accumulation=cell.scenario.accumulation,
+            )
+        except (MissingExtra, ValueError) as error:
+            return str(error)
+        gpus = torch.cuda.device_count()
+        if self.config.device == "cuda" and gpus < cell.layout.world_size:
+            return f"needs {cell.layout.world_size} GPUs, {gpus} visible; a layout of at most {gpus} ranks would run"
+        return ""
+
+    def _run_in_world(self, cell: Cell, inputs: Inputs, folder: Path) -> Outcome:
+        adapter = cell.backend.load()
+        preload = (cell.backend.target.partition(":")[0], "conformance.cell", *getattr(adapter, "preload", ()))
+        return self._pool.run(
+            key=cell.backend.name,
+            config=WorldConfig(size=cell.layout.world_size, device=self.config.device, preload=preload),
+            task="conformance.cell:run_cell",
+            kwargs={
+                "cell": str(cell),
+                "target": cell.backend.target,
+                "scenario": scenario_to_json(cell.scenario),
+                "layout": str(cell.layout),
+                "weights": str(inputs.model),
+                "batches": str(inputs.batches),
+                "record": str(folder / "record"),
+                "planted": list(cell.faults),
+            },
+            log_dir=folder / "logs",
+            budget_s=self.config.budget_s,
+        )
+
+    def _folder(self, cell: Cell) -> Path:
+        return self.config.out / "cells" / cell.slug
+
+    def _keep(self, result: Result) -> None:
+        cell, folder = result.cell, self._folder(result.cell)
+        self.results[str(cell)] = result
+        has_record = (folder / "record").is_dir()
+        details = {
+            "cell": str(cell),
+            "scenario": cell.scenario.name,
+            "model": cell.scenario.model_name,
+            "backend": cell.backend.name,
+            "layout": str(cell.layout),
+            "precision": cell.scenario.precision,
+            "world_size": cell.layout.world_size,
+            "seconds": result.seconds,
+            "record": "record" if has_record else None,
+            "oracle": os.path.relpath(self._oracles.folder(cell.scenario) / "float64", folder) if has_record else None,
+            "reproduce": shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
+        }
+        write_verdict(folder, result.verdict, details)
+
+    def write_summary(self, *, finished: bool) -> None:
+        """Write ``summary.json``; see docs/architecture.md for its schema."""
+        summary = {
+            "schema": 1,
+            "suite_version": conformance.__version__,
+            "started": self._started.isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
+            "seconds": round(time.monotonic() - self._clock, 2),
+            "profile": self.config.profile,
+            "device": self.config.device,
+            "command": shlex.join(["parity", "run", *self.config.arguments]),
+            "verdict": overall([r.verdict for r in self.results.values()]),
+            "counts": {state: 0 for state in STATES} | Counter(r.verdict.state for r in self.results.values()),
+            "cells": [
+                {
+                    "id": name,
+                    "state": result.verdict.state,
+                    "reason": result.verdict.reason,
+                    "world_size": result.cell.layout.world_size,
+                    "seconds": round(result.seconds, 3),
+                    "ratios": {stage: worst["ratio"] for stage, worst in result.verdict.stages.items()},
+                    "folder": f"cells/{result.cell.slug}",
+                }
+                for name, result in self.results.items()
+            ],
+            "environment": environment(),
+        }
+        file = self.config.out / SUMMARY
+        file.with_suffix(".unfinished").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        file.with_suffix(".unfinished").rename(file)
+
+
+def expected(cell: Cell, verdict: Verdict) -> Verdict:
+    """Hold a verdict against what the backend says must differ, and where."""
+    expectations: tuple[ExpectedDifference, ...] = getattr(cell.backend.load(), "expected", ())
+    for known in expectations:
+        if fnmatch.fnmatchcase(str(cell), known.cells):
+            if verdict.first_stage == known.stage:
+                return replace(verdict, state="expected_difference", reason=f"{known.reason} ({known.link})")
+            return replace(
+                verdict,
+                state="differs",
+                reason=f"expected to differ at {known.stage} ({known.reason}), but: {verdict.reason}; "
+                f"mend or remove the expectation {known.cells!r}",
+            )
+    return verdict
+
+
+def overall(verdicts: Sequence[Verdict]) -> Literal["conforms", "differs", "incomplete"]:
+    """One word for all cells; what could not be judged makes it incomplete, never a pass."""
+    states = {verdict.state for verdict in verdicts}
+    if "differs" in states:
+        return "differs"
+    judged = states & {"conforms", "expected_difference"}
+    return "incomplete" if states & {"infrastructure", "not_run"} or not judged else "conforms"
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs in order to see the same numbers."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        **{name: package_version(name) for name in ("torch", "transformers", "deepspeed", "megatron-core")},
+    }
+
+
+def _heads(model: Path) -> dict[str, int]:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    return {"heads": heads, "kv_heads": config.get("num_key_value_heads") or heads}

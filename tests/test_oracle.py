@@ -1,0 +1,455 @@
+"""The oracle is right: it agrees with transformers' models, torch's optimizers and transformers' schedules to the last
+digits of float64, and it refuses what it does not know. Serves claims 1, 2, 4 and 6."""
+
+import ast
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, get_scheduler
+
+import conformance.oracle
+from conformance.batch import Batch, Document, Row
+from conformance.exact import Leak, LeakWatch, exact_tier
+from conformance.oracle.architecture import FULL, SLIDING, read_architecture
+from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
+from conformance.oracle.run import POLICIES, PolicyName, observe, run_oracle
+from conformance.oracle.training import AdamW, Sgd, clip, global_norm
+from conformance.paths import FIXTURES
+from conformance.record import Record, read_record
+from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
+
+FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
+FLOAT64 = POLICIES["float64"]
+
+
+def document(seed: int, length: int, prompt: int) -> Document:
+    tokens = torch.randint(3, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Document(tuple(tokens), tuple(i >= prompt for i in range(length)))
+
+
+# Longer than gemma3's sliding window, one with the padding token inside, one whose targets are interrupted.
+LONG = document(0, 40, 9)
+PADDED = Document((5, 0, 17, 0, 30), (False, True, True, True, True))
+GAPS = replace(document(1, 13, 4), targets=tuple(i % 3 == 1 for i in range(13)))
+UNTAUGHT = document(2, 6, 6)
+DOCUMENTS = (LONG, PADDED, GAPS)
+BATCH = Batch(step=0, max_len=64, rows=tuple(Row(i, (d,)) for i, d in enumerate((*DOCUMENTS, UNTAUGHT))))
+
+
+def folder(family: str) -> Path:
+    return FIXTURES / "models" / family
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
+
+
+def worst(gradients: Weights, reference: Weights) -> float:
+    return max(relative(gradients[name], reference[name]) for name in reference)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Logits of each document, mean loss of BATCH and its gradients; what leaked when transformers computed it."""
+
+    logits: list[Tensor]
+    loss: float
+    gradients: Weights
+    leaks: tuple[Leak, ...] = ()
+
+
+@cache
+def oracle(family: str) -> Observation:
+    architecture = read_architecture(folder(family))
+    weights = load_weights(folder(family), architecture, torch.float64)
+    observed = observe(BATCH, weights, architecture, FLOAT64)
+    logits = [forward(torch.tensor(d.tokens), weights, architecture, FLOAT64) for d in DOCUMENTS]
+    return Observation(logits, observed.loss_sum / BATCH.target_count, observed.gradients)
+
+
+@cache
+def transformers_model(family: str, *, exact: bool) -> Observation:
+    """The same with transformers' model in float64, its own loss, and autograd; ``exact``: in the exact tier."""
+    with exact_tier() if exact else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder(family), dtype=torch.float64, attn_implementation="eager", trust_remote_code=True
+        ).train()
+        logits, loss = [], 0.0
+        with LeakWatch() as watch:
+            for d in DOCUMENTS:
+                tokens = torch.tensor([d.tokens])
+                labels = torch.where(torch.tensor([d.targets]), tokens, -100)
+                output = model(input_ids=tokens, labels=labels, num_items_in_batch=BATCH.target_count, use_cache=False)
+                output.loss.backward()
+                logits.append(output.logits[0].detach())
+                loss += output.loss.item()
+    return Observation(logits, loss, {name: p.grad for name, p in model.named_parameters()}, watch.leaks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_transformers_in_the_exact_tier(family: str) -> None:
+    found, reference = transformers_model(family, exact=True), oracle(family)
+    for logits, expected in zip(found.logits, reference.logits, strict=True):
+        assert relative(logits, expected) < 1e-13
+    assert found.loss == pytest.approx(reference.loss, rel=1e-14)
+    assert found.gradients.keys() == reference.gradients.keys()
+    assert worst(found.gradients, reference.gradients) < 1e-13
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_float64_model_is_not_computed_in_float64_without_the_exact_tier(family: str) -> None:
+    found, reference = transformers_model(family, exact=False), oracle(family)
+    assert all(logits.dtype == torch.float64 for logits in found.logits)
+    assert relative(found.logits[0], reference.logits[0]) > 1e-9
+    assert worst(found.gradients, reference.gradients) > 1e-9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_lower_precision_leaks_into_an_exact_step(family: str) -> None:
+    assert transformers_model(family, exact=True).leaks == ()
+    leaks = transformers_model(family, exact=False).leaks
+    assert any("modeling_" in leak.where for leak in leaks)
+    assert leaks[0].op == "aten._to_copy.default"
+
+
+def test_fixtures_cannot_hide_a_bug() -> None:
+    """Biases that are not zero, norm weights that differ from their neutral value, windows shorter than a document."""
+    for family in FAMILIES:
+        architecture = read_architecture(folder(family))
+        for name, weight in load_weights(folder(family), architecture, torch.float64).items():
+            neutral = 0.0 if name.endswith("bias") or architecture.norm_plus_one else 1.0
+            assert weight.ndim > 1 or (weight - neutral).abs().mean() > 1e-3, name
+        assert architecture.kv_heads < architecture.heads
+    assert read_architecture(folder("pangu")).attention_bias
+    kinds = {(layer.window, layer.rope_theta) for layer in read_architecture(folder("gemma3")).layers}
+    assert len(kinds) == 2
+    assert min(window for window, _ in kinds if window is not None) < len(LONG.tokens)
+
+
+def test_a_packed_row_equals_its_documents_alone() -> None:
+    architecture = read_architecture(folder("gemma3"))
+    weights = load_weights(folder("gemma3"), architecture, torch.float64)
+    packed = observe(Batch(0, 64, (Row(0, (*DOCUMENTS, UNTAUGHT)),)), weights, architecture, FLOAT64)
+    alone = observe(BATCH, weights, architecture, FLOAT64)
+    assert packed.loss_sum == pytest.approx(alone.loss_sum, rel=1e-15)
+    assert torch.equal(packed.logprobs[0], torch.cat([alone.logprobs[i] for i in range(3)]))
+    assert worst(packed.gradients, alone.gradients) < 1e-15
+    assert packed.logprobs[0].shape == (BATCH.target_count,)
+    assert 3 not in alone.logprobs, "a row without targets has no log-probs"
+
+
+def test_a_step_without_targets_is_an_error() -> None:
+    architecture = read_architecture(folder("llama"))
+    weights = load_weights(folder("llama"), architecture, torch.float64)
+    with pytest.raises(ValueError, match="no target token"):
+        observe(Batch(0, 64, (Row(0, (UNTAUGHT,)),)), weights, architecture, FLOAT64)
+
+
+# Optimizers, clipping, schedules ------------------------------------------------------------------------------------
+
+
+def random_tensors(seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"matrix": (5, 7), "bias": (5,), "norm": (7,)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def largest_difference(mine: Weights, theirs: list[Tensor]) -> float:
+    return max(relative(w, t.detach()) for w, t in zip(mine.values(), theirs, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs(momentum: float) -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, momentum=momentum)
+    mine, own = random_tensors(0), Sgd(config)
+    theirs = [w.clone().requires_grad_() for w in mine.values()]
+    optimizer = torch.optim.SGD(theirs, lr=0.1, momentum=momentum)
+    for step in range(6):
+        gradients = random_tensors(1 + step)
+        mine = own.step(mine, gradients, lr=0.1)
+        for parameter, gradient in zip(theirs, gradients.values(), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    assert largest_difference(mine, theirs) < 2e-15
+
+
+def test_adamw_is_torchs_and_decays_matrices_only() -> None:
+    config = OptimizerConfig(name="adamw", lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    mine, own = random_tensors(0), AdamW(config)
+    theirs = [w.clone().requires_grad_() for w in mine.values()]
+    groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(6):
+        lr = 0.01 / (step + 1)
+        gradients = random_tensors(1 + step)
+        mine = own.step(mine, gradients, lr=lr)
+        for parameter, gradient in zip(theirs, gradients.values(), strict=True):
+            parameter.grad = gradient
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert largest_difference(mine, theirs) < 2e-15
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    gradients = random_tensors(3)
+    theirs = [torch.zeros_like(g, requires_grad=True) for g in gradients.values()]
+    for parameter, gradient in zip(theirs, gradients.values(), strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert global_norm(gradients) == pytest.approx(norm.item(), rel=1e-15)
+    clipped = clip(gradients, global_norm(gradients), max_norm)
+    assert largest_difference(clipped, [p.grad for p in theirs if p.grad is not None]) < 1e-15
+    assert clip(gradients, global_norm(gradients), None) is gradients
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_schedules_are_those_of_transformers(name: Any, warmup: int) -> None:
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, total_steps=10)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=10,
+    )
+    for step in range(12):
+        assert schedule.factor(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-15, abs=1e-16)
+        optimizer.step()
+        theirs.step()
+
+
+# Records ------------------------------------------------------------------------------------------------------------
+
+SCENARIO = Scenario(
+    name="oracle-test",
+    model="models/pangu",
+    precision="exact",
+    steps=3,
+    optimizer=OptimizerConfig(name="adamw", lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
+    schedule=ScheduleConfig(name="cosine", warmup_steps=1, total_steps=4),
+)
+BATCHES = [replace(BATCH, step=step) for step in range(3)]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    names: tuple[PolicyName, ...] = ("float64", "fp32", "bf16", "fp16")
+    found: dict[str, Record] = {}
+    for name in names:
+        out = tmp_path_factory.mktemp("oracle") / name
+        run_oracle(scenario=SCENARIO, model=folder("pangu"), batches=BATCHES, out=out, policy_name=name)
+        found[name] = read_record(out)
+    return found
+
+
+def test_a_record_is_complete_and_says_how_it_was_made(records: dict[str, Record]) -> None:
+    record = records["float64"]
+    assert record.header["cell"] == "oracle"
+    assert record.header["backend"]["name"] == "oracle"
+    assert record.header["layout"] == "dp1"
+    assert record.header["scenario"] == scenario_to_json(SCENARIO)
+    assert record.header["environment"]["torch"] == torch.__version__
+    assert record.header["resolved"]["compute_dtype"] == "torch.float64"
+    assert record.footer["steps"] == 3
+    assert record.footer["seconds"] > 0
+    names = parameter_shapes(read_architecture(folder("pangu")))
+    assert record.initial.tensors().keys() == {f"weight/{name}" for name in names}
+    expected = {f"{kind}/{name}" for kind in ("gradient", "weight") for name in names}
+    assert record.steps[0].tensors().keys() == expected | {"logprob/0", "logprob/1", "logprob/2"}
+
+
+def test_values_of_a_step_are_those_of_its_tensors(records: dict[str, Record]) -> None:
+    for step in records["float64"].steps:
+        values, tensors = step.values, step.tensors()
+        logprobs = torch.cat([tensors[f"logprob/{row}"] for row in range(3)])
+        assert values["token_count"] == BATCH.target_count == len(logprobs)
+        assert values["loss_sum"] == pytest.approx(-logprobs.sum().item(), rel=1e-14)
+        assert values["loss"] == pytest.approx(values["loss_sum"] / values["token_count"], rel=1e-15)
+        gradients = {name: tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        assert values["grad_norm"] == pytest.approx(global_norm(gradients), rel=1e-15)
+        assert values["grad_norm"] > 0.5, "clipping is active, and what is recorded is not clipped"
+        assert values["lr"] == pytest.approx(1e-2 * SCENARIO.schedule.factor(step.step), rel=1e-15)
+
+
+def test_warmup_starts_at_zero_and_weights_move_only_then(records: dict[str, Record]) -> None:
+    initial, first, second = (s.tensors() for s in (records["float64"].initial, *records["float64"].steps[:2]))
+    assert all(torch.equal(initial[name], first[name]) for name in initial)
+    assert not any(torch.equal(first[name], second[name]) for name in initial)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("fp32", 1e-7, 3e-6), ("fp16", 3e-4, 2e-2), ("bf16", 3e-3, 2e-1)])
+def test_a_lower_precision_shows_its_own_error(
+    records: dict[str, Record], name: str, least: float, most: float
+) -> None:
+    found, reference = records[name].steps[0].tensors(), records["float64"].steps[0].tensors()
+    errors = [relative(found[key], reference[key]) for key in reference if key.startswith("gradient/")]
+    assert least < max(errors) < most
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}, "masters and gradients stay float32"
+    assert {tensor.dtype for tensor in reference.values()} == {torch.float64}
+
+
+def test_too_few_batches_and_the_exact_tier_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3 steps but only 1 batches"):
+        run_oracle(scenario=SCENARIO, model=folder("llama"), batches=BATCHES[:1], out=tmp_path, policy_name="exact")
+    with exact_tier(), pytest.raises(AssertionError, match="outside"):
+        run_oracle(scenario=SCENARIO, model=folder("llama"), batches=BATCHES, out=tmp_path, policy_name="bf16")
+
+
+def test_gradients_that_are_not_finite_are_an_error() -> None:
+    architecture = read_architecture(folder("llama"))
+    weights = load_weights(folder("llama"), architecture, torch.float32)
+    weights["lm_head.weight"] *= 1e6
+    with pytest.raises(ValueError, match=r"not finite in torch\.float16"):
+        observe(BATCH, weights, architecture, POLICIES["fp16"])
+
+
+# Models that are refused, and spellings that are understood ----------------------------------------------------------
+
+
+def edited(family: str, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of a fixture's config.json with ``changes``; None removes a key."""
+    values = json.loads((folder(family) / "config.json").read_text(encoding="utf-8")) | changes
+    kept = {key: value for key, value in values.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return tmp_path
+
+
+def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'mamba'; the oracle knows llama, PanguEmbedded, qwen3, gemma3_text"):
+        read_architecture(edited("llama", tmp_path, model_type="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"num_experts": 8}, "does not know for this model: num_experts"),
+        ("llama", {"sliding_window": 8}, "does not know for this model: sliding_window"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'; known are silu"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            "rope_type 'default'",
+        ),
+        ("llama", {"rope_parameters": None}, "no rope_theta"),
+        ("llama", {"num_key_value_heads": 3}, "8 heads, not a multiple of its 3"),
+        ("llama", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
+        ("pangu", {"bias": None}, "has no 'bias'"),
+        ("qwen3", {"layer_types": [FULL, SLIDING]}, "sets no sliding_window"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"layer_types": [FULL]}, "1 layer_types for 3 layers"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    ],
+)
+def test_a_key_that_changes_the_mathematics_is_never_ignored(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(edited(family, tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "older"),
+    [
+        ("llama", {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        ("pangu", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 16e6}}),
+    ],
+)
+def test_older_and_newer_spellings_mean_the_same(tmp_path: Path, family: str, older: dict[str, Any]) -> None:
+    assert read_architecture(edited(family, tmp_path, **older)) == read_architecture(folder(family))
+
+
+def test_published_openpangu_configurations_are_understood() -> None:
+    large, small = (read_architecture(folder(f"openpangu-embedded-{size}")) for size in ("7b", "1b"))
+    assert (large.head_dim, large.kv_heads, large.tied, large.layers[0].rope_theta) == (128, 8, False, 16e6)
+    assert (small.head_dim, small.kv_heads, small.tied, small.layers[0].rope_theta) == (128, 6, True, 4e6)
+    assert large.attention_bias
+    assert not large.mlp_bias
+
+
+def test_optional_features_agree_with_transformers(tmp_path: Path) -> None:
+    """What no fixture switches on: windows and biases in Qwen3, biases in Llama's MLP, Gemma's final soft-capping."""
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3": {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": [SLIDING, FULL],
+            "attention_bias": True,
+        },
+        "llama": {"mlp_bias": True, "attention_bias": True},
+        "gemma3": {"final_logit_softcapping": 3.0, "attention_bias": True},
+    }
+    tokens = torch.tensor(LONG.tokens)
+    for family, change in changes.items():
+        model_folder = edited(family, tmp_path, **change)
+        architecture = read_architecture(model_folder)
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+            for name, shape in parameter_shapes(architecture).items()
+        }
+        save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
+        with exact_tier(), torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
+            found = model(input_ids=tokens[None], use_cache=False).logits[0]
+        assert relative(found, forward(tokens, weights, architecture, FLOAT64)) < 1e-13, family
+
+
+def test_weights_in_several_files_are_read_and_checked(tmp_path: Path) -> None:
+    architecture = read_architecture(folder("llama"))
+    tensors = load_file(folder("llama") / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    loaded = load_weights(tmp_path, architecture, torch.float64)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name].double()) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda t: t.update({"model.extra": torch.zeros(1)}), r"model\.extra is not expected"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has shape \(3,\) instead of \(64,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(
+    tmp_path: Path, damage: Callable[[Weights], object], message: str
+) -> None:
+    tensors = load_file(folder("llama") / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_weights(tmp_path, read_architecture(folder("llama")), torch.float64)
+
+
+def test_the_oracle_shares_no_code_with_backends_or_transformers() -> None:
+    allowed = {"torch", "safetensors", "conformance"} | sys.stdlib_module_names
+    for file in Path(conformance.oracle.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                assert module.partition(".")[0] in allowed, f"{file.name} imports {module}"
+                assert not module.startswith(("torch.optim", "torch.nn.utils")), f"{file.name} imports {module}"
