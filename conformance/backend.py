@@ -119,7 +119,7 @@ class Backend(Protocol):
         ...
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
-        """Build model and optimizer from the Hugging Face folder ``weights``, never from a seed, on ``cpu`` or ``cuda``.
+        """Build model and optimizer on ``cpu`` or ``cuda`` from the Hugging Face folder ``weights``, never a seed.
 
         Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
         """
@@ -169,7 +169,8 @@ class BackendEntry:
         """Import the adapter. Raises MissingExtra when a package is absent, ValueError for a wrong target."""
         module_name, _, attribute = self.target.partition(":")
         try:
-            return getattr(import_module(module_name), attribute)
+            adapter: type[Backend] = getattr(import_module(module_name), attribute)
+            return adapter
         except ModuleNotFoundError as error:
             missing = (error.name or "").partition(".")[0]
             if missing == module_name.partition(".")[0]:

@@ -4,10 +4,9 @@ Needs no GPU, no backend and no ranks, so old records can be judged again. A com
 record, a missing stage) is never a pass (claim 8).
 """
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +42,8 @@ class Finding:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.stage}, step {self.step}: {self.tensor} is {self.observed:.2e} off, allowed {self.allowed:.2e}{hint}"
+        size = f"{self.observed:.2e} off, allowed {self.allowed:.2e}"
+        return f"{self.stage}, step {self.step}: {self.tensor} is {size}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def judge_folder(record: Path, oracle: Path) -> Verdict:
 
 
 def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
-    """Compare a complete record with the float64 oracle; ``noise`` is the single-process run in the cell's precision."""
+    """Compare a complete record with the float64 oracle; ``noise``: the single-process run in the cell's precision."""
     scenario = parse_scenario(record.header["scenario"])
     layout = Layout.parse(record.header["layout"])
     quantities = measure(record, oracle)
@@ -166,10 +166,3 @@ def _ratio(error: float, allowed: float) -> float:
     if error == 0:
         return 0.0
     return error / allowed if allowed else math.inf
-
-
-def write_verdict(path: Path, verdict: Verdict, details: dict[str, Any]) -> None:
-    """Write ``verdict.json`` into a cell's folder; ``details`` are the cell's own fields (id, layout, seconds, ...)."""
-    path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"schema": 1, **details, **asdict(verdict)}, indent=1)
-    (path / "verdict.json").write_text(text, encoding="utf-8")

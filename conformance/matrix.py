@@ -24,7 +24,7 @@ from conformance.scenario import STRICT, Precision, load_scenario
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
-    """One ``[[cells]]`` table. ``scenarios`` are file names without ``.toml``, ``models`` folders of fixtures/models."""
+    """One ``[[cells]]`` table. ``scenarios``: file names without ``.toml``; ``models``: folders of fixtures/models."""
 
     scenarios: tuple[str, ...]
     models: tuple[str, ...]
@@ -67,8 +67,12 @@ def load_profile(name: str) -> Profile:
         raise ValueError(f"{path} is not a valid profile:\n" + "\n".join(lines)) from None
 
 
-def expand(profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides) -> list[Cell]:
+def expand(
+    profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides, *, faults: tuple[str, ...] = ()
+) -> list[Cell]:
     """All cells of a profile on all backends, without repetition, in an order that lets worlds be used again.
+
+    ``faults`` are planted in every cell.
 
     Raises ValueError for a scenario, layout or data set that is not valid.
     """
@@ -83,7 +87,7 @@ def expand(profile: Profile, backends: Sequence[BackendEntry], overrides: Overri
                 FIXTURES / "scenarios" / f"{scenario_name}.toml", data_overrides=dict(overrides.data), **values
             )
             for layout, backend in itertools.product(table.layouts, backends):
-                cell = Cell(scenario=scenario, backend=backend, layout=Layout.parse(layout))
+                cell = Cell(scenario=scenario, backend=backend, layout=Layout.parse(layout), faults=faults)
                 cells.setdefault(str(cell), cell)
     return sorted(cells.values(), key=lambda c: (c.backend.name, c.layout.world_size, str(c)))
 

@@ -49,7 +49,8 @@ class StepRecord:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the step, on the CPU, in the dtype in which they were observed."""
-        return load_file(self.path)
+        tensors: dict[str, torch.Tensor] = load_file(self.path)
+        return tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +118,10 @@ def read_record(path: Path) -> Record:
             f"{file} does not begin with a header line: not a record, or its beginning is lost; run the cell again"
         )
     if (schema := values[0].get("schema")) != SCHEMA:
+        writer = values[0].get("environment", {}).get("backend-parity", "unknown")
         raise WrongSchema(
             f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the "
-            f"version that wrote it (backend-parity {values[0].get('environment', {}).get('backend-parity', 'unknown')})"
+            f"version that wrote it (backend-parity {writer})"
         )
     if values[-1].get("type") != "footer":
         seen = [v["step"] for v in values if v.get("type") == "step"]

@@ -61,8 +61,8 @@ def _distance(copies: list[torch.Tensor]) -> float:
     first = copies[0].double()
     if any(copy.shape != first.shape for copy in copies):
         return float("inf")
-    norm = first.norm().item() or 1.0
-    return max((copy.double() - first).norm().item() for copy in copies[1:]) / norm
+    norm = float(first.norm()) or 1.0
+    return max(float((copy.double() - first).norm()) for copy in copies[1:]) / norm
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -11,25 +11,23 @@ import os
 import platform
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-import conformance
 from conformance.backend import ExpectedDifference, MissingExtra, Unsupported
 from conformance.cell import Cell, package_version
-from conformance.judge import STATES, Verdict, judge_folder, write_verdict
+from conformance.judge import Verdict, judge_folder
 from conformance.references import Inputs, Oracles, prepare_inputs
+from conformance.results import Entry, apply_expectation, write_entry, write_summary
 from conformance.scenario import scenario_to_json
 from conformance.world import Outcome, Pool, WorldConfig
 
 Device = Literal["cpu", "cuda"]
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +50,12 @@ class Result:
     seconds: float = 0.0
 
 
-@dataclass
 class Session:
     """Use it in a ``with`` statement; no process is left after it."""
 
-    config: SessionConfig
-    results: dict[str, Result] = field(default_factory=dict)
+    def __init__(self, config: SessionConfig) -> None:
+        self.config = config
+        self._entries: dict[str, Entry] = {}
 
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
@@ -104,7 +102,8 @@ class Session:
         if outcome.state == "failed":
             return Verdict(state="infrastructure", reason=outcome.reason)
         verdict = judge_folder(folder / "record", self._oracles.folder(cell.scenario))
-        return expected(cell, verdict)
+        known = _expectation(cell)
+        return apply_expectation(verdict, asdict(known) if known else None)
 
     def _request(self, cell: Cell) -> Inputs:
         inputs = prepare_inputs(cell.scenario, self.config.out)
@@ -156,8 +155,8 @@ class Session:
 
     def _keep(self, result: Result) -> None:
         cell, folder = result.cell, self._folder(result.cell)
-        self.results[str(cell)] = result
         has_record = (folder / "record").is_dir()
+        known = _expectation(cell)
         details = {
             "cell": str(cell),
             "scenario": cell.scenario.name,
@@ -167,67 +166,36 @@ class Session:
             "precision": cell.scenario.precision,
             "world_size": cell.layout.world_size,
             "seconds": result.seconds,
+            "folder": f"cells/{cell.slug}",
             "record": "record" if has_record else None,
             "oracle": os.path.relpath(self._oracles.folder(cell.scenario) / "float64", folder) if has_record else None,
+            "expected": asdict(known) if known else None,
             "reproduce": shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
         }
-        write_verdict(folder, result.verdict, details)
+        self._entries[str(cell)] = Entry(details=details, verdict=result.verdict)
+        write_entry(self.config.out, self._entries[str(cell)])
 
     def write_summary(self, *, finished: bool) -> None:
-        """Write ``summary.json``; see docs/architecture.md for its schema."""
-        summary = {
-            "schema": 1,
-            "suite_version": conformance.__version__,
+        """Write ``summary.json`` with what is known so far."""
+        run = {
             "started": self._started.isoformat(timespec="seconds"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
             "seconds": round(time.monotonic() - self._clock, 2),
             "profile": self.config.profile,
             "device": self.config.device,
             "command": shlex.join(["parity", "run", *self.config.arguments]),
-            "verdict": overall([r.verdict for r in self.results.values()]),
-            "counts": {state: 0 for state in STATES} | Counter(r.verdict.state for r in self.results.values()),
-            "cells": [
-                {
-                    "id": name,
-                    "state": result.verdict.state,
-                    "reason": result.verdict.reason,
-                    "world_size": result.cell.layout.world_size,
-                    "seconds": round(result.seconds, 3),
-                    "ratios": {stage: worst["ratio"] for stage, worst in result.verdict.stages.items()},
-                    "folder": f"cells/{result.cell.slug}",
-                }
-                for name, result in self.results.items()
-            ],
             "environment": environment(),
         }
-        file = self.config.out / SUMMARY
-        file.with_suffix(".unfinished").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        file.with_suffix(".unfinished").rename(file)
+        write_summary(self.config.out, run, list(self._entries.values()))
 
 
-def expected(cell: Cell, verdict: Verdict) -> Verdict:
-    """Hold a verdict against what the backend says must differ, and where."""
-    expectations: tuple[ExpectedDifference, ...] = getattr(cell.backend.load(), "expected", ())
-    for known in expectations:
-        if fnmatch.fnmatchcase(str(cell), known.cells):
-            if verdict.first_stage == known.stage:
-                return replace(verdict, state="expected_difference", reason=f"{known.reason} ({known.link})")
-            return replace(
-                verdict,
-                state="differs",
-                reason=f"expected to differ at {known.stage} ({known.reason}), but: {verdict.reason}; "
-                f"mend or remove the expectation {known.cells!r}",
-            )
-    return verdict
-
-
-def overall(verdicts: Sequence[Verdict]) -> Literal["conforms", "differs", "incomplete"]:
-    """One word for all cells; what could not be judged makes it incomplete, never a pass."""
-    states = {verdict.state for verdict in verdicts}
-    if "differs" in states:
-        return "differs"
-    judged = states & {"conforms", "expected_difference"}
-    return "incomplete" if states & {"infrastructure", "not_run"} or not judged else "conforms"
+def _expectation(cell: Cell) -> ExpectedDifference | None:
+    """What the backend says must differ about this cell. A backend that cannot be imported says nothing."""
+    try:
+        known: tuple[ExpectedDifference, ...] = getattr(cell.backend.load(), "expected", ())
+    except (MissingExtra, ValueError):
+        return None
+    return next((k for k in known if fnmatch.fnmatchcase(str(cell), k.cells)), None)
 
 
 def environment() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The built-in backends behind the suite's adapter protocol: one adapter over the strategy interface serves them all."""
+"""The built-in backends behind the suite's adapter protocol: one adapter over the strategy interface for all."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +13,10 @@ from impl.trainer import sft_step
 
 
 class StrategyBackend:
-    """Adapter over ``get_strategy(name)``. Subclasses give ``info``, ``supports`` and, for fault injection, ``seams``."""
+    """Adapter over ``get_strategy(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
 
     info: ClassVar[BackendInfo]
+    preload: ClassVar[tuple[str, ...]]
     seams: ClassVar[dict[str, str]]
     strategy: Strategy
 

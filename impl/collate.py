@@ -14,7 +14,8 @@ class Inputs:
     """One micro-batch, all tensors int64 (rows, length).
 
     ``labels[r, i]`` is the token that position i predicts, or NO_TARGET. ``positions`` restart at 0 in every document:
-    that is how transformers, given no attention mask, tells packed documents apart. Padding forms a document of its own.
+    that is how transformers, given neither attention mask nor cache, tells packed documents apart. Padding forms a
+    document of its own.
     """
 
     tokens: torch.Tensor

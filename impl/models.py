@@ -1,6 +1,7 @@
 """Loading a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared architecture."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +20,7 @@ def load_model(path: Path, *, dtype: torch.dtype, attention: str) -> transformer
     return model.train()
 
 
-def _auto_class(config: transformers.PretrainedConfig) -> type:
+def _auto_class(config: transformers.PretrainedConfig) -> Any:
     """The auto class that fits: remote code names its own in ``auto_map``, other models are known by architecture."""
     auto_map = getattr(config, "auto_map", None) or {}
     vision = next(

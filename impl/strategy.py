@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
@@ -51,11 +52,11 @@ class Strategy(Protocol):
         """Prepare sequence shards and ring communication; ValueError where the backend has none."""
         ...
 
-    def prepare(self, model: torch.nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+    def prepare(self, model: PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
         """Shard the model and build its optimizer and learning-rate schedule."""
         ...
 
-    def create_optimizer(self, model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer: ...
+    def create_optimizer(self, model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer: ...
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
         """This rank's micro-batches of an optimizer step."""
@@ -111,7 +112,7 @@ class Strategy(Protocol):
         """Hugging Face folder: config and safetensors."""
         ...
 
-    def load_model(self, path: Path) -> torch.nn.Module:
+    def load_model(self, path: Path) -> PreTrainedModel:
         """Whole model from a Hugging Face folder, in the dtype of the master weights, not yet sharded."""
         ...
 

@@ -1,15 +1,16 @@
 """JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
 
 Serves claim 8: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
-causal order; what a backend does not offer, and what is known to differ, is skipped with the reason.
+causal order; what a backend does not offer, and what is known to differ, is skipped with the reason. A run that is
+incomplete without a cell to blame has one test case more.
 """
 
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from reports.load import NO_ANSWER, STATES, Cell, read_report
-from reports.words import explain, number, place, ratio
+from reports.load import NO_ANSWER, STATES, Cell, Report, read_report
+from reports.words import explain, headline, number, place, ratio
 
 SKIPPED = ("unsupported", "expected_difference")
 FINDINGS = 50  # per cell; the rest is in verdict.json
@@ -18,14 +19,17 @@ FINDINGS = 50  # per cell; the rest is in verdict.json
 def write_junit(out: Path) -> Path:
     """Write ``out/junit.xml`` from the output folder ``out``; raises ValueError for one that cannot be trusted."""
     report = read_report(out)
-    counts = {
-        "tests": len(report.cells),
-        "failures": report.counts["differs"],
-        "errors": sum(report.counts[state] for state in NO_ANSWER),
-        "skipped": sum(report.counts[state] for state in SKIPPED),
+    cases = [_case(cell) for cell in report.cells]
+    if report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases):
+        cases.append(_whole_run(report))
+    totals = {
+        "name": "backend-parity",
+        "tests": str(len(cases)),
+        "failures": str(sum(case.find("failure") is not None for case in cases)),
+        "errors": str(sum(case.find("error") is not None for case in cases)),
+        "skipped": str(sum(case.find("skipped") is not None for case in cases)),
+        "time": _seconds(report.summary.get("seconds")),
     }
-    totals = {"name": "backend-parity", "time": _seconds(report.summary.get("seconds"))}
-    totals |= {key: str(value) for key, value in counts.items()}
     root = ET.Element("testsuites", totals)
     suite = ET.SubElement(root, "testsuite", totals)
     suite.set("timestamp", str(report.summary.get("started") or "")[:19])
@@ -33,8 +37,7 @@ def write_junit(out: Path) -> Path:
     facts = {"verdict": report.verdict, "device": report.summary.get("device"), **report.summary.get("environment", {})}
     for key, value in facts.items():
         ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
-    for cell in report.cells:
-        suite.append(_case(cell))
+    suite.extend(cases)
     ET.indent(root)
     file = out / "junit.xml"
     ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
@@ -53,6 +56,14 @@ def _case(cell: Cell) -> ET.Element:
         ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(text)
     elif cell.state in SKIPPED:
         ET.SubElement(case, "skipped", message=f"{STATES[cell.state].name}: {message}")
+    return case
+
+
+def _whole_run(report: Report) -> ET.Element:
+    """An error that belongs to no cell: a run that did not finish, or in which nothing was judged to conform."""
+    case = ET.Element("testcase", classname="parity", name="the whole run", time="0.000")
+    title, text = headline(report)
+    ET.SubElement(case, "error", type="incomplete", message=_clean(title)).text = _clean(text)
     return case
 
 

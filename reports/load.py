@@ -200,7 +200,7 @@ def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
     folder = _inside(out, out / entry["folder"]) if entry.get("folder") else None
     if folder is not None and (folder / "verdict.json").is_file():
         verdict = _read_json(folder / "verdict.json")
-    elif entry["state"] in ("unsupported", "not_run"):
+    elif entry["state"] in ("unsupported", *NO_ANSWER):
         verdict = {"cell": entry["id"], "state": entry["state"]}
     else:
         raise ValueError(

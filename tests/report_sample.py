@@ -108,6 +108,21 @@ def edit(file: Path, **changes: Any) -> None:
     write_json(file, {**json.loads(file.read_text(encoding="utf-8")), **changes})
 
 
+def set_state(out: Path, cell: str, state: str, **changes: Any) -> None:
+    """Give one cell another state, consistently in the summary and in its verdict."""
+    edit(folder_of(out, cell) / "verdict.json", state=state, **changes)
+    summary = json.loads((out / "summary.json").read_text())
+    for entry in summary["cells"]:
+        entry["state"] = state if entry["id"] == cell else entry["state"]
+    edit(out / "summary.json", cells=summary["cells"], counts={}, verdict="")
+
+
+def only_conforming(out: Path) -> None:
+    """Leave only the cells that conform."""
+    cells = json.loads((out / "summary.json").read_text())["cells"]
+    edit(out / "summary.json", cells=[c for c in cells if c["state"] == "conforms"], counts={}, verdict="conforms")
+
+
 def folder_of(out: Path, cell: str) -> Path:
     """The folder of ``cell`` in ``out``."""
     entries = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]

@@ -101,7 +101,7 @@ _FAULTS = (
     Fault(
         name="dropped-o-bias",
         summary="the bias of o_proj is not loaded",
-        source="Megatron-Bridge's stock Llama mapping has no attention biases; verl's converter sets add_bias_linear=False",
+        source="converters that know no attention bias: verl's sets add_bias_linear=False, Megatron-Bridge's maps none",
         seam="load_model",
         stage="weights",
         loss_blind=False,

@@ -1,4 +1,4 @@
-"""The oracle's run as a task of a world of one rank; a module of its own because a zygote imports it before it forks."""
+"""The oracle's run as a task of a world of one rank; a module of its own, because a zygote imports it and forks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,7 @@ from conformance.scenario import parse_scenario
 from conformance.world import RankContext
 
 
-def run(
-    rank: RankContext, *, scenario: dict[str, Any], model: str, batches: str, out: str, policy: PolicyName
-) -> None:
+def run(rank: RankContext, *, scenario: dict[str, Any], model: str, batches: str, out: str, policy: PolicyName) -> None:
     """See ``run_oracle``; the arguments are its own as JSON values."""
     rank.beat(policy)
     run_oracle(

@@ -3,16 +3,15 @@
 import contextlib
 import ctypes
 import os
-import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when ``parent`` dies; exits at once if it has died already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def signal_at_death_of(parent: int, number: int) -> None:
+    """Ask the kernel for a signal when ``parent`` dies; exits at once if it has died already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

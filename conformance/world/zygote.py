@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from conformance.world.process import (
     adopt_orphans,
     children,
-    die_with_parent,
+    signal_at_death_of,
     signal_group,
     signal_process,
     thread_count,
@@ -46,9 +46,10 @@ class Zygote:
         self._wakeup = socket.socketpair()
         for end in self._wakeup:
             end.setblocking(False)
-        # A child's death writes here, and so ends the wait for messages.
+        # A child's death writes here, and so ends the wait for messages; so does the controller's, by SIGTERM.
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
 
     def serve(self) -> None:
         """Do what the controller asks until it closes, however it ends; then leave no process behind."""
@@ -58,7 +59,8 @@ class Zygote:
         while True:
             ready = [fd for fd, _ in poll.poll()]
             if self._wakeup[0].fileno() in ready:
-                self._wakeup[0].recv(4096)
+                if signal.SIGTERM in self._wakeup[0].recv(4096):
+                    break
                 self._report_deaths()
                 self._reap_orphans()
             if self._control.fileno() in ready:
@@ -96,10 +98,11 @@ class Zygote:
         """Go on as a rank, in the child of a fork; nothing here may return into the zygote's own loop."""
         status = 1
         try:
-            die_with_parent(zygote)
+            signal_at_death_of(zygote, signal.SIGKILL)
             _lead_group(0)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             own = (spec["socket_fd"], spec["beats_fd"], spec["store_fd"])
             # A copy of a sibling's socket would hide the sibling's end from the controller.
             for fd in (self._control.fileno(), *(end.fileno() for end in self._wakeup), *(set(fds) - set(own))):
@@ -183,11 +186,11 @@ def _prepare(modules: list[str]) -> str:
 
 def main() -> None:
     control_fd, parent, device, *preload = sys.argv[1:]
-    die_with_parent(int(parent))
+    signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()
     control = Packets(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(int(control_fd), False)
-    modules = ["torch", "transformers", "conformance.world.rank", *preload] if device == "cpu" else []
+    modules = [*preload, "torch", "transformers", "conformance.world.rank"] if device == "cpu" else []
     error = _prepare(modules)
     control.send({"type": "ready", "error": error})
     if error:

@@ -1,5 +1,7 @@
 """FSDP2 as a backend of the suite: what it claims to run, and where faults can be planted."""
 
+from typing import ClassVar
+
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -15,7 +17,11 @@ class Fsdp2Backend(StrategyBackend):
         install="pip install backend-parity",
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     )
-    seams = {
+    preload = (
+        "impl.fsdp2.strategy",
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+    )
+    seams: ClassVar[dict[str, str]] = {
         "load_model": "impl.fsdp2.strategy:Fsdp2Strategy.load_model",
         "collate": "impl.trainer:collate",
         "count_targets": "impl.trainer:count_targets",

@@ -5,11 +5,13 @@
 over no others.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -20,20 +22,18 @@ def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
 
 def gradient_norm(gradients: Iterable[DTensor]) -> float:
     """Global 2-norm; each group of tensors that are cut alike needs one all-reduce per mesh axis."""
-    squares: dict[tuple[object, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
-    meshes = {}
+    squares: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
-        key = (gradient.device_mesh, axes_to_sum(gradient))
-        squares[key].append(gradient.to_local().double().square().sum())
-        meshes[key] = gradient.device_mesh
+        square = gradient.to_local().double().square().sum()
+        squares[gradient.device_mesh, axes_to_sum(gradient)].append(square)
     total = 0.0
-    for (_, axes), parts in squares.items():
+    for (mesh, axes), parts in squares.items():
         square = torch.stack(parts).sum()
         for axis in axes:
-            dist.all_reduce(square, group=meshes[(_, axes)].get_group(axis))
+            dist.all_reduce(square, group=mesh.get_group(axis))
         total += square.item()
-    return total**0.5
+    return math.sqrt(total)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

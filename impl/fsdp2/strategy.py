@@ -6,9 +6,10 @@ has divided by the whole step's token count already.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,8 @@ class Fsdp2Strategy:
 
     @property
     def sequence_multiple(self) -> int:
-        return self.config.layout.tp if "seqpar" in self.options else 1
+        # DTensor plans each op once per shape; few shapes keep that cheap. seqpar cuts rows into tp equal slices.
+        return math.lcm(32, self.config.layout.tp)
 
     def setup_distributed(self) -> None:
         layout = self.config.layout
@@ -64,11 +66,13 @@ class Fsdp2Strategy:
     def setup_ring_attn(self) -> None:
         raise ValueError("ring attention is not part of this strategy; use sp1")
 
-    def load_model(self, path: Path) -> torch.nn.Module:
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
         return load_model(path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa")
 
-    def prepare(self, model: torch.nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
+    ) -> None:
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.config.layout.tp > 1:
@@ -88,7 +92,7 @@ class Fsdp2Strategy:
             num_training_steps=schedule.total_steps,
         )
 
-    def _shard(self, model: torch.nn.Module) -> None:
+    def _shard(self, model: transformers.PreTrainedModel) -> None:
         mesh = self.mesh["rep", "shard"] if self.config.layout.rep > 1 else self.mesh["shard"]
         compute = _COMPUTE.get(self.config.precision)
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
@@ -98,7 +102,7 @@ class Fsdp2Strategy:
             fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
-    def create_optimizer(self, model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
         if config.name == "sgd":
             return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
@@ -174,7 +178,7 @@ class Fsdp2Strategy:
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
             mesh = tensor.device_mesh
-            place = zip(mesh.mesh_dim_names, mesh.get_coordinate(), tensor.placements, strict=True)
+            place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
             cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
             yield Shard(name, ".".join(cut) or "full", tensor.to_local())
 
@@ -182,7 +186,7 @@ class Fsdp2Strategy:
         for name, parameter in self.model.named_parameters():
             tensor = parameter if kind == "weight" else parameter.grad
             assert isinstance(tensor, DTensor), f"{name} has no {kind}"
-            yield name, tensor.detach()
+            yield name, cast(DTensor, tensor.detach())
 
     def resolved(self) -> dict[str, Any]:
         group = self.optimizer.param_groups[0]
@@ -198,14 +202,15 @@ class Fsdp2Strategy:
             "accumulation": self.config.accumulation,
         }
 
-    def save_ckpt(self, path: Path) -> None:
+    def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
-        dcp.save(state, checkpoint_id=path)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    def save_ckpt(self, path: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=path)
 
     def load_ckpt(self, path: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        state = self._state()
         dcp.load(state, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

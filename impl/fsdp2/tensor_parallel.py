@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from transformers import PreTrainedModel
 
 # Norms over the head dimension, by model type: the dimension of the heads in their input.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
@@ -33,7 +34,7 @@ LAYER_NORMS = {
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 
 
-def apply_model_plan(model: torch.nn.Module, mesh: DeviceMesh, *, shipped: bool) -> None:
+def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool) -> None:
     """Shard ``model`` in place by the plan that its Hugging Face class carries.
 
     ``shipped`` leaves the library's own handling of head norms in place, which is wrong under gradient accumulation.
@@ -62,7 +63,7 @@ def apply_model_plan(model: torch.nn.Module, mesh: DeviceMesh, *, shipped: bool)
             _sum_gradient_over(module, mesh.get_group())
 
 
-def apply_explicit_plan(model: torch.nn.Module, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
+def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
     """Shard ``model`` in place by an explicit plan for the Llama, openPangu, Qwen3 and Gemma3 families.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
@@ -113,7 +114,7 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
     return plan
 
 
-def _untie(model: torch.nn.Module) -> bool:
+def _untie(model: PreTrainedModel) -> bool:
     """Give a tied head a weight of its own: plans replace the parameters of both modules, one after the other."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
@@ -122,7 +123,7 @@ def _untie(model: torch.nn.Module) -> bool:
     return True
 
 
-def _tie(model: torch.nn.Module) -> None:
+def _tie(model: PreTrainedModel) -> None:
     """Tie again, after both weights were cut along the vocabulary."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     assert head.weight.placements == embedding.weight.placements

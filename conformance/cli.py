@@ -1,0 +1,209 @@
+"""The command line: parity list | run | judge | report | doctor.
+
+Exit codes: 0 all cells conform (or differ as expected), 1 a cell differs, 2 wrong usage, 3 incomplete (infrastructure
+failure, or nothing could be judged).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from conformance import doctor
+from conformance.backend import MissingExtra, Unsupported, find_backend, registered_backends
+from conformance.cell import Cell
+from conformance.faults import CATALOGUE, find_fault
+from conformance.judge import STATES
+from conformance.matrix import Overrides, expand, load_profile, profile_names, select
+from conformance.results import SUMMARY, rejudge
+from conformance.session import Result, Session, SessionConfig
+
+EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
+SYMBOLS = dict(zip(STATES, ("ok", "DIFFERS", "unsupported", "expected", "INFRASTRUCTURE", "not run"), strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors of usage are one message on standard error."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.command(options, list(sys.argv[2:] if argv is None else argv[1:]))
+    except (ValueError, MissingExtra) as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return EXIT["usage"]
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|doctor")
+
+    listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
+    _add_selection(listing)
+    listing.set_defaults(command=_list)
+
+    run = commands.add_parser("run", help="run cells, judge them, write the report")
+    _add_selection(run)
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
+    run.add_argument("--budget", type=float, default=300.0, help="seconds that one cell may take (default: 300)")
+    run.set_defaults(command=_run)
+
+    judge = commands.add_parser("judge", help="judge the records of an earlier run again")
+    judge.add_argument("out", type=Path)
+    judge.add_argument("--json", action="store_true")
+    judge.set_defaults(command=_judge)
+
+    report = commands.add_parser("report", help="write report.html, report.md and junit.xml of an earlier run")
+    report.add_argument("out", type=Path)
+    report.add_argument("--json", action="store_true")
+    report.set_defaults(command=_report)
+
+    check = commands.add_parser("doctor", help="check this machine and what is installed")
+    check.add_argument("--json", action="store_true")
+    check.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", default="quick", help=f"{', '.join(profile_names())}, or a .toml file")
+    parser.add_argument("--backend", action="append", help="name or module:Class; may be repeated (default: all)")
+    parser.add_argument("--cells", action="append", default=[], metavar="GLOB", help="cell ids; may be repeated")
+    parser.add_argument("--faults", action="append", default=[], metavar="NAME", help="plant a fault in every cell")
+    parser.add_argument("--model", help="Hugging Face folder to use instead of the profile's models")
+    parser.add_argument("--data", help="JSONL or Parquet file, or a Hugging Face dataset on disk")
+    parser.add_argument("--input_key", help="column of the prompt")
+    parser.add_argument("--output_key", help="column of the answer")
+    parser.add_argument("--max_len", type=int, help="longest row, in tokens")
+    parser.add_argument("--seed", type=int, help="another model and another order of the documents")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def select_cells(options: Any) -> list[Cell]:
+    """The cells that the selection options name, without ``fault-`` parts unless faults are asked for.
+
+    Raises ValueError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
+    """
+    names = options.backend or list(registered_backends())
+    data = {"path": options.data, **{k: getattr(options, k) for k in ("input_key", "output_key", "max_len")}}
+    overrides = Overrides(
+        model=options.model,
+        seed=options.seed,
+        data=tuple((key, value) for key, value in data.items() if value is not None),
+    )
+    faults = tuple(find_fault(name).name for name in options.faults)
+    cells = expand(load_profile(options.profile), [find_backend(name) for name in names], overrides, faults=faults)
+    return select(cells, options.cells)
+
+
+def _list(options: argparse.Namespace, _: list[str]) -> int:
+    cells = select_cells(options)
+    rows = [{"id": str(cell), "world_size": cell.layout.world_size, "unsupported": _refusal(cell)} for cell in cells]
+    if options.json:
+        backends = {name: entry.target for name, entry in registered_backends().items()}
+        print(json.dumps({"backends": backends, "profiles": profile_names(), "faults": list(CATALOGUE), "cells": rows}))
+        return EXIT["conforms"]
+    print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(CATALOGUE)}")
+    print(f"{len(rows)} cells of {options.profile} ({load_profile(options.profile).description}):")
+    for row in rows:
+        print(f"  {row['id']}  [{row['world_size']} ranks] {row['unsupported']}")
+    return EXIT["conforms"]
+
+
+def _refusal(cell: Cell) -> str:
+    try:
+        answer = cell.backend.load().supports(cell.scenario, cell.layout)
+    except MissingExtra as error:
+        return f"unsupported: {error}"
+    return f"unsupported: {answer.reason}" if isinstance(answer, Unsupported) else ""
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    cells = select_cells(options)
+    out = _output_folder(options.out)
+    config = SessionConfig(
+        out=out,
+        device=options.device,
+        profile=options.profile,
+        arguments=_without(arguments, ("--cells", "--out")),
+        budget_s=options.budget,
+    )
+    done = 0
+
+    def progress(result: Result) -> None:
+        nonlocal done
+        done += 1
+        print(_line(done, len(cells), result), file=sys.stderr, flush=True)
+
+    with Session(config=config) as session:
+        session.run_all(cells, progress=progress)
+    return _finish(out, as_json=options.json)
+
+
+def _line(done: int, total: int, result: Result) -> str:
+    verdict = result.verdict
+    ratios = [worst["ratio"] for worst in verdict.stages.values()]
+    worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
+    text = worst if verdict.state == "conforms" else verdict.reason
+    return f"[{done}/{total}] {result.seconds:5.1f} s  {SYMBOLS[verdict.state]:<8} {result.cell}  {text}"
+
+
+def _judge(options: argparse.Namespace, _: list[str]) -> int:
+    rejudge(options.out)
+    return _finish(options.out, as_json=options.json)
+
+
+def _report(options: argparse.Namespace, _: list[str]) -> int:
+    return _finish(options.out, as_json=options.json)
+
+
+def _finish(out: Path, *, as_json: bool) -> int:
+    """Write the reports and say the verdict; the exit code follows from it."""
+    from reports import write_all
+
+    files = write_all(out)
+    summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
+        print(f"{summary['verdict']}: {counts}\nreport: {files[0]}")
+    return EXIT[summary["verdict"]]
+
+
+def _doctor(options: argparse.Namespace, _: list[str]) -> int:
+    checks = doctor.examine()
+    if options.json:
+        print(json.dumps([vars(check) for check in checks]))
+    else:
+        for check in checks:
+            print(f"{check.state:<8} {check.name}: {check.message}")
+    return EXIT["incomplete"] if any(check.state == "problem" for check in checks) else EXIT["conforms"]
+
+
+def _output_folder(out: Path | None) -> Path:
+    """A folder of this run's own; never one in which something lies already."""
+    if out is None:
+        out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
+    return out
+
+
+def _without(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
+    """The arguments without some options and their values."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif not argument.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(argument)
+    return tuple(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

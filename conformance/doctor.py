@@ -1,0 +1,83 @@
+"""Doctor: is this machine ready to run the suite, and what is missing for the rest?"""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from conformance.backend import MissingExtra, registered_backends
+from conformance.cell import package_version
+
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """``problem`` keeps the suite from running; ``note`` is worth knowing."""
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    message: str
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which they are printed."""
+    return [_system(), _memory(), _gloo(), *(_package(name) for name in TESTED), _gpus(), *_backends(), _disk()]
+
+
+def _system() -> Check:
+    if not sys.platform.startswith("linux"):
+        return Check(
+            name="system", state="problem", message=f"worlds need Linux, this is {sys.platform}; use a container"
+        )
+    return Check(name="system", state="ok", message=f"Linux, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
+
+
+def _memory() -> Check:
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    enough = gib >= 8
+    message = f"{gib:.0f} GiB" + ("" if enough else "; cells of 8 ranks need about 8 GiB")
+    return Check(name="memory", state="ok" if enough else "note", message=message)
+
+
+def _gloo() -> Check:
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        return Check(name="gloo", state="ok", message="collectives on the CPU are available")
+    return Check(name="gloo", state="problem", message="this torch has no gloo; install the official wheel")
+
+
+def _package(name: str) -> Check:
+    version = package_version(name)
+    known = version.startswith(TESTED[name])
+    message = version if known else f"{version}; tested with {' and '.join(TESTED[name])}"
+    return Check(name=name, state="ok" if known else "note", message=message)
+
+
+def _gpus() -> Check:
+    count = torch.cuda.device_count()
+    if not count:
+        return Check(name="GPUs", state="note", message="none visible; cells run on the CPU (--device cpu)")
+    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    return Check(name="GPUs", state="ok", message=f"{count} visible ({names}); use --device cuda")
+
+
+def _backends() -> list[Check]:
+    checks = []
+    for name, entry in registered_backends().items():
+        try:
+            info = entry.load().describe()
+        except (MissingExtra, ValueError) as error:
+            checks.append(Check(name=f"backend {name}", state="note", message=str(error)))
+        else:
+            versions = ", ".join(f"{package} {package_version(package)}" for package in info.packages)
+            checks.append(Check(name=f"backend {name}", state="ok", message=versions))
+    return checks or [Check(name="backends", state="problem", message="none registered; pip install backend-parity")]
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(".").free / 2**30
+    message = f"{free:.0f} GiB free here" + ("" if free >= 2 else "; a full profile writes about 1 GiB")
+    return Check(name="disk", state="ok" if free >= 2 else "note", message=message)
