@@ -6,12 +6,12 @@ changes the precision that is asked for, and nothing else:
 
 What is lifted, for arguments that are float64, integer or bool, and for factories without a tensor argument:
 
-* in Python (a TorchFunctionMode): ``.float()``, ``.half()``, ``.bfloat16()``, ``.to(dtype)``, ``.type(...)``,
-  ``dtype=`` of any torch function, ``torch.tensor([...], dtype=)``, and the old constructors
-  (``torch.FloatTensor([...])``, replaced as attributes of torch);
-* below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``. This
-  reaches what C++ does inside an op (``type_as``, ``to(other)``), and backward, where the function mode is not active
-  (on CUDA's backward threads too);
+* below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``, in which
+  ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end. This
+  reaches backward too, where the other mode is not active (on CUDA's backward threads as well);
+* in Python (a TorchFunctionMode): ``dtype`` arguments of all torch functions, before numbers are rounded on their way
+  in (``torch.tensor([...], dtype=)``, ``new_tensor``);
+* the old constructors (``torch.FloatTensor([...])``), replaced as attributes of torch;
 * the default dtype is float64, so that factories without a dtype make float64.
 
 What is left alone: integer and bool results; tensors that already are float32, bfloat16 or float16 (a file's weights:
@@ -37,13 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
-_OLD_NAMES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
-_OLD_TYPES: dict[Any, Any] = {}
-for _module in (torch, torch.cuda):
-    for _name in _OLD_NAMES:
-        _OLD_TYPES[getattr(_module, _name)] = _module.DoubleTensor
-        _OLD_TYPES[f"{_module.__name__}.{_name}"] = f"{_module.__name__}.DoubleTensor"
+_OLD_CONSTRUCTORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 # These read memory as another dtype; they do not convert.
 _REINTERPRET = frozenset((Tensor.view, torch.frombuffer, torch.asarray, torch.ops.aten.view.dtype))
 # Unpickling makes an empty tensor of the stored dtype and then hangs the stored bytes into it.
@@ -63,7 +57,7 @@ def exact_tier() -> Iterator[None]:
     belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be nested.
     """
     default = torch.get_default_dtype()
-    old = [(module, name, getattr(module, name)) for module in (torch, torch.cuda) for name in _OLD_NAMES]
+    old = [(module, name, getattr(module, name)) for module in (torch, torch.cuda) for name in _OLD_CONSTRUCTORS]
     torch.set_default_dtype(torch.float64)
     for module, name, _ in old:
         setattr(module, name, module.DoubleTensor)
@@ -81,26 +75,18 @@ class _LiftInPython(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CASTS:
-            return (func if args[0].dtype in LOW else Tensor.double)(*args, **kwargs)
-        if func is Tensor.type and args[0].dtype not in LOW:
-            args = tuple(_OLD_TYPES.get(a, a) if isinstance(a, (str, type)) else a for a in args)
         args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
         return func(*args, **kwargs)
 
 
-class _LiftBelowAutograd(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiftBelowAutograd(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         lifted = _lifted(func, args, kwargs)
-        if not types or _PLAIN.issuperset(types):
-            return func(*args, **kwargs) if lifted is None else func(*lifted[0], **lifted[1])
-        # A tensor subclass such as DTensor: what it says of itself and what its local tensors are must be lifted alike.
-        # So it gets the lifted arguments, and the ops that it runs on its local tensors come back to this mode.
-        if lifted is None:
-            return NotImplemented
-        with self:
+        if lifted is not None:
             return func(*lifted[0], **lifted[1])
+        # A tensor subclass such as DTensor goes first, so that the ops on its local tensors come here as well.
+        return func(*args, **kwargs) if _PLAIN.issuperset(types) else NotImplemented
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -134,7 +120,7 @@ class Leak:
     count: int
 
 
-class LeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LeakWatch(TorchDispatchMode):
     """Records the ops inside a ``with`` block that give a tensor of a lower precision; expects none in the exact tier.
 
     May be entered inside or around ``exact_tier()``. Sees each op as it reaches the kernels, backward included; on

@@ -216,7 +216,7 @@ def test_dtensors_and_their_local_tensors_agree(one_rank: None) -> None:
         tripled = sharded.float() * 3
         assert isinstance(tripled, DTensor)
         lifted = tripled.redistribute(mesh, [Replicate()])
-        lifted.sum().backward()  # type: ignore[no-untyped-call]
+        lifted.sum().backward()
     assert lifted.dtype == lifted.to_local().dtype == torch.float64
     assert torch.equal(lifted.to_local(), X * 3)
     assert watch.leaks == ()
@@ -243,6 +243,41 @@ def test_fsdp2_mixed_precision_is_lifted_in_forward_and_backward(one_rank: None)
     assert plain.leaks
 
 
+class _CastsInside(Tensor):
+    """A tensor subclass, as DTensor is one, that goes through float32 on its local tensor."""
+
+    local: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor) -> "_CastsInside":
+        self: _CastsInside = Tensor._make_wrapper_subclass(cls, local.shape, dtype=local.dtype)
+        self.local = local
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(torch.ops.aten._to_copy.default(args[0].local, dtype=torch.float32), *args[1:])
+
+
+def test_what_a_tensor_subclass_does_inside_is_lifted_and_watched() -> None:
+    with LeakWatch() as plain:
+        _CastsInside(X) * 1
+    with exact_tier(), LeakWatch() as watch:
+        lifted = _CastsInside(X) * 1
+    assert [leak.op for leak in plain.leaks] == ["aten._to_copy.default", "aten.mul.Tensor"]
+    assert watch.leaks == ()
+    assert torch.equal(lifted, X)
+
+
+def test_leak_watch_sees_every_output_of_an_op() -> None:
+    data = torch.ones(3)
+    with LeakWatch() as watch:
+        data.sort()
+    assert [leak.op for leak in watch.leaks] == ["aten.sort.default"]
+
+
 def test_leak_watch_says_which_op_where_and_how_often() -> None:
     with LeakWatch() as watch:
         for _ in range(2):
@@ -267,7 +302,7 @@ def test_leak_watch_sees_what_the_tier_cannot_lift(outside: bool) -> None:
     watch = LeakWatch()
     with watch if outside else exact_tier(), exact_tier() if outside else watch:
         X.float()
-        assert watch.leaks == ()
+        assert not watch.leaks
         file * 2
         torch.asarray([THIRD], dtype=torch.float32)
     assert [leak.op for leak in watch.leaks] == ["aten.mul.Tensor", "aten.lift_fresh.default"]

@@ -100,7 +100,7 @@ def observe(batch: Batch, weights: Weights, architecture: Architecture, policy: 
         for document in (d for d in row.documents if any(d.targets)):
             logits_TV = forward(torch.tensor(document.tokens), leaves, architecture, policy)
             documents.append(target_logprobs(logits_TV, document, policy))
-            (-documents[-1].sum() * (scale / batch.target_count)).backward()  # type: ignore[no-untyped-call]
+            (-documents[-1].sum() * (scale / batch.target_count)).backward()
         if documents:
             logprobs[row.index] = torch.cat(documents).detach()
             loss_sum -= logprobs[row.index].sum().item()
