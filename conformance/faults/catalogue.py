@@ -145,7 +145,7 @@ _FAULTS = (
         seam="norm_axes",
         stage="gradient norm",
         loss_blind=True,
-        needs="a parameter that is replicated over a mesh axis, such as norms under tp",
+        needs="a parameter that is replicated over an axis of its mesh, such as norms under seqpar",
         wrap=_replicas_counted,
     ),
     Fault(

@@ -79,7 +79,7 @@ class ZygoteHandle:
         self._control = Packets(own)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), device, *preload],
+                [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), device, *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -87,7 +87,7 @@ class ZygoteHandle:
                 start_new_session=True,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
                 },

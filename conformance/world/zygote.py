@@ -114,7 +114,7 @@ class Zygote:
             else:
                 for fd in own:
                     os.set_inheritable(fd, True)
-                os.execv(sys.executable, [sys.executable, "-m", "conformance.world.rank", json.dumps(spec)])
+                os.execv(sys.executable, [sys.executable, "-P", "-m", "conformance.world.rank", json.dumps(spec)])
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -1,0 +1,80 @@
+"""Claim 7: every planted fault is caught, at the stage that was predicted, and the usual check misses most of them."""
+
+import pytest
+from conftest import make_cell
+
+from conformance.backend import Backend
+from conformance.faults import CATALOGUE, plant
+from conformance.scenario import Precision
+from conformance.session import Session
+
+# The cheapest cell in which each fault changes anything.
+CELLS = {
+    "dropped-o-bias": ("sft-padded", "pangu", "dp2"),
+    "leaking-documents": ("sft-packed", "llama", "dp2"),
+    "local-token-mean": ("sft-padded", "pangu", "dp2"),
+    "cleared-gradients": ("sft-packed", "llama", "dp2"),
+    "replicas-counted": ("sft-sgd", "llama", "tp2.seqpar"),
+    "inverted-clip": ("sft-sgd", "llama", "dp2"),
+    "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
+}
+
+
+def test_every_fault_of_the_catalogue_has_a_cell_here() -> None:
+    assert CELLS.keys() == CATALOGUE.keys()
+
+
+@pytest.mark.parametrize("precision", ["exact", "fp32"])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str, precision: Precision) -> None:
+    fault = CATALOGUE[name]
+    verdict = session.run(make_cell(*CELLS[name], precision, faults=(name,))).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == fault.stage, verdict.reason
+    first_loss = next(q for q in verdict.quantities if (q["stage"], q["tensor"], q["step"]) == ("loss", "loss", 0))
+    assert (first_loss["observed"] <= first_loss["allowed"]) == fault.loss_blind
+
+
+@pytest.mark.parametrize("cell", sorted(set(CELLS.values())))
+def test_the_same_cells_conform_without_a_fault(session: Session, cell: tuple[str, str, str]) -> None:
+    verdict = session.run(make_cell(*cell, "exact")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+def test_most_faults_are_invisible_to_the_loss_of_the_first_step() -> None:
+    assert sum(fault.loss_blind for fault in CATALOGUE.values()) >= 3
+
+
+class _Seamless:
+    """A backend that names no seams."""
+
+
+class _Seamed:
+    seams = {"clip_coefficient": f"{__name__}:halve"}
+
+
+def halve(norm: float, max_norm: float) -> float:
+    return 0.5
+
+
+def test_a_planted_fault_is_gone_afterwards_even_if_the_cell_raised() -> None:
+    seamed: type[Backend] = _Seamed  # type: ignore[assignment]
+    with pytest.raises(RuntimeError), plant(["inverted-clip"], seamed):
+        assert halve(2.0, 1.0) == 1.0
+        raise RuntimeError
+    assert halve(2.0, 1.0) == 0.5
+
+
+def test_a_fault_needs_its_seam() -> None:
+    seamless: type[Backend] = _Seamless  # type: ignore[assignment]
+    with (
+        pytest.raises(ValueError, match=r"needs the seam 'clip_coefficient'.*its seams: none"),
+        plant(["inverted-clip"], seamless),
+    ):
+        pass
+
+
+def test_an_unknown_fault_lists_the_known_ones() -> None:
+    seamed: type[Backend] = _Seamed  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="unknown fault 'typo'; known: dropped-o-bias"), plant(["typo"], seamed):
+        pass

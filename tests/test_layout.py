@@ -1,0 +1,59 @@
+"""Layouts: ids are stable, and what does not fit is refused with numbers and a layout that would."""
+
+import pytest
+
+from conformance.layout import Layout
+
+
+@pytest.mark.parametrize(
+    "text", ["dp1", "dp2", "tp2", "dp4.rep2", "dp2.tp2.sp2", "dp4.rep2.tp2.seqpar.losspar.lastsync"]
+)
+def test_ids_are_read_as_they_are_written(text: str) -> None:
+    assert str(Layout.parse(text)) == text
+
+
+def test_the_order_of_an_ids_parts_does_not_matter() -> None:
+    assert str(Layout.parse("losspar.tp2.seqpar.dp2")) == "dp2.tp2.seqpar.losspar"
+
+
+def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> None:
+    assert Layout.parse("dp4.rep2.tp2").world_size == 8
+    assert Layout.for_world(8, tp=2, sp=2) == Layout(dp=2, tp=2, sp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp0", "dp=0: every axis of a layout needs at least one rank; use dp1"),
+        ("dp4.rep3", r"rep=3 does not divide dp=4 .*use rep2"),
+        ("dp2.dp4", "names dp twice"),
+        ("zz2", "'zz2' is neither an axis with a size"),
+        ("dp2.fast", "'fast' is neither an axis .* nor an option"),
+        ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
+        ("", "'' is neither an axis"),
+    ],
+)
+def test_a_wrong_id_says_what_to_change(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize("world_size", [1, 6])
+def test_a_world_that_the_model_axes_do_not_divide_is_refused(world_size: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"world size {world_size} is not divisible by sp x tp x pp = 2 x 2 x 1 = 4; use 4"
+    ):
+        Layout.for_world(world_size, tp=2, sp=2)
+
+
+def test_a_head_is_not_cut() -> None:
+    with pytest.raises(
+        ValueError, match=r"tp=8 must divide .* 8 attention heads and its 4 key-value heads.*tp4 would work"
+    ):
+        Layout.parse("tp8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+
+
+def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:
+    with pytest.raises(ValueError, match=r"24 rows .* dp=5 x accumulation=3; dp4 would work, or data.rows=30"):
+        Layout.parse("dp5").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
+    Layout.parse("dp8").validate(heads=8, kv_heads=4, rows=24, accumulation=3)

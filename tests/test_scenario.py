@@ -1,0 +1,68 @@
+"""Scenarios: what is written in a TOML file is what is trained, and what is wrong in it is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from conformance.paths import FIXTURES
+from conformance.scenario import ScheduleConfig, load_scenario, parse_scenario, scenario_to_json
+
+VALID = {"name": "x", "model": "models/llama", "precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
+
+
+@pytest.mark.parametrize("file", sorted((FIXTURES / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
+    scenario = load_scenario(file, model="models/llama", precision="exact")
+    assert scenario.name == file.stem
+    assert parse_scenario(scenario_to_json(scenario)) == scenario
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"precision": "fp8"}, r"precision: Input should be 'exact', 'fp32', 'bf16' or 'fp16' \(got 'fp8'\)"),
+        ({"optimizer": {"name": "sgd", "lr": -1}}, r"optimizer.lr: Input should be greater than 0 \(got -1\)"),
+        ({"optimizer": {"name": "sgd", "lr": 1, "beta": 1}}, r"optimizer.beta: Unexpected keyword argument"),
+        ({"accumulation": 0}, "accumulation: Input should be greater than or equal to 1"),
+        ({"accumulation": 5}, "data.rows=24 is not divisible by accumulation=5; use data.rows=25"),
+        ({"steps": 4, "resume_after": 3}, "leaves fewer than two of 4 steps.*use steps=5 or more"),
+        ({"name": "No Spaces"}, "name: String should match pattern"),
+        ({"stepz": 4}, "stepz: Unexpected keyword argument"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_may_be(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_scenario({**VALID, **change})
+
+
+def test_a_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").touch()
+    with pytest.raises(ValueError, match=r"no scenario file .*yours.toml; scenarios in that folder: mine"):
+        load_scenario(tmp_path / "yours.toml")
+
+
+def test_broken_toml_is_named_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("steps = = 5")
+    with pytest.raises(ValueError, match=r"broken.toml is not valid TOML: .*line 1"):
+        load_scenario(tmp_path / "broken.toml")
+
+
+def test_the_reference_does_not_depend_on_how_a_step_is_cut() -> None:
+    whole = parse_scenario({**VALID, "steps": 5})
+    cut = parse_scenario({**VALID, "steps": 5, "accumulation": 3, "resume_after": 2})
+    assert cut.reference == whole.reference
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedules_are_those_of_transformers(name: str, warmup: int) -> None:
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, total_steps=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    library = "constant_with_warmup" if name == "constant" else name
+    theirs = transformers.get_scheduler(library, optimizer, num_warmup_steps=warmup, num_training_steps=8)
+    for step in range(8):
+        assert schedule.factor(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
+        optimizer.step()
+        theirs.step()
