@@ -10,14 +10,13 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from conformance import doctor
-from conformance.backend import MissingExtra, Unsupported, find_backend, registered_backends
+from conformance.backend import MissingExtra, Unsupported, registered_backends
 from conformance.cell import Cell
-from conformance.faults import CATALOGUE, find_fault
+from conformance.faults import CATALOGUE
 from conformance.judge import STATES
-from conformance.matrix import Overrides, expand, load_profile, profile_names, select
+from conformance.matrix import Selection, load_profile, profile_names, select_cells
 from conformance.results import SUMMARY, rejudge
 from conformance.session import Result, Session, SessionConfig
 
@@ -81,25 +80,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
-def select_cells(options: Any) -> list[Cell]:
-    """The cells that the selection options name, without ``fault-`` parts unless faults are asked for.
-
-    Raises ValueError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
-    """
-    names = options.backend or list(registered_backends())
-    data = {"path": options.data, **{k: getattr(options, k) for k in ("input_key", "output_key", "max_len")}}
-    overrides = Overrides(
-        model=options.model,
-        seed=options.seed,
-        data=tuple((key, value) for key, value in data.items() if value is not None),
-    )
-    faults = tuple(find_fault(name).name for name in options.faults)
-    cells = expand(load_profile(options.profile), [find_backend(name) for name in names], overrides, faults=faults)
-    return select(cells, options.cells)
-
-
 def _list(options: argparse.Namespace, _: list[str]) -> int:
-    cells = select_cells(options)
+    cells = select_cells(Selection.from_options(options))
     rows = [{"id": str(cell), "world_size": cell.layout.world_size, "unsupported": _refusal(cell)} for cell in cells]
     if options.json:
         backends = {name: entry.target for name, entry in registered_backends().items()}
@@ -121,7 +103,7 @@ def _refusal(cell: Cell) -> str:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    cells = select_cells(options)
+    cells = select_cells(Selection.from_options(options))
     out = _output_folder(options.out)
     config = SessionConfig(
         out=out,

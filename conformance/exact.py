@@ -18,9 +18,9 @@ What is left alone: integer and bool results; tensors that already are float32, 
 their digits are lost before they get here); reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
 
 What is not seen: kernels that compute in a lower precision inside; values that reach torch as float32 (numpy arrays,
-``torch.asarray([...], dtype=)``); complex64; other Python threads (modes belong to a thread); code that sets the
-default dtype itself; types imported by name beforehand (``from torch import FloatTensor``). LeakWatch shows most of
-these.
+``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode; complex64; other Python
+threads (modes belong to a thread); code that sets the default dtype itself; types imported by name beforehand
+(``from torch import FloatTensor``). LeakWatch shows most of these.
 """
 
 import sys
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _OLD_CONSTRUCTORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 # These read memory as another dtype; they do not convert.
-_REINTERPRET = frozenset((Tensor.view, torch.frombuffer, torch.asarray, torch.ops.aten.view.dtype))
+_REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype))
 # Unpickling makes an empty tensor of the stored dtype and then hangs the stored bytes into it.
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
 # Fake tensors are what DTensor computes shapes and dtypes with; they have to be lifted as what they stand for.

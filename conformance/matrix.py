@@ -8,15 +8,16 @@ import fnmatch
 import itertools
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from conformance.backend import BackendEntry
+from conformance.backend import BackendEntry, find_backend, registered_backends
 from conformance.cell import Cell
+from conformance.faults import find_fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.scenario import STRICT, Precision, load_scenario
@@ -47,6 +48,60 @@ class Overrides:
     model: str | None = None
     seed: int | None = None
     data: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The cells that a user asks for. The fields are named as the options of ``parity run``, and mean the same.
+
+    No backend stands for all that are registered, no pattern in ``cells`` for all cells.
+    """
+
+    profile: str = "quick"
+    backend: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    model: str | None = None
+    data: str | None = None
+    input_key: str | None = None
+    output_key: str | None = None
+    max_len: int | None = None
+    seed: int | None = None
+
+    @classmethod
+    def from_options(cls, options: object, *, prefix: str = "") -> "Selection":
+        """From what a parser returns: an attribute per field, None where the option was not given."""
+        values: dict[str, Any] = {field.name: getattr(options, prefix + field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{name: value for name, value in (values | lists).items() if value is not None})
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options of ``parity run`` that ask for the same, but for ``--cells``."""
+        arguments: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "cells" and value != field.default:
+                for single in value if isinstance(value, tuple) else (value,):
+                    arguments += [f"--{field.name}", str(single)]
+        return tuple(arguments)
+
+
+def select_cells(selection: Selection) -> list[Cell]:
+    """The cells of a selection, in an order that depends on nothing else.
+
+    Raises ValueError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
+    """
+    names = selection.backend or tuple(registered_backends())
+    data = {"path": selection.data, **{k: getattr(selection, k) for k in ("input_key", "output_key", "max_len")}}
+    overrides = Overrides(
+        model=selection.model,
+        seed=selection.seed,
+        data=tuple((key, value) for key, value in data.items() if value is not None),
+    )
+    faults = tuple(find_fault(name).name for name in selection.faults)
+    cells = expand(load_profile(selection.profile), [find_backend(name) for name in names], overrides, faults=faults)
+    return select(cells, selection.cells)
 
 
 def profile_names() -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conformance.backend import BackendInfo, Kind, NamedTensors, Shard, StepMetrics, Support
+from conformance.backend import BackendInfo, ExpectedDifference, Kind, NamedTensors, Shard, StepMetrics, Support
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -16,6 +16,7 @@ class StrategyBackend:
     """Adapter over ``get_strategy(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
 
     info: ClassVar[BackendInfo]
+    expected: ClassVar[tuple[ExpectedDifference, ...]] = ()
     preload: ClassVar[tuple[str, ...]]
     seams: ClassVar[dict[str, str]]
     strategy: Strategy

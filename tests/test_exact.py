@@ -1,15 +1,15 @@
 """The exact tier: every request for a lower precision on the way of a float64 computation gives float64, nothing else
 changes, and LeakWatch finds what is left. Serves claim 6."""
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,6 +108,12 @@ def test_integer_and_bool_results_are_untouched() -> None:
         assert torch.tensor([True]).to(torch.uint8).dtype == torch.uint8
 
 
+def test_inference_mode_is_lifted_too() -> None:
+    with exact_tier(), torch.inference_mode():
+        assert torch.equal(X.float(), X)
+        assert torch.softmax(X, 0, torch.float32).dtype == torch.float64
+
+
 def test_tensors_that_already_are_float32_are_left_alone() -> None:
     data = torch.ones(3)
     with exact_tier():
@@ -118,20 +124,24 @@ def test_tensors_that_already_are_float32_are_left_alone() -> None:
         assert data.double().dtype == torch.float64
 
 
-def test_float32_files_are_read_as_they_are() -> None:
+def test_float32_files_are_read_as_they_are(tmp_path: Path) -> None:
     stored = torch.tensor([1.5, -2.0, 0.25])
-    buffer = io.BytesIO()
-    torch.save(stored, buffer)
-    buffer.seek(0)
+    torch.save(stored, tmp_path / "x.pt")
+    save_file({"x": stored}, tmp_path / "x.safetensors")
     with exact_tier():
-        for read in (
-            torch.load(buffer),
-            load(save({"x": stored}))["x"],
-            torch.frombuffer(stored.numpy(), dtype=stored.dtype),
-        ):
-            assert read.dtype == torch.float32
-            assert torch.equal(read, stored)
-        assert torch.equal(X.view(torch.float32).view(torch.float64), X)
+        pickled = torch.load(tmp_path / "x.pt")
+        mapped = load_file(tmp_path / "x.safetensors")["x"]
+        copied = load((tmp_path / "x.safetensors").read_bytes())["x"]
+    for read in (pickled, mapped, copied):
+        assert read.dtype == torch.float32
+        assert torch.equal(read, stored)
+
+
+def test_reinterpreted_memory_is_not_converted() -> None:
+    with exact_tier():
+        halves = X.view(torch.float32)
+    assert halves.dtype == torch.float32
+    assert torch.equal(halves.view(torch.float64), X)
 
 
 class _NormInFloat32(torch.autograd.Function):
@@ -264,7 +274,8 @@ class _CastsInside(Tensor):
 def test_what_a_tensor_subclass_does_inside_is_lifted_and_watched() -> None:
     with LeakWatch() as plain:
         _CastsInside(X) * 1
-    with exact_tier(), LeakWatch() as watch:
+    # As in backward, where only this mode is active.
+    with _LiftBelowAutograd(), LeakWatch() as watch:
         lifted = _CastsInside(X) * 1
     assert [leak.op for leak in plain.leaks] == ["aten._to_copy.default", "aten.mul.Tensor"]
     assert watch.leaks == ()

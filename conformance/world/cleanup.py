@@ -8,7 +8,6 @@ answer with an equal mesh of an earlier task, and the keys in the store, where a
 one finds the addresses of the earlier one.
 """
 
-import functools
 import gc
 import sys
 from dataclasses import dataclass
@@ -35,12 +34,9 @@ class Holdings:
 # pool, a log). Real leaks are far above it: Megatron's parallel state left 17 groups, 75 descriptors, 51 threads each.
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
 
-_frozen_caches: list[Any] = []
-
 
 def freeze() -> None:
     """Exempt what is imported by now from garbage collection: it is fast then, and forked ranks share the memory."""
-    _frozen_caches.extend(_mesh_caches())
     gc.collect()
     gc.freeze()
 
@@ -68,7 +64,7 @@ class Cleaner:
         backend, _ = world.pg_map[everybody]
         world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
         if "torch.distributed.tensor" in sys.modules:
-            _clear_mesh_caches(self._device)
+            _forget_meshes(self._device)
         gc.collect()
         now = Holdings(
             groups=len(world.pg_map),
@@ -89,18 +85,16 @@ def growth(first: Holdings, now: Holdings) -> str:
     )
 
 
-def _mesh_caches() -> list[Any]:
-    """The lru_caches of torch.distributed. Some live in closures, without a name to reach them by."""
-    kind = functools._lru_cache_wrapper
-    return [o for o in gc.get_objects() if type(o) is kind and str(o.__module__).startswith("torch.distributed.")]
-
-
-def _clear_mesh_caches(device: str) -> None:
-    for cache in (*_frozen_caches, *_mesh_caches()):
-        cache.cache_clear()
-    # DTensor's native cache is per thread. Backward has a thread of its own for a GPU (none for the CPU).
-    torch._C._clear_DTensor_sharding_propagator_cache()
+def _forget_meshes(device: str) -> None:
+    """Clear DTensor's caches, which are per thread: backward has a thread of its own on a GPU (none on the CPU)."""
+    _clear_dtensor_caches()
     _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+def _clear_dtensor_caches() -> None:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 class _ClearInBackward(torch.autograd.Function):
@@ -110,5 +104,5 @@ class _ClearInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        torch._C._clear_DTensor_sharding_propagator_cache()
+        _clear_dtensor_caches()
         return gradient

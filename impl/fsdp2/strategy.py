@@ -48,8 +48,9 @@ class Fsdp2Strategy:
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         self.options = config.layout.options
-        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
-        self.scaler = torch.amp.GradScaler(config.device, enabled=config.precision == "fp16")
+        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32. From GradScaler's usual
+        # 65536 the first steps may overflow and be skipped until the scale has fallen; this one is low enough.
+        self.scaler = torch.amp.GradScaler(config.device, init_scale=2.0**12, enabled=config.precision == "fp16")
 
     @property
     def sequence_multiple(self) -> int:

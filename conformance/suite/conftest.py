@@ -1,0 +1,75 @@
+"""What the items of the suite share: the cells that are asked for, and one session per pytest worker.
+
+All workers collect the same cells in the same order. Before the first cell runs, one of them puts every cell into the
+output folder as not run (claim 8); from then on each writes the verdicts of its own.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from conformance.cell import Cell
+from conformance.judge import Verdict
+from conformance.matrix import select_cells
+from conformance.pytest_plugin import OUT, USAGE, selection
+from conformance.session import Result, Session, SessionConfig
+
+
+class SuiteSession(Session):
+    """A session that shares its output folder with those of other workers."""
+
+    def __enter__(self) -> "SuiteSession":
+        super().__enter__()
+        return self
+
+    def announce(self, cells: list[Cell]) -> None:
+        """Write the summary of a run that has not begun."""
+        for cell in cells:
+            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the run ended before this cell")))
+        self.write_summary(finished=False)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" not in metafunc.fixturenames:
+        return
+    cells: list[Cell] = []
+    if OUT not in metafunc.config.stash:
+        raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
+    try:
+        cells = select_cells(selection(metafunc.config))
+    except ValueError as error:
+        metafunc.config.stash[USAGE] = str(error)
+    metafunc.parametrize("cell", cells, ids=str)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """List the cells that are left after -k and the like; whichever worker makes the folder does it."""
+    config = session.config
+    calls = [getattr(item, "callspec", None) for item in session.items]
+    cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
+    if not cells or config.option.collectonly:
+        return
+    try:
+        (config.stash[OUT] / "cells").mkdir(parents=True)
+    except FileExistsError:
+        return
+    with SuiteSession(session_config(config)) as suite:
+        suite.announce(cells)
+
+
+def session_config(config: pytest.Config) -> SessionConfig:
+    """As ``parity run`` would have it, so that a cell's reproduce command runs it again."""
+    chosen = selection(config)
+    device = config.option.parity_device
+    return SessionConfig(
+        out=config.stash[OUT],
+        device=device,
+        profile=chosen.profile,
+        arguments=(*chosen.arguments, *(() if device == "cpu" else ("--device", device))),
+    )
+
+
+@pytest.fixture(scope="session")
+def parity_session(pytestconfig: pytest.Config) -> Iterator[SuiteSession]:
+    with SuiteSession(session_config(pytestconfig)) as session:
+        yield session

@@ -1,0 +1,49 @@
+"""The matrix: one item per cell, named by the cell's id. An item runs its cell and asserts the verdict.
+
+    pytest --pyargs conformance.suite --parity-profile quick -n 2
+
+Serves every claim, claim 8 in that only a cell that conforms passes.
+"""
+
+import json
+
+import pytest
+
+from conformance.cell import Cell
+from conformance.results import VERDICT
+from conformance.session import Result, Session
+
+SHOWN = 12  # findings in a message; verdict.json has them all
+
+
+@pytest.fixture
+def result(cell: Cell, parity_session: Session) -> Result:
+    """The cell, run and judged. Where infrastructure failed, pytest reports an error and not a failure of the test."""
+    result = parity_session.run(cell)
+    if result.verdict.state == "infrastructure":
+        pytest.fail(_message(result, parity_session), pytrace=False)
+    return result
+
+
+def test_cell(result: Result, parity_session: Session) -> None:
+    """The backend computes what the oracle computes; if not, the message says where they part."""
+    verdict = result.verdict
+    if verdict.state == "unsupported":
+        pytest.skip(f"unsupported: {verdict.reason}")
+    if verdict.state == "expected_difference":
+        pytest.xfail(f"expected difference: {verdict.reason}")
+    if verdict.state != "conforms":
+        pytest.fail(_message(result, parity_session), pytrace=False)
+
+
+def _message(result: Result, session: Session) -> str:
+    """All that a person needs in order to go on."""
+    verdict = result.verdict
+    folder = session.config.out / "cells" / result.cell.slug
+    findings = [f"  {finding}" for finding in verdict.findings[:SHOWN]]
+    if len(verdict.findings) > SHOWN:
+        findings.append(f"  and {len(verdict.findings) - SHOWN} more, in {VERDICT}")
+    reproduce = json.loads((folder / VERDICT).read_text(encoding="utf-8"))["reproduce"]
+    return "\n".join(
+        [f"{verdict.state}: {verdict.reason}", *findings, f"reproduce: {reproduce}", f"record and logs: {folder}"]
+    )
