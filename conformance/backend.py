@@ -119,7 +119,10 @@ class Backend(Protocol):
         ...
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
-        """Build model and optimizer on ``cpu`` or ``cuda`` from the Hugging Face folder ``weights``, never a seed.
+        """Build model and optimizer from the Hugging Face folder ``weights``, never from a seed.
+
+        ``device`` is ``cpu``, or ``cuda:N`` with this rank's GPU.
+
 
         Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
         """

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -204,10 +205,18 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": _gpus(),
         "cuda": torch.version.cuda,
         **{name: package_version(name) for name in ("torch", "transformers", "deepspeed", "megatron-core")},
     }
+
+
+def _gpus() -> list[str]:
+    """Name and driver of each GPU of the host, asked without creating a CUDA context in this process."""
+    if not torch.cuda.device_count():
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def _heads(model: Path) -> dict[str, int]:

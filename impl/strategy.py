@@ -25,7 +25,7 @@ STRATEGIES = {"fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy"}
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or ``cuda``."""
+    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or this rank's ``cuda:N``."""
 
     layout: Layout
     precision: Precision

@@ -25,7 +25,7 @@ def gradient_norm(gradients: Iterable[DTensor]) -> float:
     squares: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
-        square = gradient.to_local().double().square().sum()
+        square = gradient.to_local().double().square().sum().to(gradient.device_mesh.device_type)
         squares[gradient.device_mesh, axes_to_sum(gradient)].append(square)
     total = 0.0
     for (mesh, axes), parts in squares.items():

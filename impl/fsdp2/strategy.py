@@ -50,7 +50,9 @@ class Fsdp2Strategy:
         self.options = config.layout.options
         # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32. From GradScaler's usual
         # 65536 the first steps may overflow and be skipped until the scale has fallen; this one is low enough.
-        self.scaler = torch.amp.GradScaler(config.device, init_scale=2.0**12, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            torch.device(config.device).type, init_scale=2.0**12, enabled=config.precision == "fp16"
+        )
 
     @property
     def sequence_multiple(self) -> int:
@@ -60,7 +62,9 @@ class Fsdp2Strategy:
     def setup_distributed(self) -> None:
         layout = self.config.layout
         sizes = (layout.rep, layout.dp // layout.rep, layout.tp)
-        self.mesh = init_device_mesh(self.config.device, sizes, mesh_dim_names=("rep", "shard", "tp"))
+        self.mesh = init_device_mesh(
+            torch.device(self.config.device).type, sizes, mesh_dim_names=("rep", "shard", "tp")
+        )
         rank = dist.get_rank() // layout.tp
         self.data_rank, self.data_size = rank, layout.dp
 
@@ -74,6 +78,7 @@ class Fsdp2Strategy:
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
     ) -> None:
+        model.to(self.config.device)
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.config.layout.tp > 1:
@@ -84,7 +89,7 @@ class Fsdp2Strategy:
             else:
                 apply_model_plan(model, self.mesh["tp"], shipped="shipped" in self.options)
         self._shard(model)
-        self.model = model.to(self.config.device) if "offload" not in self.options else model
+        self.model = model
         self.optimizer = self.create_optimizer(model, optimizer)
         self.scheduler = transformers.get_scheduler(
             schedule.name,
@@ -98,7 +103,9 @@ class Fsdp2Strategy:
         compute = _COMPUTE.get(self.config.precision)
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
-        offload = CPUOffloadPolicy(pin_memory=False) if "offload" in self.options else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.config.device != "cpu") if "offload" in self.options else OffloadPolicy()
+        )
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -174,7 +181,7 @@ class Fsdp2Strategy:
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
         for name, tensor in self._named(kind):
-            yield name, tensor.full_tensor()
+            yield name, tensor.to(self.config.device).full_tensor()  # offloaded pieces lie where NCCL cannot reach
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):

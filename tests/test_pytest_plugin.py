@@ -1,0 +1,272 @@
+"""The pytest plugin: an item per cell that says what its verdict says, one report per run, and nothing for others.
+
+Runs pytest as users do, in a process of its own and in an empty folder.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import cli
+from conformance.matrix import Selection, select_cells
+from conformance.pytest_plugin import merge
+from reports.load import read_report
+
+SUITE = ("--pyargs", "conformance.suite")
+ITEM = "test_cells.py::test_cell"
+PROFILE = """
+description = "two ranks"
+[[cells]]
+scenarios = ["sft-sgd"]
+models = ["llama"]
+layouts = ["dp2", "dp2.rep2", "tp2"]
+precisions = ["fp32"]
+"""
+
+# A backend with every answer that is not "conforms", by layout; and one that makes a run stop half-way.
+ODD = """
+from conformance.backend import ExpectedDifference, Unsupported
+from impl.fsdp2.adapter import Fsdp2Backend
+
+class Odd(Fsdp2Backend):
+    expected = (ExpectedDifference(cells="*/dp2/*", stage="loss", reason="a known bug", link="https://example.org/1"),)
+
+    @classmethod
+    def supports(cls, scenario, layout):
+        return Unsupported("odd has no replicas; use dp2") if layout.rep > 1 else super().supports(scenario, layout)
+
+    def setup(self, scenario, layout, *arguments):
+        if layout.tp > 1:
+            raise ArithmeticError("odd cannot set this up")
+        return super().setup(scenario, layout, *arguments)
+
+class Nothing(Fsdp2Backend):
+    @classmethod
+    def supports(cls, scenario, layout):
+        return Unsupported("nothing at all")
+"""
+STOP = """
+import os
+
+def pytest_runtest_setup(item):
+    if "dp2.rep2" in item.name:
+        if os.environ["STOP"] == "crash":
+            os._exit(1)
+        raise KeyboardInterrupt
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A pytest run that has ended; ``out`` is its output folder."""
+
+    code: int
+    text: str
+    out: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return values
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {state: count for state, count in self.summary["counts"].items() if count}
+
+
+def run_pytest(folder: Path, *arguments: str) -> Run:
+    (folder / "tiny.toml").write_text(PROFILE)
+    (folder / "odd.py").write_text(ODD)
+    (folder / "stop.py").write_text(STOP)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    out = next((folder / "parity-out").glob("*"), folder / "no parity-out")
+    return Run(code=done.returncode, text=done.stdout + done.stderr, out=out)
+
+
+def run_suite(folder: Path, *arguments: str) -> Run:
+    return run_pytest(folder, *SUITE, "--parity-profile", "tiny.toml", *arguments)
+
+
+# --- a run on two workers ---
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_suite(tmp_path_factory.mktemp("parallel"), "-n", "2", "--parity-cells", "*p2/fp32")
+
+
+def test_cells_that_conform_pass(parallel: Run) -> None:
+    assert parallel.code == 0, parallel.text
+    assert "2 passed" in parallel.text
+
+
+def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) -> None:
+    assert [path.name for path in parallel.out.parent.iterdir()] == [parallel.out.name]
+    assert parallel.counts == {"conforms": 2}
+    assert parallel.summary["verdict"] == "conforms"
+    assert parallel.summary["finished"]
+    assert len(list(parallel.out.glob("oracle/*/float64/record.jsonl"))) == 1
+    assert {"report.html", "report.md", "junit.xml"} <= {path.name for path in parallel.out.iterdir()}
+    assert read_report(parallel.out).verdict == "conforms"
+
+
+def test_the_last_lines_tell_the_verdict_and_where_the_report_is(parallel: Run) -> None:
+    assert f"conforms: 2 conforms\nreport: {parallel.out / 'report.html'}\n" in parallel.text
+
+
+def test_the_reproduce_command_asks_for_the_same_cell(
+    parallel: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(parallel.out.parents[1])
+    for cell in parallel.summary["cells"]:
+        command = json.loads((parallel.out / cell["folder"] / "verdict.json").read_text())["reproduce"]
+        program, verb, *arguments = shlex.split(command)
+        assert (program, verb) == ("parity", "run")
+        assert cli.main(["list", "--json", *arguments]) == 0
+        assert [row["id"] for row in json.loads(capsys.readouterr().out)["cells"]] == [cell["id"]]
+
+
+def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: Run, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(parallel.out, tmp_path / "out"))
+    summary = json.loads((out / "summary.json").read_text())
+    verdict_file = out / summary["cells"][0]["folder"] / "verdict.json"
+    verdict_file.write_text(json.dumps(json.loads(verdict_file.read_text()) | {"state": "not_run"}))
+    (out / "summary.json").write_text(json.dumps(summary | {"finished": None}))
+    merged = merge(out)
+    assert (merged["verdict"], merged["finished"]) == ("incomplete", None)
+
+
+# --- a run with every other verdict ---
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_suite(
+        tmp_path_factory.mktemp("troubled"),
+        *("--parity-backend", "fsdp2", "--parity-backend", "odd:Odd", "--parity-faults", "local-token-mean"),
+        *("--parity-cells", "*/fsdp2/dp2/*", "--parity-cells", "*/odd/*"),
+    )
+
+
+def section(run: Run, title: str) -> str:
+    """What pytest says of one item that did not pass."""
+    found = re.search(rf"^_+ {re.escape(title)} _+\n(.*?)^(_{{3}}|===)", run.text, re.DOTALL | re.MULTILINE)
+    assert found, run.text
+    return found[1]
+
+
+def test_a_fault_fails_its_item_with_stage_tensor_and_how_to_go_on(troubled: Run) -> None:
+    cell = "sft-sgd/llama/fsdp2/dp2/fp32/fault-local-token-mean"
+    text = section(troubled, f"test_cell[{cell}]")
+    folder = troubled.out / "cells" / cell.replace("/", "_")
+    assert text.startswith("differs: first difference at loss, step 0, 1 of ")
+    assert re.search(r"^  loss, step 0: loss is \S+ off, allowed \S+", text, re.MULTILINE)
+    assert re.search(r"^  gradients, step 0: \S+ is \S+ off, allowed \S+", text, re.MULTILINE)
+    assert re.search(r"^  and \d+ more, in verdict.json$", text, re.MULTILINE)
+    assert "reproduce: parity run --profile tiny.toml --backend fsdp2 --backend odd:Odd --faults local-t" in text
+    assert f"--cells {cell}\n" in text
+    assert f"record and logs: {folder}\n" in text
+    assert "Traceback" not in text
+    assert "test_cells.py" not in text
+
+
+def test_an_infrastructure_failure_is_an_error_and_not_a_failure(troubled: Run) -> None:
+    text = section(troubled, "ERROR at setup of test_cell[sft-sgd/llama/odd/tp2/fp32/fault-local-token-mean]")
+    assert text.startswith("infrastructure: rank ")
+    assert "ArithmeticError: odd cannot set this up" in text
+    assert "reproduce: parity run" in text
+
+
+def test_what_is_unsupported_or_expected_is_said_with_its_reason(troubled: Run) -> None:
+    assert "unsupported: odd has no replicas; use dp2" in troubled.text
+    assert "expected difference: a known bug (https://example.org/1)" in troubled.text
+
+
+def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
+    assert troubled.code == 1
+    assert re.search(r"= 1 failed, 1 skipped, 1 xfailed, 1 error in ", troubled.text)
+    assert troubled.counts == {"differs": 1, "unsupported": 1, "expected_difference": 1, "infrastructure": 1}
+    assert "differs: 1 differs, 1 unsupported, 1 expected difference, 1 infrastructure\nreport: " in troubled.text
+
+
+# --- a run that stops half-way ---
+
+
+@pytest.mark.parametrize(
+    ("how", "arguments", "message"),
+    [
+        ("interrupt", (), "no tests ran|1 skipped"),
+        ("crash", ("-n", "1", "--max-worker-restart", "0"), "worker 'gw0' crashed while running"),
+    ],
+    ids=["interrupt", "crash"],
+)
+def test_a_run_that_stops_half_way_is_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("STOP", how)
+    run = run_suite(tmp_path, "-p", "stop", "--parity-backend", "odd:Nothing", *arguments)
+    assert run.code != 0
+    assert re.search(message, run.text)
+    assert run.counts == {"unsupported": 1, "not_run": 2}
+    assert (run.summary["verdict"], run.summary["finished"]) == ("incomplete", None)
+    assert "incomplete: 1 unsupported, 2 not run\nreport: " in run.text
+    assert "The run did not finish" in (run.out / "report.html").read_text()
+
+
+# --- items and options ---
+
+
+def test_an_item_is_called_by_its_cell_and_collecting_writes_nothing(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, *SUITE, "--collect-only", "-q")
+    items = [line for line in run.text.splitlines() if "::" in line]
+    assert items == [f"{ITEM}[{cell}]" for cell in select_cells(Selection())]
+    assert not run.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parity-backend", "nope"), "ERROR: unknown backend 'nope'; registered: "),
+        (("--parity-profile", "nope", "-n", "2"), "ERROR: no profile 'nope'; known: "),
+        (("--parity-out", "."), "ERROR: . exists and is not an empty folder; give another --parity-out"),
+        (("--parity-device", "cuda", "-n", "2"), "ERROR: --parity-device cuda: all workers would use the same GPUs"),
+        (("-p", "no:parity"), "the suite needs its pytest plugin; leave out -p no:parity"),
+    ],
+    ids=["backend", "profile", "out", "cuda", "no plugin"],
+)
+def test_wrong_options_are_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    run = run_pytest(tmp_path, *SUITE, *arguments)
+    assert run.code == (pytest.ExitCode.INTERRUPTED if "no:parity" in arguments else pytest.ExitCode.USAGE_ERROR)
+    assert run.text.count(message) >= 1, run.text
+    assert "Traceback" not in run.text
+    assert "INTERNALERROR" not in run.text
+    assert not run.out.exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-p", "no:parity")], ids=["alone", "xdist", "no plugin"])
+def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "test_theirs.py").write_text(
+        "import sys\n"
+        "def test_theirs(request):\n"
+        "    assert not {'torch', 'conformance.matrix', 'reports'} & set(sys.modules)\n"
+    )
+    run = run_pytest(tmp_path, *arguments)
+    assert run.code == 0, run.text
+    assert "1 passed" in run.text
+    assert "parity ==" not in run.text
+    assert not (tmp_path / "parity-out").exists()
+
+
+def test_a_selection_survives_the_way_through_its_arguments() -> None:
+    selection = Selection(profile="full", backend=("a", "b:C"), faults=("x",), model="m", data="d", max_len=7, seed=0)
+    parsed = cli._parser().parse_args(["list", *selection.arguments])
+    assert Selection.from_options(parsed) == selection

@@ -1,0 +1,83 @@
+"""The wheel: what a user installs is all there, and works away from the checkout."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conformance.matrix import Selection, profile_names, select_cells
+
+CHECKOUT = Path(__file__).parents[1]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """A wheel, and a folder that it is installed in, which comes before the checkout on the path."""
+
+    wheel: Path
+    target: Path
+
+    def run(self, *command: str | Path) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(self.target)}
+        done = subprocess.run(command, cwd=self.target.parent, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    target = folder / "target"
+    subprocess.run(
+        [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, CHECKOUT], check=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
+    return Installed(wheel=wheel, target=target)
+
+
+def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
+    names = set(zipfile.ZipFile(installed.wheel).namelist())
+    for source, place in (
+        ("fixtures/models", "conformance/_fixtures/models"),
+        ("fixtures/data", "conformance/_fixtures/data"),
+        ("fixtures/scenarios", "conformance/_fixtures/scenarios"),
+        ("fixtures/profiles", "conformance/_fixtures/profiles"),
+        ("reports/templates", "reports/templates"),
+        ("conformance/suite", "conformance/suite"),
+    ):
+        files = [path for path in (CHECKOUT / source).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        assert files
+        assert {f"{place}/{path.relative_to(CHECKOUT / source).as_posix()}" for path in files} <= names
+
+
+def test_tests_and_caches_are_not(installed: Installed) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"conformance", "impl", "reports"}
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed) -> None:
+    listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json"))
+    assert listed["profiles"] == profile_names()
+    assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(Selection())]
+
+
+def test_the_suite_is_collected_from_the_wheel(installed: Installed) -> None:
+    where = "import conformance.paths as p; print(p.__file__, p.FIXTURES)"
+    for place in installed.run(sys.executable, "-c", where).split():
+        assert Path(place).is_relative_to(installed.target)
+    collected = installed.run(
+        *(sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider"),
+        *("--pyargs", "conformance.suite", "--collect-only", "-q"),
+    )
+    items = [line for line in collected.splitlines() if "::" in line]
+    assert items == [f"{item}" for item in items if "target/conformance/suite/test_cells.py::test_cell[" in item]
+    assert [item.partition("[")[2] for item in items] == [f"{cell}]" for cell in select_cells(Selection())]
