@@ -79,7 +79,8 @@ def _moved(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
 def _tensors(
     stage: str, step: int, tensors: Tensors, reference: Tensors, *, fixed: float | None = None
 ) -> Iterator[Quantity]:
-    total = math.sqrt(sum(t.double().square().sum().item() for t in reference.values()))
+    squares = [t.double().square().sum().item() for t in reference.values()]
+    floor = FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
     for name, ref in reference.items():
         if name not in tensors:
             yield _infinite(stage, f"{name} (missing)", step)
@@ -87,7 +88,7 @@ def _tensors(
             shapes = f"{tuple(tensors[name].shape)} instead of {tuple(ref.shape)}"
             yield _infinite(stage, f"{name} (shape {shapes})", step)
         else:
-            yield _tensor(stage, name, step, tensors[name], ref, floor=FLOOR * total, fixed=fixed)
+            yield _tensor(stage, name, step, tensors[name], ref, floor=floor, fixed=fixed)
     for name in tensors.keys() - reference.keys():
         yield _infinite(stage, f"{name} (unexpected)", step)
 

@@ -157,4 +157,5 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
 
 def scenario_to_json(scenario: Scenario) -> dict[str, Any]:
     """Plain JSON values of a scenario; ``parse_scenario`` reads them back."""
-    return _ADAPTER.dump_python(scenario, mode="json")
+    values: dict[str, Any] = _ADAPTER.dump_python(scenario, mode="json")
+    return values

@@ -131,22 +131,11 @@ class Session:
         return ""
 
     def _run_in_world(self, cell: Cell, inputs: Inputs, folder: Path) -> Outcome:
-        adapter = cell.backend.load()
-        preload = (cell.backend.target.partition(":")[0], "conformance.cell", *getattr(adapter, "preload", ()))
         return self._pool.run(
             key=cell.backend.name,
-            config=WorldConfig(size=cell.layout.world_size, device=self.config.device, preload=preload),
+            config=world_config(cell, self.config.device),
             task="conformance.cell:run_cell",
-            kwargs={
-                "cell": str(cell),
-                "target": cell.backend.target,
-                "scenario": scenario_to_json(cell.scenario),
-                "layout": str(cell.layout),
-                "weights": str(inputs.model),
-                "batches": str(inputs.batches),
-                "record": str(folder / "record"),
-                "planted": list(cell.faults),
-            },
+            kwargs=task_arguments(cell, inputs, folder / "record"),
             log_dir=folder / "logs",
             budget_s=self.config.budget_s,
         )
@@ -188,6 +177,26 @@ class Session:
             "environment": environment(),
         }
         write_summary(self.config.out, run, list(self._entries.values()))
+
+
+def world_config(cell: Cell, device: Device) -> WorldConfig:
+    """The world that a cell runs in: its size, and what its backend is slow to import."""
+    preload = (cell.backend.target.partition(":")[0], "conformance.cell", *getattr(cell.backend.load(), "preload", ()))
+    return WorldConfig(size=cell.layout.world_size, device=device, preload=preload)
+
+
+def task_arguments(cell: Cell, inputs: Inputs, record: Path) -> dict[str, Any]:
+    """The arguments of conformance.cell.run_cell, as JSON values."""
+    return {
+        "cell": str(cell),
+        "target": cell.backend.target,
+        "scenario": scenario_to_json(cell.scenario),
+        "layout": str(cell.layout),
+        "weights": str(inputs.model),
+        "batches": str(inputs.batches),
+        "record": str(record),
+        "planted": list(cell.faults),
+    }
 
 
 def _expectation(cell: Cell) -> ExpectedDifference | None:

@@ -59,8 +59,9 @@ def tensor_parallel(context: RankContext) -> dict[str, Any]:
     kind = torch.device(context.device).type
     mesh = init_device_mesh(kind, (2, context.world_size // 2), mesh_dim_names=("tp", "dp"))
     init_device_mesh(kind, (context.world_size,))
-    group = dist.new_group([0, 1], use_local_synchronization=True) if context.rank < 2 else None
-    dist.all_reduce(torch.ones(1), group=group)
+    if context.rank < 2:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=group)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -4,7 +4,6 @@ The Trainer deals out rows, counts tokens, reduces, clips, steps and logs; model
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from conformance.backend import BackendInfo, Kind, NamedTensors, Shard, StepMetr
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-
-
-PARTS = ("model", "optimizer", "lr_scheduler")  # what a checkpoint holds
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]
@@ -46,24 +42,19 @@ class HFTrainerBackend:
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout == Layout(dp=layout.dp) and scenario.precision != "fp16":
             return Supported()
-        return Unsupported(
-            f"this adapter runs the Trainer on plain DDP, not in fp16; use dp{layout.world_size} and bf16"
-        )
+        return Unsupported(f"the Trainer runs on plain DDP here, and not in fp16; use dp{layout.world_size} and bf16")
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
-        o, s = scenario.optimizer, scenario.schedule
+        o, s, k = scenario.optimizer, scenario.schedule, scenario.accumulation
         sgd = {"optim": "sgd", "optim_args": f"momentum={o.momentum}"}
         adamw = {"adam_beta1": o.betas[0], "adam_beta2": o.betas[1], "adam_epsilon": o.eps}
         args = TrainingArguments(
             **(sgd if o.name == "sgd" else adamw | {"weight_decay": o.weight_decay}),
-            **{"output_dir": tempfile.gettempdir(), "save_strategy": "no", "disable_tqdm": True},  # writes nothing
+            **{"learning_rate": o.lr, "max_grad_norm": o.max_grad_norm or 0.0},  # 0: no clipping
+            **{"gradient_accumulation_steps": k, "per_device_train_batch_size": scenario.data.rows // (layout.dp * k)},
+            **{"use_cpu": device == "cpu", "bf16": scenario.precision == "bf16"},
             **{"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential"},  # of one train()
-            learning_rate=o.lr,
-            max_grad_norm=o.max_grad_norm or 0.0,  # 0: no clipping
-            per_device_train_batch_size=scenario.data.rows // (layout.dp * scenario.accumulation),
-            gradient_accumulation_steps=scenario.accumulation,
-            use_cpu=device == "cpu",
-            bf16=scenario.precision == "bf16",
+            **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # writes nothing
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.get_default_dtype(), trust_remote_code=True)
@@ -71,6 +62,7 @@ class HFTrainerBackend:
         name = s.name.replace("constant", "constant_with_warmup")
         # Given from outside: the Trainer would start a schedule of its own at every train().
         self.trainer.lr_scheduler = get_scheduler(name, self.trainer.create_optimizer(), s.warmup_steps, s.total_steps)
+        self.parts = (model, self.trainer.optimizer, self.trainer.lr_scheduler)
         return {"optimizer": repr(self.trainer.optimizer), "attention": model.config._attn_implementation}
 
     def train_step(self, batch: Batch, on_gradients: Callable[[], None]) -> StepMetrics:
@@ -96,11 +88,11 @@ class HFTrainerBackend:
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():
             path.mkdir(exist_ok=True)
-            torch.save({part: getattr(self.trainer, part).state_dict() for part in PARTS}, path / "state.pt")
+            torch.save([part.state_dict() for part in self.parts], path / "state.pt")
 
     def load(self, path: Path) -> None:
-        for part, state in torch.load(path / "state.pt", map_location=self.trainer.args.device).items():
-            getattr(self.trainer, part).load_state_dict(state)
+        for part, state in zip(self.parts, torch.load(path / "state.pt", map_location="cpu"), strict=True):
+            part.load_state_dict(state)
 
     def teardown(self) -> None:
-        del self.trainer
+        del self.trainer, self.parts

@@ -181,7 +181,8 @@ class Fsdp2Strategy:
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
         for name, tensor in self._named(kind):
-            yield name, tensor.to(self.config.device).full_tensor()  # offloaded pieces lie where NCCL cannot reach
+            # Offloaded pieces lie where NCCL cannot reach.
+            yield name, cast(DTensor, tensor.to(self.config.device)).full_tensor()
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):

@@ -1,0 +1,119 @@
+"""What keeping ranks alive is worth: seconds per cell in the pool, cold and warm, against the same cell under torchrun.
+
+python benchmarks/worlds.py [--json] [--world_sizes 2 4 8] [--warm 5] [--torchrun 2]
+
+The cell trains a tiny model for two steps (fp32, data parallel over all ranks) and writes its record; judging is not
+part of it. Both ways are timed in turn within one run, since the speed of a shared machine drifts. Whole-process times:
+``torchrun`` from its start to its exit, ``pool`` from the call to the outcome.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.backend import find_backend
+from conformance.cell import Cell
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
+from conformance.record import read_record
+from conformance.references import prepare_inputs
+from conformance.scenario import load_scenario
+from conformance.session import task_arguments, world_config
+from conformance.world import Pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds; medians where there are several runs. ``not_training``: the part of a warm cell that is no step."""
+
+    torchrun: float
+    pool_cold: float
+    pool_warm: float
+    torchrun_over_pool: float
+    not_training: float
+    not_training_share: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--warm", type=int, default=5, help="warm runs in the pool")
+    parser.add_argument("--torchrun", type=int, default=2, help="runs under torchrun")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        timings = {
+            str(size): measure(size, Path(folder) / str(size), warm=options.warm, torchruns=options.torchrun)
+            for size in options.world_sizes
+        }
+    if options.json:
+        print(json.dumps({"world_sizes": {size: asdict(timing) for size, timing in timings.items()}}))
+        return
+    print(f"{'ranks':>5} {'torchrun':>9} {'pool cold':>10} {'pool warm':>10} {'ratio':>6} {'not training':>20}")
+    for size, t in timings.items():
+        share = f"{t.not_training:.2f} s ({t.not_training_share:.0%})"
+        row = f"{t.torchrun:>7.1f} s {t.pool_cold:>8.1f} s {t.pool_warm:>8.2f} s {t.torchrun_over_pool:>6.1f}"
+        print(f"{size:>5} {row} {share:>20}")
+
+
+def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
+    """Time one world size; the pool is new, so its first cell pays for imports and for forking the ranks."""
+    scenario = load_scenario(
+        FIXTURES / "scenarios" / "sft-padded.toml", model="models/llama", precision="fp32", steps=2
+    )
+    cell = Cell(scenario=scenario, backend=find_backend("fsdp2"), layout=Layout(dp=size))
+    inputs = prepare_inputs(scenario, out)
+    pooled: list[float] = []
+    started: list[float] = []
+    steps: list[float] = []
+    with Pool(work_dir=out / "worlds") as pool:
+        for i in range(1 + warm):
+            record = out / f"pool-{i}"
+            began = time.perf_counter()
+            outcome = pool.run(
+                key="benchmark",
+                config=world_config(cell, "cpu"),
+                task="conformance.cell:run_cell",
+                kwargs=task_arguments(cell, inputs, record),
+                log_dir=out / f"logs-{i}",
+                budget_s=300,
+            )
+            pooled.append(time.perf_counter() - began)
+            assert outcome.state == "done", outcome.reason
+            steps.append(sum(step.values["seconds"] for step in read_record(record).steps))
+            if i < torchruns:
+                started.append(_torchrun(size, task_arguments(cell, inputs, out / f"torchrun-{i}"), out))
+    pool_warm, torchrun = statistics.median(pooled[1:]), statistics.median(started)
+    not_training = statistics.median(total - training for total, training in zip(pooled[1:], steps[1:], strict=True))
+    return Timing(
+        torchrun=torchrun,
+        pool_cold=pooled[0],
+        pool_warm=pool_warm,
+        torchrun_over_pool=torchrun / pool_warm,
+        not_training=not_training,
+        not_training_share=not_training / pool_warm,
+    )
+
+
+def _torchrun(size: int, kwargs: dict[str, Any], out: Path) -> float:
+    file = out / "kwargs.json"
+    file.write_text(json.dumps(kwargs), encoding="utf-8")
+    script = Path(__file__).with_name("torchrun_cell.py")
+    launch = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={size}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, str(script), str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    began = time.perf_counter()
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

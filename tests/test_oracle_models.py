@@ -1,0 +1,148 @@
+"""Which models the oracle computes: it refuses what it does not know, understands every spelling of what it knows, and
+computes optional features as transformers does. Serves claim 6."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from conformance.exact import exact_tier
+from conformance.oracle.architecture import FULL, SLIDING, read_architecture
+from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
+from conformance.oracle.run import POLICIES
+from conformance.paths import FIXTURES
+
+
+def folder(family: str) -> Path:
+    return FIXTURES / "models" / family
+
+
+def edited(family: str, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of a fixture's config.json with ``changes``; None removes a key."""
+    values = json.loads((folder(family) / "config.json").read_text(encoding="utf-8")) | changes
+    kept = {key: value for key, value in values.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return tmp_path
+
+
+def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'mamba'; the oracle knows llama, PanguEmbedded, qwen3, gemma3_text"):
+        read_architecture(edited("llama", tmp_path, model_type="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"num_experts": 8}, "does not know for this model: num_experts"),
+        ("llama", {"sliding_window": 8}, "does not know for this model: sliding_window"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'; known are silu"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            "rope_type 'default'",
+        ),
+        ("llama", {"rope_parameters": None}, "no rope_theta"),
+        ("llama", {"num_key_value_heads": 3}, "8 heads, not a multiple of its 3"),
+        ("llama", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
+        ("pangu", {"bias": None}, "has no 'bias'"),
+        ("qwen3", {"layer_types": [FULL, SLIDING]}, "sets no sliding_window"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"layer_types": [FULL]}, "1 layer_types for 3 layers"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    ],
+)
+def test_a_key_that_changes_the_mathematics_is_never_ignored(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(edited(family, tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "older"),
+    [
+        ("llama", {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        ("pangu", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 16e6}}),
+    ],
+)
+def test_older_and_newer_spellings_mean_the_same(tmp_path: Path, family: str, older: dict[str, Any]) -> None:
+    assert read_architecture(edited(family, tmp_path, **older)) == read_architecture(folder(family))
+
+
+def test_published_openpangu_configurations_are_understood() -> None:
+    large, small = (read_architecture(folder(f"openpangu-embedded-{size}")) for size in ("7b", "1b"))
+    assert (large.head_dim, large.kv_heads, large.tied, large.layers[0].rope_theta) == (128, 8, False, 16e6)
+    assert (small.head_dim, small.kv_heads, small.tied, small.layers[0].rope_theta) == (128, 6, True, 4e6)
+    assert large.attention_bias
+    assert not large.mlp_bias
+
+
+def test_optional_features_agree_with_transformers(tmp_path: Path) -> None:
+    """What no fixture switches on: windows and biases in Qwen3, biases in Llama's MLP, Gemma's final soft-capping."""
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3": {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": [SLIDING, FULL],
+            "attention_bias": True,
+        },
+        "llama": {"mlp_bias": True, "attention_bias": True},
+        "gemma3": {"final_logit_softcapping": 3.0, "attention_bias": True},
+    }
+    tokens = torch.randint(3, 260, (40,), generator=torch.Generator().manual_seed(0))
+    for family, change in changes.items():
+        model_folder = edited(family, tmp_path, **change)
+        architecture = read_architecture(model_folder)
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+            for name, shape in parameter_shapes(architecture).items()
+        }
+        save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
+        with exact_tier(), torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
+            found = model(input_ids=tokens[None], use_cache=False).logits[0]
+        expected = forward(tokens, weights, architecture, POLICIES["float64"])
+        assert (found - expected).norm() < 1e-13 * expected.norm(), family
+
+
+def test_weights_in_several_files_are_read_and_checked(tmp_path: Path) -> None:
+    architecture = read_architecture(folder("llama"))
+    tensors = load_file(folder("llama") / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    loaded = load_weights(tmp_path, architecture, torch.float64)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name].double()) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda t: t.update({"model.extra": torch.zeros(1)}), r"model\.extra is not expected"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has shape \(3,\) instead of \(64,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(
+    tmp_path: Path, damage: Callable[[Weights], object], message: str
+) -> None:
+    tensors = load_file(folder("llama") / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_weights(tmp_path, read_architecture(folder("llama")), torch.float64)
