@@ -148,14 +148,15 @@ def test_a_leak_retires_the_world_after_its_task(run: Run, caplog: pytest.LogCap
     assert set(pids(run)).isdisjoint(before)
 
 
-def test_a_fresh_world_and_a_warm_task_are_fast(run: Run) -> None:
-    """Measured 0.05 s and 0.004 s on two idle cores. The limits leave room for a loaded machine, whose import of torch
-    would take far longer."""
+def test_a_fresh_world_and_a_warm_task_cost_little(run: Run) -> None:
+    """In processor time, which a loaded machine does not change: an import of torch alone costs more than a second."""
+    before = pids(run)
     run("fail", rank=0)
-    fresh = min(run("nothing", size=size).seconds for size in (2, 3))
-    warm = min(run("nothing").seconds for _ in range(5))
-    assert fresh < 2
-    assert warm < 0.5
+    fresh = results(run("processor_seconds"))
+    warm = results(run("processor_seconds"))
+    assert set(pids(run)).isdisjoint(before)
+    assert max(fresh) < 0.5
+    assert max(later - earlier for earlier, later in zip(fresh, warm, strict=True)) < 0.1
 
 
 # --- what goes wrong in a rank ---

@@ -27,6 +27,11 @@ def pids(context: RankContext) -> dict[str, int]:
     return {"rank": os.getpid(), "zygote": os.getppid()}
 
 
+def processor_seconds(context: RankContext) -> float:
+    """What this rank has used since it was forked."""
+    return time.process_time()
+
+
 def add(context: RankContext, *, value: float) -> dict[str, float]:
     """Sum over ranks of value + rank."""
     total = torch.tensor(value + context.rank)

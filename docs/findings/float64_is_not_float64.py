@@ -59,25 +59,30 @@ def norm(tensors: list[torch.Tensor]) -> float:
     return float(torch.stack([t.norm() for t in tensors]).norm())
 
 
-def measure(*, exact: bool) -> tuple[float, list[torch.Tensor], int]:
+def measure(weights: dict[str, torch.Tensor], *, exact: bool) -> tuple[float, list[torch.Tensor], int]:
     with exact_tier() if exact else contextlib.nullcontext():
         model = build()
+        model.load_state_dict(weights)
         with LeakWatch() as watch:
             found = gradients(model)
         with torch.no_grad():
             difference = slope(model, [g / norm(found) for g in found])
+            loss = loss_of(model).item()
     by_autograd, leaks = norm(found), sum(leak.count for leak in watch.leaks)
-    print(f"{'exact_tier' if exact else 'as shipped'}: slope along the gradient {by_autograd:.15f}", end=", ")
-    print(f"by differences {difference:.15f}, ratio - 1 {by_autograd / difference - 1:.1e}; {leaks} float32 ops")
-    return abs(by_autograd / difference - 1), found, leaks
+    print(f"{'exact_tier' if exact else 'as shipped'}: loss {loss:.15f}, ops that give float32: {leaks}")
+    print(f"  slope along the gradient: {by_autograd:.15f}, by differences {difference:.15f}", end=", ")
+    print(f"ratio - 1 = {by_autograd / difference - 1:.1e}")
+    return by_autograd / difference - 1, found, leaks
 
 
 if __name__ == "__main__":
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, Qwen3, model.double(), eager attention")
-    _, shipped, leaks = measure(exact=False)
-    slope_error, right, no_leaks = measure(exact=True)
+    weights = build().state_dict()
+    _, shipped, leaks = measure(weights, exact=False)
+    slope_error, right, no_leaks = measure(weights, exact=True)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(shipped, right, strict=True)]
-    print(f"gradient error as shipped, per parameter: worst {max(errors):.1e}, smallest {min(errors):.1e}")
-    present = leaks > 0 and no_leaks == 0 and min(errors) > 1e-10 and slope_error < 1e-9
+    ratio = norm(shipped) / norm(right) - 1
+    print(f"gradient as shipped: parameters off by {min(errors):.1e} to {max(errors):.1e}, norm's ratio - 1 = {ratio:.1e}")
+    present = leaks > 0 and no_leaks == 0 and 1e-9 < max(errors) < 1e-3 and abs(slope_error) < 1e-9
     print("defect present" if present else "defect not as described")
     sys.exit(0 if present else 1)

@@ -56,14 +56,13 @@ def measure(attention: str) -> dict[str, float]:
         "position_ids, use_cache=False": {"use_cache": False},
     }
     errors = {}
+    print(f"{attention} attention: right loss {-right.mean().item():.6f}")
     for name, inputs in ways.items():
         logp = log_probs(model, row, position_ids=positions, **inputs)[~first]
-        found = gradient(model, logp)
-        errors[name] = float((logp - right).abs().max())
-        loss, right_loss = -float(logp.mean()), -float(right.mean())
-        error = float((found - right_gradient).norm() / right_gradient.norm())
-        print(f"{attention:5} | {name:43} | loss {loss:.6f}, right {right_loss:.6f}, ratio {loss / right_loss:.6f} |", end="")
-        print(f" log-prob off by up to {errors[name]:.1e} | gradient error {error:.1e}")
+        errors[name] = (logp - right).abs().max().item()
+        error = ((gradient(model, logp) - right_gradient).norm() / right_gradient.norm()).item()
+        print(f"  {name:43}: loss {-logp.mean().item():.6f}, ratio {(logp.mean() / right.mean()).item():.6f}", end="; ")
+        print(f"log-probs off by up to {errors[name]:.1e}, gradient by {error:.1e}")
     return errors
 
 

@@ -106,8 +106,9 @@ class Fsdp2Strategy:
         offload = (
             CPUOffloadPolicy(pin_memory=self.config.device != "cpu") if "offload" in self.options else OffloadPolicy()
         )
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -1,0 +1,74 @@
+"""Finding backends: through entry points, lazily; what is missing is said with the command that brings it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.backend import BackendEntry, MissingExtra, find_backend, registered_backends
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_built_in_backends_register_like_everybody_elses() -> None:
+    assert registered_backends()["fsdp2"].target == "impl.fsdp2.adapter:Fsdp2Backend"
+
+
+def test_an_unknown_backend_lists_the_registered_ones_and_how_to_add_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown backend 'deepsped'; registered: .*fsdp2.*entry point 'parity.backends'"
+    ):
+        find_backend("deepsped")
+
+
+def test_a_backend_that_is_not_installed_can_be_named_by_module_and_class() -> None:
+    entry = find_backend("impl.fsdp2.adapter:Fsdp2Backend")
+    assert entry.load().describe().name == "fsdp2"
+
+
+def test_a_missing_extra_is_a_message_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_extra.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingExtra, match=r"a_package_that_is_not_there is not installed; run: pip install"):
+        BackendEntry(name="other", target="needs_extra:Backend").load()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("no_such_module:X", "there is no module 'no_such_module'"), ("impl.fsdp2.adapter:Typo", "has no 'Typo'")],
+)
+def test_a_wrong_target_is_named(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackendEntry(name="other", target=target).load()
+
+
+def test_listing_backends_imports_none_of_them() -> None:
+    code = "import sys, conformance.backend as b; b.registered_backends(); sys.exit('impl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("conformance", {"impl"}),
+        ("reports", {"impl"}),
+        ("conformance/oracle", {"impl", "transformers", "deepspeed", "megatron"}),
+        ("impl", {"reports"}),
+    ],
+)
+def test_arrows_run_one_way(package: str, forbidden: set[str]) -> None:
+    for file in (ROOT / package).rglob("*.py"):
+        assert not imported(file) & forbidden, file

@@ -1,0 +1,119 @@
+"""FSDP2: every way of arranging ranks computes what the oracle computes, to the last digits of float64.
+
+The cells that quick runs are judged there; here are the layouts, options and precisions that it leaves out.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import make_cell
+
+from conformance.layout import Layout
+from conformance.scenario import Precision
+from conformance.session import Session
+from impl.collate import NO_TARGET, collate
+from impl.models import load_model
+from impl.strategy import STRATEGIES, StrategyConfig, get_strategy
+
+HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout"),
+    [
+        ("sft-packed", "pangu", "tp2.seqpar"),
+        ("sft-packed", "gemma3", "tp2.seqpar.losspar"),
+        ("sft-packed", "qwen3", "tp2.plan"),
+        ("sft-packed", "qwen3", "dp2.ckpt.offload"),
+        ("sft-packed", "gemma3", "dp2.tp2.lastsync"),
+        ("sft-packed", "pangu", "dp2.rep2.lastsync"),
+        ("sft-resume", "qwen3", "dp2"),
+        ("sft-resume", "pangu", "dp2.tp2"),
+    ],
+)
+def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
+    cell = make_cell(scenario, model, layout, "exact")
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
+    footer = (session.config.out / "cells" / cell.slug / "record" / "record.jsonl").read_text().splitlines()[-1]
+    assert json.loads(footer)["leaks"] == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+    verdict = session.run(make_cell("sft-sgd", "qwen3", layout, precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_head_norms_as_transformers_ships_them_are_an_expected_difference(session: Session, model: str) -> None:
+    verdict = session.run(make_cell("sft-packed", model, "dp2.tp2.lastsync.shipped", "exact")).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    wrong = {finding.tensor.rpartition("self_attn.")[2] for finding in verdict.findings if finding.step == 0}
+    assert {"q_norm.weight", "k_norm.weight"} <= wrong
+
+
+def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(session: Session) -> None:
+    verdict = session.run(make_cell("sft-packed", "llama", "tp8", "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert "tp4 would work" in verdict.reason
+
+
+@pytest.mark.parametrize(("layout", "advice"), [("sp2", "use sp1"), ("pp2", "use pp1")])
+def test_axes_that_the_backend_lacks_are_unsupported(session: Session, layout: str, advice: str) -> None:
+    verdict = session.run(make_cell("sft-packed", "llama", layout, "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert advice in verdict.reason
+
+
+def test_labels_are_shifted_inside_documents_and_positions_restart() -> None:
+    from conformance.batch import Document, Row
+
+    first = Document((1, 2, 3), (False, False, True))
+    second = Document((4, 5), (False, True))
+    inputs = collate((Row(0, (first, second)), Row(1, (second,))), multiple_of=4)
+    assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [4, 5, 0, 0, 0, 0, 0, 0]]
+    n = NO_TARGET
+    assert inputs.labels.tolist() == [[n, 3, n, 5, n, n, n, n], [5, n, n, n, n, n, n, n]]
+    assert inputs.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("model", ["pangu", "llama", "qwen3", "gemma3"])
+def test_a_folder_loads_as_the_causal_model_that_it_declares(model: str) -> None:
+    from conformance.paths import FIXTURES
+
+    loaded = load_model(FIXTURES / "models" / model, dtype=torch.float64, attention="eager")
+    assert type(loaded).__name__.endswith("ForCausalLM")
+    assert loaded.training
+    assert not loaded.config.use_cache
+    assert next(loaded.parameters()).dtype == torch.float64
+
+
+def test_a_model_without_a_head_for_text_falls_back_to_its_bare_class(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    assert type(load_model(tmp_path, dtype=torch.float32, attention="eager")).__name__ == "ViTModel"
+
+
+def test_a_vision_language_model_loads_with_its_language_head(tmp_path: Path) -> None:
+    text = transformers.LlamaConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=31)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype=torch.float32, attention="eager")
+    assert type(loaded).__name__ == "LlavaForConditionalGeneration"
+
+
+def test_an_unknown_strategy_lists_the_known_ones() -> None:
+    config = StrategyConfig(layout=Layout(), precision="fp32", device="cpu", accumulation=1, max_grad_norm=None)
+    with pytest.raises(ValueError, match=f"unknown backend 'typo'; use one of {', '.join(STRATEGIES)}"):
+        get_strategy("typo", config)

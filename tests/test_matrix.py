@@ -1,0 +1,90 @@
+"""The matrix: quick covers each pair of factors, ids are stable and unique, and selections that fit nothing say so."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from conformance.backend import find_backend
+from conformance.cell import Cell
+from conformance.matrix import Overrides, expand, load_profile, profile_names, select
+
+FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
+
+
+def cells_of(profile: str) -> list[Cell]:
+    return expand(load_profile(profile), [find_backend("fsdp2")], Overrides())
+
+
+def factors(cell: Cell) -> set[tuple[str, object]]:
+    """What a cell covers: family, axes, world size, precision, accumulation."""
+    layout, scenario = cell.layout, cell.scenario
+    axes = {axis for axis in ("dp", "rep", "tp") if getattr(layout, axis) > 1}
+    return {
+        ("family", scenario.model_name),
+        ("world", layout.world_size),
+        ("precision", scenario.precision),
+        ("accumulation", scenario.accumulation),
+        *(("axis", axis) for axis in axes),
+    }
+
+
+LEVELS = {
+    "family": FAMILIES,
+    "axis": ("dp", "rep", "tp"),
+    "world": (2, 4, 8),
+    "precision": ("exact", "fp32"),
+    "accumulation": (1, 3),
+}
+PAIRS = [
+    ((a, x), (b, y)) for a, b in itertools.combinations(LEVELS, 2) for x, y in itertools.product(LEVELS[a], LEVELS[b])
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0][1]}-{pair[1][1]}")
+def test_quick_has_each_pair_of_factors_somewhere(pair: tuple[tuple[str, object], tuple[str, object]]) -> None:
+    assert any(set(pair) <= factors(cell) for cell in cells_of("quick"))
+
+
+def test_quick_has_packed_and_padded_rows_sgd_and_adamw_clipping_on_and_off() -> None:
+    scenarios = [cell.scenario for cell in cells_of("quick")]
+    assert {s.data.packed for s in scenarios} == {True, False}
+    assert {s.optimizer.name for s in scenarios} == {"sgd", "adamw"}
+    assert {s.optimizer.max_grad_norm is None for s in scenarios} == {True, False}
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
+    ids = [str(cell) for cell in cells_of(profile)]
+    assert len(set(ids)) == len(ids)
+    assert ids == [str(cell) for cell in cells_of(profile)]
+    assert len({cell.slug for cell in cells_of(profile)}) == len(ids)
+
+
+def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
+    assert "sft-packed/qwen3/fsdp2/dp4.rep2.tp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
+
+
+def test_the_users_model_and_data_replace_the_profiles_own() -> None:
+    overrides = Overrides(model="models/llama", seed=3, data=(("path", "my.jsonl"), ("input_key", "q")))
+    cells = expand(load_profile("quick"), [find_backend("fsdp2")], overrides)
+    assert {cell.scenario.model for cell in cells} == {"models/llama"}
+    assert {(c.scenario.data.path, c.scenario.data.input_key, c.scenario.seed) for c in cells} == {("my.jsonl", "q", 3)}
+    assert all(str(cell).endswith("/seed3") for cell in cells)
+
+
+def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
+    with pytest.raises(ValueError, match=r"no cell matches '\*/gpt2/\*'; ids look like sft-"):
+        select(cells_of("quick"), ["*/gpt2/*"])
+
+
+def test_an_unknown_profile_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no profile 'slow'; known: full, gpu, quick, or give a .toml file"):
+        load_profile("slow")
+
+
+def test_a_broken_profile_is_named_with_its_field(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('description = "x"\n[[cells]]\nscenarios = ["sft-sgd"]\nmodels = ["llama"]\nlayouts = ["dp2"]\n')
+    with pytest.raises(ValueError, match=r"mine.toml is not a valid profile:\n  cells.0.precisions: Field required"):
+        load_profile(str(file))
