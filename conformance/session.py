@@ -112,17 +112,17 @@ class Session:
         return inputs
 
     def _refusal(self, cell: Cell) -> str:
-        """Why the cell cannot be run at all, in words for the user; empty if it can."""
+        """Why the cell cannot be run at all, in words for the user; empty if it can.
+
+        Raises ValueError for a model or data set that cannot be used: that is no property of the cell.
+        """
+        model = prepare_inputs(cell.scenario, self.config.out).model
         try:
-            adapter = cell.backend.load()
-            answer = adapter.supports(cell.scenario, cell.layout)
+            answer = cell.backend.load().supports(cell.scenario, cell.layout)
             if isinstance(answer, Unsupported):
                 return answer.reason
-            cell.layout.validate(
-                **_heads(prepare_inputs(cell.scenario, self.config.out).model),
-                rows=cell.scenario.data.rows,
-                accumulation=cell.scenario.accumulation,
-            )
+            rows, accumulation = cell.scenario.data.rows, cell.scenario.accumulation
+            cell.layout.validate(**_heads(model), rows=rows, accumulation=accumulation)
         except (MissingExtra, ValueError) as error:
             return str(error)
         gpus = torch.cuda.device_count()
