@@ -22,12 +22,12 @@ NOISE_FACTOR = 3.0  # times the single-process error; honest cells show at most 
 ROUNDING = 2.0**-24  # of one float32 operation, relative: no scalar is reported better than this
 SETTING = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
-FLOOR = 0.05  # of the RMS norm of the stage's tensors: the least that a near-zero tensor's error is held against
+FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One compared quantity. ``error`` is relative: ||x - ref|| / max(||ref||, FLOOR x RMS norm of the stage's tensors).
+    """One compared quantity. ``error`` is ||x - ref|| / max(||ref||, FLOOR x RMS norm of the stage's tensors).
 
     ``scalar``: one number per step. ``fixed``: a bound that holds in every precision, None where the rule decides.
     ``max_abs`` and ``where``: the largest absolute difference and its index. ``scale``: <x, ref> / <ref, ref>.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def make_cell(
     faults: tuple[str, ...] = (),
     backend: BackendEntry | None = None,
     scenarios: Path = FIXTURES / "scenarios",
-    **overrides: object,
+    **overrides: Any,
 ) -> Cell:
     """A cell of the built-in fixtures; ``overrides`` are fields of the scenario."""
     config = load_scenario(scenarios / f"{scenario}.toml", model=f"models/{model}", precision=precision, **overrides)

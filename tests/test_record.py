@@ -51,7 +51,7 @@ def test_a_record_is_never_overwritten(record: Path) -> None:
 
 
 def test_no_record(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no record.jsonl"):
+    with pytest.raises(RecordError, match=r"holds no record\.jsonl"):
         read_record(tmp_path)
 
 

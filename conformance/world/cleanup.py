@@ -9,7 +9,6 @@ one finds the addresses of the earlier one.
 """
 
 import gc
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from conformance.world.process import thread_count
 
@@ -63,8 +63,7 @@ class Cleaner:
         self._count += 1
         backend, _ = world.pg_map[everybody]
         world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
-        if "torch.distributed.tensor" in sys.modules:
-            _forget_meshes(self._device)
+        _forget_meshes(self._device)
         gc.collect()
         now = Holdings(
             groups=len(world.pg_map),
@@ -87,14 +86,8 @@ def growth(first: Holdings, now: Holdings) -> str:
 
 def _forget_meshes(device: str) -> None:
     """Clear DTensor's caches, which are per thread: backward has a thread of its own on a GPU (none on the CPU)."""
-    _clear_dtensor_caches()
-    _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-
-
-def _clear_dtensor_caches() -> None:
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     _clear_sharding_prop_cache()
+    _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
 class _ClearInBackward(torch.autograd.Function):
@@ -104,5 +97,5 @@ class _ClearInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _clear_dtensor_caches()
+        _clear_sharding_prop_cache()
         return gradient
