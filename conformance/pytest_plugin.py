@@ -127,7 +127,7 @@ def merge(out: Path) -> dict[str, Any]:
     now = datetime.now(UTC)
     if all(entry.verdict.state != "not_run" for entry in entries):
         summary["finished"] = now.isoformat(timespec="seconds")
-    summary["seconds"] = (now - datetime.fromisoformat(summary["started"])).total_seconds()
+    summary["seconds"] = round((now - datetime.fromisoformat(summary["started"])).total_seconds(), 2)
     write_summary(out, summary, entries)
     return _read(out / SUMMARY)
 

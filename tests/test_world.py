@@ -133,6 +133,7 @@ def test_a_task_does_not_inherit_the_default_dtype(run: Run) -> None:
 
 def test_twenty_tasks_with_meshes_leak_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one suffer from what an earlier one left in DTensor's caches or in the store: the same ranks do all."""
+    results(run("nothing", size=4))  # what a rank may hold is counted after its first task
     with caplog.at_level(logging.INFO):
         seen = [tuple(r["pid"] for r in results(run("tensor_parallel", size=4))) for _ in range(20)]
     assert len(set(seen)) == 1

@@ -125,7 +125,7 @@ def never_enter(context: RankContext, *, rank: int) -> None:
     context.beat("step 1")
     if context.rank == rank:
         time.sleep(1000)
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=context.device))
 
 
 def lag_behind(context: RankContext, *, rank: int) -> None:

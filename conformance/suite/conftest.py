@@ -42,6 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cell", cells, ids=str)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist learns that this worker is ready, and lets the others begin
 def pytest_collection_finish(session: pytest.Session) -> None:
     """List the cells that are left after -k and the like; whichever worker makes the folder does it."""
     config = session.config

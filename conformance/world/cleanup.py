@@ -3,12 +3,13 @@
 Device meshes and Megatron's parallel state never destroy their process groups, and each keeps threads and sockets; so
 every group but WORLD goes. What still grows beyond an allowance makes the world retire.
 
-Two things outlive a destroyed group, and both were seen to break the second task of a world: DTensor's caches, which
-answer with an equal mesh of an earlier task, and the keys in the store, where a group that gets the name of an earlier
-one finds the addresses of the earlier one.
+Three things outlive a destroyed group, and were seen to harm the next task of a world: DTensor's caches answer with an
+equal mesh of an earlier task; the meshes in them hold its groups, and so their threads; and a group that gets the name
+of an earlier one finds the addresses of the earlier one in the store.
 """
 
 import gc
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from conformance.world.process import thread_count
@@ -33,6 +35,8 @@ class Holdings:
 # Growth since the first clean-up that is not a leak yet: libraries open some things at first use (a device, a thread
 # pool, a log). Real leaks are far above it: Megatron's parallel state left 17 groups, 75 descriptors, 51 threads each.
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
+SETTLE_S = 2.0  # the threads of a destroyed group end a little later, on a loaded machine much later
+_TICK_S = 0.01
 
 
 def freeze() -> None:
@@ -53,6 +57,7 @@ class Cleaner:
     def clean_up(self) -> str:
         """Free what the task left; returns what grew all the same since the first time, "" when nothing did."""
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
         world = dist.distributed_c10d._world
         everybody = dist.distributed_c10d._get_default_group()
         for group in list(world.pg_map):
@@ -65,13 +70,21 @@ class Cleaner:
         world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
         _forget_meshes(self._device)
         gc.collect()
-        now = Holdings(
-            groups=len(world.pg_map),
-            fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
-            threads=thread_count(),
-        )
+        deadline = time.monotonic() + SETTLE_S
+        now = _count()
         self._first = self._first or now
+        while growth(self._first, now) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            now = _count()
         return growth(self._first, now)
+
+
+def _count() -> Holdings:
+    return Holdings(
+        groups=len(dist.distributed_c10d._world.pg_map),
+        fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        threads=thread_count(),
+    )
 
 
 def growth(first: Holdings, now: Holdings) -> str:
@@ -85,7 +98,12 @@ def growth(first: Holdings, now: Holdings) -> str:
 
 
 def _forget_meshes(device: str) -> None:
-    """Clear DTensor's caches, which are per thread: backward has a thread of its own on a GPU (none on the CPU)."""
+    """Take their groups from meshes of the task, and clear DTensor's caches.
+
+    The caches are per thread, and backward has a thread of its own on a GPU (none on the CPU).
+    """
+    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()  # older meshes hold names only
     _clear_sharding_prop_cache()
     _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 

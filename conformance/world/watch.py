@@ -42,12 +42,12 @@ def run_task(
     world.beats.reset("start")
     for lines in world.lines:
         lines.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
-    watch.expect("started", limit_s=START_LIMIT_S)
-    deadline = time.monotonic() + budget_s
-    done = watch.expect("done", limit_s=budget_s)
+    watch.expect("started", limit_s=START_LIMIT_S, since=time.monotonic())
+    began = time.monotonic()
+    done = watch.expect("done", limit_s=budget_s, since=began)
     for lines in world.lines:
         lines.send({"do": "clean"})
-    clean = watch.expect("clean", limit_s=deadline - time.monotonic())
+    clean = watch.expect("clean", limit_s=budget_s, since=began)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
     return [message["result"] for message in done], "; ".join(leaks)
 
@@ -62,9 +62,9 @@ class _Watch:
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
 
-    def expect(self, kind: str, *, limit_s: float) -> list[Message]:
+    def expect(self, kind: str, *, limit_s: float, since: float) -> list[Message]:
         """Wait until every rank has sent a message of this kind; raises TaskFailed."""
-        deadline = time.monotonic() + limit_s
+        deadline = since + limit_s
         while not all(self._inbox):
             self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
             if self._faults:

@@ -22,8 +22,12 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 TP = 2
 STYLE = "replicated_with_grad_allreduce"
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-HEADS = {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def norm(gradients: Any) -> float:
+    return float(torch.stack([g.norm() for g in gradients]).norm())
 
 
 def build() -> Any:
@@ -40,10 +44,8 @@ def parallel(model: Any, mesh: DeviceMesh, *, fixed: bool) -> Any:
     model = copy.deepcopy(model)
     norms = {key.rpartition(".")[2] for key, style in model.tp_plan.items() if style == STYLE}
     model._tp_plan = {key: style for key, style in model.tp_plan.items() if not (fixed and style == STYLE)}
-    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
-        apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
-    else:  # transformers 5.17
-        apply_tensor_parallelism(model, mesh)
+    takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters  # not in transformers 5.17
+    apply_tensor_parallelism(model, mesh, *([model._expand_parallel_plan(model.tp_plan)] if takes_plan else []))
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -61,13 +63,9 @@ def train(model: Any, micro_batches: torch.Tensor) -> tuple[float, dict[str, tor
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss / len(micro_batches) for ids in micro_batches]
     for loss in losses:
         loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    full = {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
+    grads = ((name, p.grad) for name, p in model.named_parameters())
+    full = {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads}
     return sum(loss.item() for loss in losses), full
-
-
-def norm(gradients: Any) -> float:
-    return float(torch.stack([g.norm() for g in gradients]).norm())
 
 
 def rank_main(rank: int, store: str, verdict: Any) -> None:
@@ -83,13 +81,11 @@ def rank_main(rank: int, store: str, verdict: Any) -> None:
         worst = max(error, key=lambda n: error[n])
         errors[count], repaired = error[worst], max(repaired, *ok.values())
         told = sum(TP ** (count - 1 - i) / count * train(whole, data[i : i + 1])[1][worst] for i in range(count))
+        found, should, rest = norm([wrong[worst]]), norm([right[worst]]), norm([wrong[worst] - told])
         if rank == 0:
-            found, should = norm([wrong[worst]]), norm([right[worst]])
-            off = norm(wrong.values()) / norm(right.values()) - 1
             print(f"{count} micro-batches: |gradient| of {worst} {found:.6f}, right {should:.6f}: {found / should:.3f}")
-            print(f"  error {error[worst]:.1e}, after the fix {max(ok.values()):.1e};", end=" ")
-            print(f"global norm off by {off:.1e}, loss by {bad_loss / loss - 1:.1e};", end=" ")
-            print(f"differs from the explanation by {norm([wrong[worst] - told]):.0e}")
+            print(f"  error {error[worst]:.1e}, fixed {max(ok.values()):.1e}; explained but for {rest:.0e}")
+            print(f"  norm off {norm(wrong.values()) / norm(right.values()) - 1:.1e}, loss {bad_loss / loss - 1:.1e}")
     if rank == 0:
         verdict.put(errors[1] < 1e-5 and errors[2] > 0.1 and errors[3] > 0.1 and repaired < 1e-5)
 
@@ -99,6 +95,5 @@ if __name__ == "__main__":
     verdict = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(rank_main, (f"{folder}/store", verdict), TP, start_method="fork")
-    present = verdict.get()
-    print("defect present" if present else "defect not as described")
+    print("defect present" if (present := verdict.get()) else "defect not as described")
     sys.exit(0 if present else 1)

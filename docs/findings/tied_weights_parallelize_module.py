@@ -95,6 +95,5 @@ if __name__ == "__main__":
     verdict = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(rank_main, (f"{folder}/store", verdict), TP, start_method="fork")
-    present = verdict.get()
-    print("defect present" if present else "defect not as described")
+    print("defect present" if (present := verdict.get()) else "defect not as described")
     sys.exit(0 if present else 1)

@@ -40,9 +40,9 @@ class HFTrainerBackend:
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if layout == Layout(dp=layout.dp) and scenario.precision != "fp16":
-            return Supported()
-        return Unsupported(f"the Trainer runs on plain DDP here, and not in fp16; use dp{layout.world_size} and bf16")
+        if layout != Layout(dp=layout.dp):
+            return Unsupported(f"the Trainer runs on plain DDP here; use dp{layout.world_size}")
+        return Supported() if scenario.precision != "fp16" else Unsupported("fp16 loss scaling is not undone; use bf16")
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
         o, s, k = scenario.optimizer, scenario.schedule, scenario.accumulation
