@@ -123,7 +123,6 @@ class Backend(Protocol):
 
         ``device`` is ``cpu``, or ``cuda:N`` with this rank's GPU.
 
-
         Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
         """
         ...

@@ -114,6 +114,9 @@ def _train(
         if scenario.resume_after == batch.step + 1:
             rank.beat("save")
             checkpoint = observer.path.with_name("checkpoint")
+            if rank.rank == 0:
+                checkpoint.mkdir()
+            dist.barrier()
             backend.save(checkpoint)
             backend.teardown()
             dist.barrier()

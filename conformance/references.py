@@ -20,7 +20,7 @@ from conformance.oracle.run import PolicyName
 from conformance.record import RecordError, read_record
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.weights import prepare_model
-from conformance.world import Outcome, Pool, WorldConfig
+from conformance.world import Device, Outcome, Pool, WorldConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def prepare_inputs(scenario: Scenario, root: Path) -> Inputs:
 class Oracles:
     """Runs the oracle, one run at a time, in a thread that owns a world of one rank. Use it in a ``with`` statement."""
 
-    def __init__(self, *, root: Path, budget_s: float) -> None:
-        self._root, self._budget_s = root, budget_s
+    def __init__(self, *, root: Path, device: Device, budget_s: float) -> None:
+        self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._runs: dict[Path, Future[str]] = {}
         self._pool: Pool | None = None
@@ -98,7 +98,12 @@ class Oracles:
         self._pool = self._pool or Pool(work_dir=self._root / "worlds")
         return self._pool.run(
             key="oracle",
-            config=WorldConfig(size=1, device="cpu", preload=("conformance.oracle.task",)),
+            # The noise of a precision is that of the device's kernels; float64 is the same everywhere.
+            config=WorldConfig(
+                size=1,
+                device="cpu" if policy == "float64" else self._device,
+                preload=("conformance.oracle.task",),
+            ),
             task="conformance.oracle.task:run",
             kwargs={
                 "scenario": scenario_to_json(scenario),

@@ -62,7 +62,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    """Learning-rate schedule; names and formulas are those of ``transformers.get_scheduler``."""
+    """Learning-rate schedule with the formulas of ``transformers.get_scheduler``; its ``constant`` is with warm-up."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -26,9 +26,7 @@ from conformance.judge import Verdict, judge_folder
 from conformance.references import Inputs, Oracles, prepare_inputs
 from conformance.results import Entry, apply_expectation, write_entry, write_summary
 from conformance.scenario import scenario_to_json
-from conformance.world import Outcome, Pool, WorldConfig
-
-Device = Literal["cpu", "cuda"]
+from conformance.world import Device, Outcome, Pool, WorldConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class Session:
         self._clock = time.monotonic()
         self.config.out.mkdir(parents=True, exist_ok=True)
         self._pool = Pool(work_dir=self.config.out / "worlds")
-        self._oracles = Oracles(root=self.config.out, budget_s=self.config.budget_s)
+        self._oracles = Oracles(root=self.config.out, device=self.config.device, budget_s=self.config.budget_s)
         return self
 
     def __exit__(self, *_: object) -> None:

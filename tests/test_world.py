@@ -401,9 +401,9 @@ def test_an_interrupted_task_leaves_no_rank_and_a_pool_that_works(run: Run) -> N
 
 def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
     """What a GPU's ranks do differently, but for NCCL: a zygote without torch starts them afresh."""
-    zygote = ZygoteHandle(device="cuda", preload=(), log=tmp_path / "zygote.log")
+    zygote = ZygoteHandle(ranks="started", preload=(), log=tmp_path / "zygote.log")
     try:
-        world = zygote.start_world(size=2, device="cpu", preload=("world_tasks",), memory_limit_bytes=None, fork=False)
+        world = zygote.start_world(size=2, device="cpu", preload=("world_tasks",), memory_limit_bytes=None)
         for value in (1.0, 2.0):
             summed, leaks = run_task(
                 world, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=BUDGET_S
@@ -414,6 +414,21 @@ def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
         assert all(is_gone(pid) for pid in world.pids)
     finally:
         zygote.close()
+
+
+def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
+    threaded = WorldConfig(size=2, device="cpu", preload=("world_tasks", "threaded"))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with Pool(work_dir=tmp_path) as pool:
+            outcome = pool.run(
+                key="x", config=threaded, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=30
+            )
+            assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
+            assert "importing threaded starts a thread" in (tmp_path / "zygote-x.log").read_text()
+    finally:
+        sys.path.remove(str(tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

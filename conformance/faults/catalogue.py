@@ -141,7 +141,7 @@ _FAULTS = (
     Fault(
         name="replicas-counted",
         summary="the gradient norm counts replicated parameters once per rank",
-        source="https://github.com/ROCm/TransformerEngine/issues/715",
+        source="https://github.com/ROCm/TransformerEngine/pull/715",
         seam="norm_axes",
         stage="gradient norm",
         loss_blind=True,

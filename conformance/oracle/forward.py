@@ -26,11 +26,13 @@ class Policy:
     """Mixed precision as transformers and the backends do it.
 
     compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, and also the master
-    weights, gradients and optimizer.
+    weights, gradients and optimizer. fused: attention by torch's kernel, which is what backends run below the exact
+    tier and which rounds otherwise than the plain formula.
     """
 
     compute: torch.dtype
     stable: torch.dtype
+    fused: bool = False
 
 
 def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) -> Weights:
@@ -158,6 +160,10 @@ def _attention(
     # Query head h reads kv head h // (H / K).
     k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    if policy.fused:
+        q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
+        mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.attention_scale)[0]
+        return _linear(mixed_HTE.transpose(0, 1).reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
     scores_HTT = (q_THE.transpose(0, 1) @ k_THE.permute(1, 2, 0)) * a.attention_scale
     scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
     probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=policy.stable).to(policy.compute)

@@ -5,6 +5,7 @@ error that this precision costs when nothing is wrong. Rows are never packed or 
 backend is held against documents that cannot see each other.
 """
 
+import contextlib
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -27,9 +28,9 @@ PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16"]
 POLICIES: dict[PolicyName, Policy] = {
     "float64": Policy(torch.float64, torch.float64),
     "exact": Policy(torch.float64, torch.float64),
-    "fp32": Policy(torch.float32, torch.float32),
-    "bf16": Policy(torch.bfloat16, torch.float32),
-    "fp16": Policy(torch.float16, torch.float32),
+    "fp32": Policy(torch.float32, torch.float32, fused=True),
+    "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
+    "fp16": Policy(torch.float16, torch.float32, fused=True),
 }
 # Without it, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of two
 # adds no rounding; 4096 keeps a factor of 16 to float16's largest number below GradScaler's initial 65536.
@@ -45,11 +46,20 @@ class Observed:
     logprobs: dict[int, Tensor]
 
 
-def run_oracle(*, scenario: Scenario, model: Path, batches: list[Batch], out: Path, policy_name: PolicyName) -> None:
+def run_oracle(
+    *,
+    scenario: Scenario,
+    model: Path,
+    batches: list[Batch],
+    out: Path,
+    policy_name: PolicyName,
+    device: str = "cpu",
+) -> None:
     """Train ``scenario.steps`` steps of ``batches`` from the weights in ``model``; write a complete record at ``out``.
 
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
-    float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16.
+    float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16. A precision's error is
+    that of the kernels of ``device``, so it is measured where the cell runs.
 
     Raises ValueError for a model that the oracle does not know, too few batches, a step without target tokens, and
     gradients that are not finite.
@@ -59,9 +69,17 @@ def run_oracle(*, scenario: Scenario, model: Path, batches: list[Batch], out: Pa
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
+        _run(scenario, model, batches, out, policy_name, device)
+
+
+def _run(
+    scenario: Scenario, model: Path, batches: list[Batch], out: Path, policy_name: PolicyName, device: str
+) -> None:
+    policy = POLICIES[policy_name]
     started = time.perf_counter()
     architecture = read_architecture(model)
-    weights = load_weights(model, architecture, policy.stable)
+    weights = {name: w.to(device) for name, w in load_weights(model, architecture, policy.stable).items()}
     optimizer = make_optimizer(scenario.optimizer)
     writer = RecordWriter(out, _header(scenario, policy_name, architecture))
     writer.step(-1, {}, _named("weight", weights))

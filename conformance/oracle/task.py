@@ -18,4 +18,5 @@ def run(rank: RankContext, *, scenario: dict[str, Any], model: str, batches: str
         batches=read_batches(Path(batches)),
         out=Path(out),
         policy_name=policy,
+        device=rank.device,
     )

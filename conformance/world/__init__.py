@@ -19,6 +19,6 @@ This package does not import torch before a rank or a zygote does.
 """
 
 from conformance.world.heartbeat import RankContext, beat
-from conformance.world.pool import Outcome, Pool, WorldConfig
+from conformance.world.pool import Device, Outcome, Pool, WorldConfig
 
-__all__ = ["Outcome", "Pool", "RankContext", "WorldConfig", "beat"]
+__all__ = ["Device", "Outcome", "Pool", "RankContext", "WorldConfig", "beat"]

@@ -4,6 +4,7 @@ Serves claim 8: however the controller ends, a zygote notices (its socket closes
 ranks along.
 """
 
+import contextlib
 import itertools
 import os
 import select
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.process import process_state
@@ -71,7 +72,7 @@ class World:
 class ZygoteHandle:
     """A running zygote. Belongs to the thread that makes it: the kernel ends the zygote with that thread."""
 
-    def __init__(self, *, device: str, preload: tuple[str, ...], log: Path) -> None:
+    def __init__(self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path) -> None:
         self._log = log
         self._worlds: dict[int, World] = {}
         self.is_alive = True
@@ -79,7 +80,7 @@ class ZygoteHandle:
         self._control = Packets(own)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), device, *preload],
+                [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), ranks, *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -90,6 +91,8 @@ class ZygoteHandle:
                     "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
+                    # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
+                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
                 },
             )
         try:
@@ -108,9 +111,7 @@ class ZygoteHandle:
         while self._take(limit_s=0.0) is not None:
             pass
 
-    def start_world(
-        self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None, fork: bool
-    ) -> World:
+    def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
         """Start the ranks of a world; they join each other in their first task."""
         number = next(_world_numbers)
         beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
@@ -124,7 +125,7 @@ class ZygoteHandle:
             "memory_limit_bytes": memory_limit_bytes,
         }
         self._control.send(
-            {"do": "start", "world": number, "spec": spec, "fork": fork},
+            {"do": "start", "world": number, "spec": spec},
             fds=[beats_fd, store_fd, *(theirs.fileno() for _, theirs in pairs)],
         )
         for _, theirs in pairs:
@@ -163,8 +164,9 @@ class ZygoteHandle:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._log.exists() and self._log.stat().st_size == 0:
-            self._log.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another process's pool may have the same log
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
         return self._process.returncode
 
     def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:

@@ -133,7 +133,6 @@ class Pool:
                 device=config.device,
                 preload=config.preload,
                 memory_limit_bytes=config.memory_limit_bytes,
-                fork=config.device == "cpu",
             )
             self._worlds[key, config] = world
         return world
@@ -143,7 +142,9 @@ class Pool:
         zygote = self._zygotes.get(kind)
         if zygote is None or not zygote.is_alive:
             log = self._work_dir / f"zygote-{re.sub(r'[^A-Za-z0-9_.-]', '-', key)}.log"
-            zygote = self._zygotes[kind] = ZygoteHandle(device=config.device, preload=config.preload, log=log)
+            zygote = self._zygotes[kind] = ZygoteHandle(
+                ranks="forked" if config.device == "cpu" else "started", preload=config.preload, log=log
+            )
         return zygote
 
     def _retire(self, key: str, config: WorldConfig, *, why: str) -> None:

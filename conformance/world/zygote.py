@@ -1,7 +1,8 @@
 """Zygote: imports torch and a backend once, then forks ranks on request, reports their deaths and reaps them.
 
-``python -m conformance.world.zygote CONTROL_FD PARENT_PID DEVICE MODULE...``, one per backend. It never runs a task and
-stays single-threaded, because threads do not survive a fork. For GPUs it imports nothing and starts ranks afresh.
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, one per backend. It never runs a
+task and stays single-threaded, because threads do not survive a fork. Where ranks are to be started (GPUs, or a backend
+whose import starts a thread), it imports nothing.
 Serves claim 8: it is the parent of every rank, so that no rank can die unseen, and none can outlive it.
 """
 
@@ -39,8 +40,8 @@ class Zygote:
     the group's name, cannot come to mean somebody else's process.
     """
 
-    def __init__(self, control: Packets) -> None:
-        self._control = control
+    def __init__(self, control: Packets, *, forks: bool) -> None:
+        self._control, self._forks = control, forks
         self._pids: dict[int, list[int]] = {}  # of each world, by rank
         self._reported: set[int] = set()
         self._wakeup = socket.socketpair()
@@ -78,7 +79,7 @@ class Zygote:
             signal_process(pid, signal.SIGKILL)
 
     def _start(self, message: Message, fds: list[int]) -> None:
-        assert thread_count() == 1, "a fork copies one thread only; something started another in the zygote"
+        assert not self._forks or thread_count() == 1, "a fork copies one thread only; something started another"
         beats_fd, store_fd, *sockets = fds
         pids: list[int] = []
         for rank, socket_fd in enumerate(sockets):
@@ -86,7 +87,7 @@ class Zygote:
             zygote = os.getpid()
             pid = os.fork()
             if pid == 0:
-                self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds, fork=message["fork"])
+                self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:
@@ -94,7 +95,7 @@ class Zygote:
         self._pids[message["world"]] = pids
         self._control.send({"type": "started", "world": message["world"], "pids": pids})
 
-    def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int], *, fork: bool) -> NoReturn:
+    def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
         """Go on as a rank, in the child of a fork; nothing here may return into the zygote's own loop."""
         status = 1
         try:
@@ -107,7 +108,7 @@ class Zygote:
             # A copy of a sibling's socket would hide the sibling's end from the controller.
             for fd in (self._control.fileno(), *(end.fileno() for end in self._wakeup), *(set(fds) - set(own))):
                 os.close(fd)
-            if fork:
+            if self._forks:
                 from conformance.world.rank import RankSpec, serve  # torch: for a GPU the zygote goes without
 
                 serve(RankSpec(**spec))
@@ -169,37 +170,38 @@ def _lead_group(pid: int) -> None:
         os.setpgid(pid, pid)
 
 
-def _prepare(modules: list[str]) -> str:
-    """Import all that ranks share; returns what stands against forking, or ""."""
-    try:
-        for module in modules:
-            import_module(module)
-            if thread_count() > 1:
-                return (
-                    f"importing {module} starts a thread, and threads do not survive a fork; "
-                    f"leave it out of the preloaded modules and import it in the task"
-                )
-    except BaseException:
-        return f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
+def _import(modules: list[str]) -> str:
+    """Import all that ranks share, as long as no thread is running; returns the module that started one, or ""."""
+    for module in modules:
+        import_module(module)
+        if thread_count() > 1:
+            return module
     return ""
 
 
 def main() -> None:
-    control_fd, parent, device, *preload = sys.argv[1:]
+    control_fd, parent, ranks, *preload = sys.argv[1:]
     signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()
     control = Packets(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(int(control_fd), False)
-    modules = [*preload, "torch", "transformers", "conformance.world.rank"] if device == "cpu" else []
-    error = _prepare(modules)
-    control.send({"type": "ready", "error": error})
-    if error:
-        return
-    if device == "cpu":
+    if ranks == "forked":
+        try:
+            culprit = _import([*preload, "torch", "transformers", "conformance.world.rank"])
+        except BaseException:
+            error = f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
+            control.send({"type": "ready", "error": error})
+            return
+        if culprit:
+            # Threads do not survive a fork, but exec gets rid of them. Slower: every rank will import for itself.
+            print(f"importing {culprit} starts a thread, so ranks are started afresh instead of forked", flush=True)
+            os.set_inheritable(int(control_fd), True)
+            os.execv(sys.executable, [sys.executable, "-P", "-m", __spec__.name, control_fd, parent, "started"])
         from conformance.world.cleanup import freeze
 
         freeze()
-    Zygote(control).serve()
+    control.send({"type": "ready", "error": ""})
+    Zygote(control, forks=ranks == "forked").serve()
 
 
 if __name__ == "__main__":

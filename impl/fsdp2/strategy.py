@@ -91,8 +91,10 @@ class Fsdp2Strategy:
         self._shard(model)
         self.model = model
         self.optimizer = self.create_optimizer(model, optimizer)
+        # transformers' "constant" has no warm-up, whatever it is given.
+        name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
         self.scheduler = transformers.get_scheduler(
-            schedule.name,
+            name,
             self.optimizer,
             num_warmup_steps=schedule.warmup_steps,
             num_training_steps=schedule.total_steps,
