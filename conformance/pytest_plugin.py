@@ -115,21 +115,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def merge(out: Path) -> dict[str, Any]:
     """Write ``summary.json`` anew from the verdicts of all cells that it lists, whoever wrote them, and return it."""
-    from conformance.judge import Verdict
-    from conformance.results import SUMMARY, VERDICT, Entry, write_summary
+    from conformance.results import SUMMARY, read_results, write_summary
 
-    summary = _read(out / SUMMARY)
-    entries = []
-    for cell in summary.pop("cells"):
-        values = _read(out / cell["folder"] / VERDICT)
-        verdict = Verdict(**{name: values.pop(name) for name in Verdict.__dataclass_fields__})
-        entries.append(Entry(details=values, verdict=verdict))
+    run, entries = read_results(out)
     now = datetime.now(UTC)
     if all(entry.verdict.state != "not_run" for entry in entries):
-        summary["finished"] = now.isoformat(timespec="seconds")
-    summary["seconds"] = round((now - datetime.fromisoformat(summary["started"])).total_seconds(), 2)
-    write_summary(out, summary, entries)
-    return _read(out / SUMMARY)
+        run["finished"] = now.isoformat(timespec="seconds")
+    run["seconds"] = round((now - datetime.fromisoformat(run["started"])).total_seconds(), 2)
+    write_summary(out, run, entries)
+    summary: dict[str, Any] = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    return summary
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -140,8 +135,3 @@ def selection(config: pytest.Config) -> "Selection":
     from conformance.matrix import Selection
 
     return Selection.from_options(config.option, prefix="parity_")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values

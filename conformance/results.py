@@ -80,21 +80,33 @@ def rejudge(out: Path) -> None:
 
     Raises ValueError for a folder that is not a run's output.
     """
-    summary = _read(out / SUMMARY)
+    run, old = read_results(out)
     entries = []
-    for cell in summary.pop("cells"):
-        values = _read(out / cell["folder"] / VERDICT)
-        old = Verdict(**{name: values.pop(name) for name in Verdict.__dataclass_fields__})
-        values.pop("schema")
-        verdict = old
-        if values["record"]:
-            folder = out / cell["folder"]
-            verdict = judge_folder(folder / values["record"], (folder / values["oracle"]).parent)
-            verdict = apply_expectation(verdict, values["expected"])
-        entries.append(Entry(details=values, verdict=verdict))
+    for entry in old:
+        details = entry.details
+        if details["record"]:
+            folder = out / details["folder"]
+            verdict = judge_folder(folder / details["record"], (folder / details["oracle"]).parent)
+            entry = Entry(details=details, verdict=apply_expectation(verdict, details["expected"]))
+        entries.append(entry)
     for entry in entries:
         write_entry(out, entry)
-    write_summary(out, summary, entries)
+    write_summary(out, run, entries)
+
+
+def read_results(out: Path) -> tuple[dict[str, Any], list[Entry]]:
+    """The fields of the run as a whole, and its cells with the verdicts that are on disk now.
+
+    Raises ValueError for a folder that is not a run's output.
+    """
+    run = _read(out / SUMMARY)
+    entries = []
+    for cell in run.pop("cells"):
+        details = _read(out / cell["folder"] / VERDICT)
+        del details["schema"]
+        verdict = Verdict(**{name: details.pop(name) for name in Verdict.__dataclass_fields__})
+        entries.append(Entry(details=details, verdict=verdict))
+    return run, entries
 
 
 def _read(file: Path) -> dict[str, Any]:

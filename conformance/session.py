@@ -70,9 +70,7 @@ class Session:
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[Result], None]) -> None:
         """Run and judge the cells one after another; their oracles are computed meanwhile."""
-        for cell in cells:
-            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the session ended before this cell")))
-        self.write_summary(finished=False)
+        self.announce(cells)
         for cell in cells:
             if not self._refusal(cell):
                 self._request(cell)
@@ -81,6 +79,12 @@ class Session:
             self.write_summary(finished=False)
             progress(result)
         self.write_summary(finished=True)
+
+    def announce(self, cells: Sequence[Cell]) -> None:
+        """Put every cell into the output folder as not run, so that none is forgotten if the session is cut short."""
+        for cell in cells:
+            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the run ended before this cell")))
+        self.write_summary(finished=False)
 
     def run(self, cell: Cell) -> Result:
         """Run one cell in its world and judge it; writes the cell's verdict."""

@@ -9,24 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.cell import Cell
-from conformance.judge import Verdict
 from conformance.matrix import select_cells
 from conformance.pytest_plugin import OUT, USAGE, selection
-from conformance.session import Result, Session, SessionConfig
-
-
-class SuiteSession(Session):
-    """A session that shares its output folder with those of other workers."""
-
-    def __enter__(self) -> "SuiteSession":
-        super().__enter__()
-        return self
-
-    def announce(self, cells: list[Cell]) -> None:
-        """Write the summary of a run that has not begun."""
-        for cell in cells:
-            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the run ended before this cell")))
-        self.write_summary(finished=False)
+from conformance.session import Session, SessionConfig
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,7 +39,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         (config.stash[OUT] / "cells").mkdir(parents=True)
     except FileExistsError:
         return
-    with SuiteSession(session_config(config)) as suite:
+    with Session(session_config(config)) as suite:
         suite.announce(cells)
 
 
@@ -71,6 +56,6 @@ def session_config(config: pytest.Config) -> SessionConfig:
 
 
 @pytest.fixture(scope="session")
-def parity_session(pytestconfig: pytest.Config) -> Iterator[SuiteSession]:
-    with SuiteSession(session_config(pytestconfig)) as session:
+def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
+    with Session(session_config(pytestconfig)) as session:
         yield session
