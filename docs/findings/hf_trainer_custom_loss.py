@@ -73,7 +73,7 @@ def ratio(kind: type[OwnLoss]) -> float:
         )
         Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[norm]).train()
     print(f"{kind.__name__}: gradient norm {right:.6f} is right, the Trainer's is {norm.value:.6f}")
-    return norm.value / right
+    return float(norm.value / right)
 
 
 def main() -> int:
