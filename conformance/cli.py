@@ -143,15 +143,18 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
 
 def _finish(out: Path, *, as_json: bool) -> int:
     """Write the reports and say the verdict; the exit code follows from it."""
-    from reports import write_all
+    try:
+        from reports import write_all
 
-    files = write_all(out)
+        report = f"report: {write_all(out)[0]}"
+    except ModuleNotFoundError as error:
+        report = f"no report, since {error.name} is not installed; run: pip install 'backend-parity[report]'"
     summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     if as_json:
         print(json.dumps(summary))
     else:
         counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
-        print(f"{summary['verdict']}: {counts}\nreport: {files[0]}")
+        print(f"{summary['verdict']}: {counts}\n{report}")
     return EXIT[summary["verdict"]]
 
 

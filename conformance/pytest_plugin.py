@@ -93,13 +93,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     out = config.stash[OUT]
     if not (out / "summary.json").is_file():
         return
-    from reports import write_all
-
     summary = merge(out)
     counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
     try:
+        from reports import write_all
+
         report = f"report: {write_all(out)[0]}"
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         report = f"no report: {error}"
     config.stash[LINES] = [f"{summary['verdict']}: {counts}", report]
     if exitstatus == pytest.ExitCode.OK and summary["verdict"] != "conforms":
