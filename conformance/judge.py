@@ -136,7 +136,9 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
 
 def _reason(findings: Sequence[Finding], quantities: Sequence[Quantity], record: Record) -> str:
     if not findings:
-        return f"{len(quantities)} quantities agree with the oracle"
+        unseen = [stage for stage in STAGES if stage not in {q.stage for q in quantities}]
+        not_observed = f"; not observed: {', '.join(unseen)}" if unseen else ""
+        return f"{len(quantities)} quantities agree with the oracle{not_observed}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)

@@ -6,8 +6,8 @@
   quantity. A cell may be NOISE_FACTOR times as far away. What rounding alone can do is thus measured in the same run,
   on the same data; what a library's precision policy adds shows.
 
-One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a tensor is
-taken as no less than the median of its stage at that step, and that of a scalar as its largest over the steps.
+One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
+its largest over the steps, and for a tensor no less than the median of its stage at that step.
 """
 
 import statistics
@@ -54,7 +54,6 @@ def allowed_errors(
     """The bound of every quantity, by its key. ``noise`` are the same quantities of the single-process run."""
     if precision == "exact":
         return {q.key: EXACT for q in quantities}
-    measured = {q.key: q.error for q in noise}
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
@@ -66,7 +65,7 @@ def allowed_errors(
         elif q.scalar:
             bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], ROUNDING)
         else:
-            bounds[q.key] = NOISE_FACTOR * max(measured.get(q.key, 0.0), medians.get((q.stage, q.step), 0.0))
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], medians.get((q.stage, q.step), 0.0))
     return bounds
 
 

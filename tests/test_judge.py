@@ -69,6 +69,17 @@ def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> N
     assert all(worst["ratio"] == 0 for worst in verdict.stages.values())
 
 
+def test_a_stage_that_was_not_observed_is_named(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step >= 0:
+            values["grad_norm"] = None
+            del tensors["logprob/0"], tensors["logprob/7"]
+
+    verdict = verdict_of(tmp_path, change)
+    assert verdict.state == "conforms"
+    assert verdict.reason.endswith("not observed: log-probs, gradient norm")
+
+
 def scale(key: str, factor: float, *, at: int = 0) -> Change:
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step == at and key in values:
