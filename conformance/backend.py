@@ -23,15 +23,15 @@ from conformance.layout import Layout
 from conformance.scenario import Scenario
 
 ENTRY_POINT_GROUP = "parity.backends"
+EXTRAS = ("deepspeed", "megatron")  # of this distribution, named as the backends that need them
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """``packages`` are the distributions whose versions a record keeps; ``install`` is the command that brings them."""
+    """``packages`` are the distributions whose versions a record keeps."""
 
     name: str
     packages: tuple[str, ...] = ("torch",)
-    install: str = ""
     url: str = ""
 
 
@@ -52,13 +52,15 @@ Support = Supported | Unsupported
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedDifference:
-    """A known defect below the backend: cells (a shell pattern of ids) that differ first at ``stage``, and why.
+    """A known defect below the backend: cells that differ first at ``stage``, in these tensors and no others, and why.
 
-    A cell that matches but conforms, or differs elsewhere, is reported: the expectation has to go or to be mended.
+    ``cells`` and ``tensors`` are shell patterns of ids and of tensor names. A cell that matches but conforms, or that
+    differs elsewhere, is reported: the expectation has to go or to be mended.
     """
 
     cells: str
     stage: str
+    tensors: str
     reason: str
     link: str
 
@@ -180,16 +182,16 @@ class BackendEntry:
                     f"backend {self.name!r} is registered as {self.target!r}, but there is no module {error.name!r}; "
                     f"reinstall the package that provides it"
                 ) from None
-            raise MissingExtra(self.name, missing) from error
+            extra = f"'backend-parity[{self.name}]'" if self.name in EXTRAS else missing
+            raise MissingExtra(f"{missing} is not installed; run: pip install {extra}") from error
+        except ImportError as error:
+            raise MissingExtra(f"backend {self.name!r} cannot be imported here: {error}") from error
         except AttributeError:
             raise ValueError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
 
 
 class MissingExtra(Exception):
-    """A backend's package is not installed."""
-
-    def __init__(self, backend: str, package: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'backend-parity[{backend}]'")
+    """A package that a backend needs is not installed, or not usable here; the message says what to do."""
 
 
 def registered_backends() -> dict[str, BackendEntry]:

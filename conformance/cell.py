@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import conformance
 from conformance import faults, replicas
-from conformance.backend import Backend, BackendEntry
+from conformance.backend import Backend, BackendEntry, StepMetrics
 from conformance.batch import Batch, read_batches
 from conformance.exact import LeakWatch, exact_tier
 from conformance.layout import Layout
@@ -129,6 +129,18 @@ def _train(
     observer.finish(time.perf_counter() - started)
 
 
+def _check(metrics: StepMetrics, backend: str) -> None:
+    """Raises ValueError where a backend's metrics are not what StepMetrics says."""
+    numbers = {"loss_sum": metrics.loss_sum, "token_count": metrics.token_count, "lr": metrics.lr}
+    if metrics.grad_norm is not None:
+        numbers["grad_norm"] = metrics.grad_norm
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{backend}.train_step gave {name}={value!r}; StepMetrics wants a plain number")
+    if metrics.token_count < 1:
+        raise ValueError(f"{backend}.train_step gave token_count={metrics.token_count}; count the step's target tokens")
+
+
 class _Observer:
     """Asks the backend on all ranks, keeps and writes on rank 0."""
 
@@ -146,18 +158,22 @@ class _Observer:
         gradients: dict[str, torch.Tensor] = {}
         shards: list[replicas.Result] = []
         calls = 0
+        observing = 0.0
         watcher = LeakWatch() if watch else None
 
         def on_gradients() -> None:
-            nonlocal calls
+            nonlocal calls, observing
             calls += 1
+            began = time.perf_counter()
             gradients.update(self._full("gradient", backend.named_gradients()))
             shards.append(replicas.compare("gradient", backend.local_shards("gradient")))
+            observing = time.perf_counter() - began
 
         started = time.perf_counter()
         with watcher or contextlib.nullcontext():
             metrics = backend.train_step(batch, on_gradients)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - observing
+        _check(metrics, type(backend).__name__)
         if calls != 1:
             raise ValueError(
                 f"{type(backend).__name__}.train_step called on_gradients() {calls} times; call it exactly once per "
@@ -178,6 +194,7 @@ class _Observer:
             "lr": metrics.lr,
             "seconds": seconds,
             "replicas": {
+                "offered": sum(result.offered for result in shards),
                 "compared": sum(result.compared for result in shards),
                 "differing": [entry for result in shards for entry in result.differing],
             },
@@ -185,6 +202,7 @@ class _Observer:
         self._write(batch.step, values, {**gradients, **weights, **logprobs})
 
     def finish(self, seconds: float) -> None:
+        dist.barrier()  # the footer says that all ranks came to their end
         if self.writer:
             self.writer.finish({"seconds": seconds, "leaks": self.leaks})
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from conformance.layout import Layout
 from conformance.record import Record, StepRecord
 from conformance.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, SETTING, Quantity
 
@@ -33,16 +34,33 @@ def measure(record: Record, oracle: Record) -> list[Quantity]:
     Tensors that only one of them has give a quantity of infinite error.
     """
     start, start_ref = record.initial.tensors(), oracle.initial.tensors()
+    replicated = Layout.parse(record.header["layout"]).rep > 1
     quantities = list(_tensors("weights", -1, _named(start, "weight/"), _named(start_ref, "weight/"), fixed=SETTING))
     for step, reference in zip(record.steps, oracle.steps, strict=False):
-        quantities += _step(step, reference, start=start, start_ref=start_ref)
+        quantities += _step(step, reference, start=start, start_ref=start_ref, replicated=replicated)
+    quantities += _gaps(record)
     if len(record.steps) != len(oracle.steps):
         missing = f"{len(record.steps)} of {len(oracle.steps)} steps"
         quantities.append(_infinite("loss", missing, len(record.steps)))
     return quantities
 
 
-def _step(step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Tensors) -> Iterator[Quantity]:
+def _gaps(record: Record) -> Iterator[Quantity]:
+    """What was observed at some steps has to be observed at all."""
+    for stage, seen in (
+        ("log-probs", [any(name.startswith("logprob/") for name in step.tensors()) for step in record.steps]),
+        ("gradient norm", [step.values.get("grad_norm") is not None for step in record.steps]),
+        ("replicas", [step.values.get("replicas", {}).get("offered", 0) > 0 for step in record.steps]),
+    ):
+        if any(seen):
+            for step, here in enumerate(seen):
+                if not here:
+                    yield _infinite(stage, "observed at other steps, missing at this one", step)
+
+
+def _step(
+    step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Tensors, replicated: bool
+) -> Iterator[Quantity]:
     number, tensors, reference = step.step, step.tensors(), oracle.tensors()
     logprobs, logprobs_ref = _named(tensors, "logprob/"), _named(reference, "logprob/")
     if logprobs:
@@ -53,7 +71,9 @@ def _step(step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Te
     yield _scalar("loss", "loss", number, step.values["loss"], oracle.values["loss"])
     gradients = _named(tensors, "gradient/")
     yield from _tensors("gradients", number, gradients, _named(reference, "gradient/"))
-    replicas = step.values.get("replicas", {"compared": 0, "differing": []})
+    replicas = step.values.get("replicas", {"offered": 0, "compared": 0, "differing": []})
+    if replicated and replicas["offered"] and not replicas["compared"]:
+        yield _infinite("replicas", "the layout has replicas, but no piece is named alike by two ranks", number)
     if replicas["compared"] and not replicas["differing"]:
         pieces = f"{replicas['compared']} pieces held by several ranks"
         yield Quantity(stage="replicas", tensor=pieces, step=number, error=0.0, fixed=ROUNDING)

@@ -6,7 +6,7 @@ record, a missing stage) is never a pass (claim 8).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from conformance.compare import STAGES, measure
 from conformance.layout import Layout
 from conformance.record import Record, RecordError, read_record
 from conformance.scenario import Scenario, parse_scenario
-from conformance.tolerance import Quantity, allowed_errors
+from conformance.tolerance import Quantity, allowed_errors, is_too_exact
 
 State = Literal["conforms", "differs", "unsupported", "expected_difference", "infrastructure", "not_run"]
 STATES: tuple[State, ...] = (
@@ -69,17 +69,26 @@ def judge_folder(record: Path, oracle: Path) -> Verdict:
         scenario = parse_scenario(cell.header["scenario"])
         reference = read_record(oracle / "float64")
         noise = None if scenario.precision == "exact" else read_record(oracle / scenario.precision)
+        return judge(cell, oracle=reference, noise=noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
-    return judge(cell, oracle=reference, noise=noise)
 
 
 def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
-    """Compare a complete record with the float64 oracle; ``noise``: the single-process run in the cell's precision."""
+    """Compare a complete record with the float64 oracle; ``noise``: the single-process run in the cell's precision.
+
+    Raises RecordError if the records do not belong together, or the noise is none that this precision can have.
+    """
     scenario = parse_scenario(record.header["scenario"])
     layout = Layout.parse(record.header["layout"])
+    for other in (oracle, noise or oracle):
+        _same_training(record, other)
     quantities = measure(record, oracle)
-    bounds = allowed_errors(quantities, precision=scenario.precision, noise=measure(noise, oracle) if noise else [])
+    rounding = measure(noise, oracle) if noise else []
+    if is_too_exact(quantities, precision=scenario.precision, noise=rounding):
+        name = f"all: closer to float64 than {scenario.precision} can be, so computed in a higher precision"
+        quantities.append(Quantity(stage="gradients", tensor=name, step=0, error=math.inf, fixed=0.0))
+    bounds = allowed_errors(quantities, precision=scenario.precision, noise=rounding)
     order = {stage: i for i, stage in enumerate(STAGES)}
     quantities.sort(key=lambda q: (q.step, order[q.stage]))
     wrong = [q for q in quantities if not q.error <= bounds[q.key]]
@@ -106,6 +115,15 @@ def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
             for q in quantities
         ],
     )
+
+
+def _same_training(record: Record, other: Record) -> None:
+    """Raises RecordError if the two are not of one scenario, apart from its name, precision and micro-batches."""
+    mine, theirs = (
+        replace(parse_scenario(r.header["scenario"]).reference, name="any", precision="exact") for r in (record, other)
+    )
+    if mine != theirs:
+        raise RecordError(f"{record.path} and {other.path} are of different scenarios; judge each by its own oracle")
 
 
 def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
@@ -135,16 +153,16 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
 
 
 def _reason(findings: Sequence[Finding], quantities: Sequence[Quantity], record: Record) -> str:
+    leaks = record.footer.get("leaks", [])
+    leak = f"; float32 left in the exact tier by {leaks[0]['op']} at {leaks[0]['where']}" if leaks else ""
     if not findings:
         unseen = [stage for stage in STAGES if stage not in {q.stage for q in quantities}]
         not_observed = f"; not observed: {', '.join(unseen)}" if unseen else ""
-        return f"{len(quantities)} quantities agree with the oracle{not_observed}"
+        return f"{len(quantities)} quantities agree with the oracle{not_observed}{leak}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
     worst = max(same, key=lambda f: f.observed / f.allowed if f.allowed else math.inf)
-    leaks = record.footer.get("leaks", [])
-    leak = f"; float32 left in the exact tier by {leaks[0]['op']} at {leaks[0]['where']}" if leaks else ""
     return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}{leak}"
 
 

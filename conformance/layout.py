@@ -102,13 +102,19 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.tp * self.sp * self.pp
 
-    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int) -> None:
+    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int, max_len: int) -> None:
         """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
         if heads % self.tp or kv_heads % self.tp:
             better = dataclasses.replace(self, tp=_divisor(kv_heads, self.tp), options=())
             raise ValueError(
                 f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
                 f"(a head is not cut); {better} would work"
+            )
+        if max_len % self.sp:
+            better = dataclasses.replace(self, sp=_divisor(max_len, self.sp))
+            raise ValueError(
+                f"sp={self.sp} must divide the longest row of {max_len} tokens; {better} would work, "
+                f"or data.max_len={-(-max_len // self.sp) * self.sp}"
             )
         if rows % (self.dp * accumulation):
             better = dataclasses.replace(self, dp=_divisor(rows // accumulation, self.dp), rep=1)

@@ -84,9 +84,10 @@ class RecordWriter:
         self._steps += step >= 0
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Write the footer, with the digest of all lines before it; the record is complete now."""
-        digest = self._digest.hexdigest()
-        self._line({"type": "footer", "steps": self._steps, **values, "sha256": digest})
+        """Write the footer, with the digest of all lines and of itself; the record is complete now."""
+        footer = {"type": "footer", "steps": self._steps, **values}
+        self._digest.update(json.dumps(footer).encode())
+        self._line({**footer, "sha256": self._digest.hexdigest()})
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
@@ -111,7 +112,7 @@ def read_record(path: Path) -> Record:
             value = json.loads(line)
             values.append(value if isinstance(value, dict) else {})
         except ValueError:
-            if number < len(lines) and number > 0:
+            if number < len(lines):
                 raise DigestMismatch(f"{file}:{number} is not JSON: the file was changed; run the cell again") from None
     if not values or values[0].get("type") != "header":
         raise RecordError(
@@ -128,7 +129,9 @@ def read_record(path: Path) -> Record:
         raise MissingFooter(
             f"{file} has no footer: the cell stopped after step {max(seen, default='none')}; run it again"
         )
-    if hashlib.sha256(b"".join(lines[:-1])).hexdigest() != values[-1].get("sha256"):
+    footer = {key: value for key, value in values[-1].items() if key != "sha256"}
+    digest = hashlib.sha256(b"".join(lines[:-1]) + json.dumps(footer).encode()).hexdigest()
+    if digest != values[-1].get("sha256"):
         raise DigestMismatch(f"{file} does not match its own digest: it was edited; run the cell again")
     steps = [_read_step(path, value) for value in values[1:-1]]
     if [s.step for s in steps] != list(range(-1, values[-1]["steps"])):

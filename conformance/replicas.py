@@ -1,6 +1,6 @@
 """Replicas: are the pieces that several ranks claim to share really equal? Serves claim 3.
 
-Ranks exchange digests; only pieces whose bits differ are exchanged themselves and measured.
+Ranks exchange digests; only pieces whose bits differ are exchanged themselves, one at a time, and measured.
 """
 
 import hashlib
@@ -14,13 +14,15 @@ import torch.distributed as dist
 
 from conformance.backend import Kind, Shard
 
-MEASURED = 64  # pieces with different bits that are exchanged; the first of them tell enough
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """``compared``: pieces held by two or more ranks. ``differing``: JSON values, one per piece whose bits differ."""
+    """``offered``: pieces of all ranks together. ``compared``: of them, by name and region, those of two or more ranks.
 
+    ``differing``: JSON values, one per piece whose bits differ.
+    """
+
+    offered: int
     compared: int
     differing: list[dict[str, Any]]
 
@@ -40,26 +42,21 @@ def compare(kind: Kind, shards: Iterable[Shard]) -> Result:
         for key in held:
             holders[key].append(rank)
     shared = {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
-    unequal = [key for key, ranks in shared.items() if len({everyone[r][key] for r in ranks}) > 1][:MEASURED]
-    pieces: list[dict[tuple[str, str], torch.Tensor]] = [{} for _ in everyone]
-    if unequal:
-        dist.all_gather_object(pieces, {key: mine[key] for key in unequal if key in mine})
-    differing = [
-        {
-            "kind": kind,
-            "tensor": name,
-            "region": region,
-            "ranks": shared[name, region],
-            "relative": _distance([pieces[rank][name, region] for rank in shared[name, region]]),
-        }
-        for name, region in unequal
-    ]
-    return Result(compared=len(shared), differing=differing)
+    differing = []
+    for (name, region), ranks in shared.items():
+        if len({everyone[rank][name, region] for rank in ranks}) == 1:
+            continue
+        copies: list[torch.Tensor | None] = [None] * len(everyone)
+        dist.all_gather_object(copies, mine.get((name, region)))
+        relative = _distance([copy for copy in copies if copy is not None])
+        differing.append({"kind": kind, "tensor": name, "region": region, "ranks": ranks, "relative": relative})
+    return Result(offered=sum(map(len, everyone)), compared=len(shared), differing=differing)
 
 
 def _distance(copies: list[torch.Tensor]) -> float:
+    """Largest distance to the first copy, relative to it; infinite where shapes differ or a number is not finite."""
     first = copies[0].double()
-    if any(copy.shape != first.shape for copy in copies):
+    if any(copy.shape != first.shape or not copy.isfinite().all() for copy in copies):
         return float("inf")
     norm = float(first.norm()) or 1.0
     return max(float((copy.double() - first).norm()) for copy in copies[1:]) / norm

@@ -3,6 +3,7 @@
 Judging again needs no GPU, no backend and no ranks. docs/architecture.md has the schema of ``summary.json``.
 """
 
+import fnmatch
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -35,16 +36,22 @@ def overall(verdicts: Sequence[Verdict]) -> Literal["conforms", "differs", "inco
 
 
 def apply_expectation(verdict: Verdict, known: dict[str, str] | None) -> Verdict:
-    """Hold a verdict against what the backend says must differ (cells, stage, reason, link), if it says so."""
+    """Hold a verdict against what the backend says must differ, if it says so: the fields of an ExpectedDifference.
+
+    All findings of the first stage and step have to be of the tensors that are named.
+    """
     if known is None or verdict.state not in ("conforms", "differs"):
         return verdict
-    if verdict.first_stage == known["stage"]:
+    start = next(((f.stage, f.step) for f in verdict.findings), None)
+    first = [f.tensor for f in verdict.findings if (f.stage, f.step) == start]
+    named = all(fnmatch.fnmatchcase(tensor, known["tensors"]) for tensor in first)
+    if verdict.first_stage == known["stage"] and named:
         return replace(verdict, state="expected_difference", reason=f"{known['reason']} ({known['link']})")
     return replace(
         verdict,
         state="differs",
-        reason=f"expected to differ at {known['stage']} ({known['reason']}), but: {verdict.reason}; "
-        f"mend or remove the expectation {known['cells']!r}",
+        reason=f"expected to differ at {known['stage']} in {known['tensors']} ({known['reason']}), but: "
+        f"{verdict.reason}; mend or remove the expectation {known['cells']!r}",
     )
 
 
@@ -84,7 +91,7 @@ def rejudge(out: Path) -> None:
     entries = []
     for entry in old:
         details = entry.details
-        if details["record"]:
+        if details["record"] and details["completed"]:
             folder = out / details["folder"]
             verdict = judge_folder(folder / details["record"], (folder / details["oracle"]).parent)
             entry = Entry(details=details, verdict=apply_expectation(verdict, details["expected"]))
@@ -104,7 +111,10 @@ def read_results(out: Path) -> tuple[dict[str, Any], list[Entry]]:
     for cell in run.pop("cells"):
         details = _read(out / cell["folder"] / VERDICT)
         del details["schema"]
-        verdict = Verdict(**{name: details.pop(name) for name in Verdict.__dataclass_fields__})
+        try:
+            verdict = Verdict(**{name: details.pop(name) for name in Verdict.__dataclass_fields__})
+        except KeyError as error:
+            raise ValueError(f"{out / cell['folder'] / VERDICT} lacks {error}; it was changed") from None
         entries.append(Entry(details=details, verdict=verdict))
     return run, entries
 

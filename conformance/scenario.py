@@ -26,7 +26,7 @@ STRICT = ConfigDict(extra="forbid")
 
 Precision = Literal["exact", "fp32", "bf16", "fp16"]
 PositiveInt = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -58,6 +58,12 @@ class OptimizerConfig:
     eps: Positive = 1e-5
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "sgd" and self.weight_decay:
+            raise ValueError("sgd has no weight decay here; use weight_decay=0, or adamw")
+        if self.name == "adamw" and self.momentum:
+            raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -115,7 +121,7 @@ class Scenario:
     @property
     def model_name(self) -> str:
         """Last part of the model's path; the family in a cell's id."""
-        return Path(self.model).name
+        return Path(self.model).resolve().name
 
     @property
     def reference(self) -> "Scenario":

@@ -10,11 +10,13 @@ One measured error is one draw of a random rounding; a lucky one must not become
 its largest over the steps, and for a tensor no less than the median of its stage at that step.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from conformance.record import RecordError
 from conformance.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
@@ -22,6 +24,12 @@ NOISE_FACTOR = 3.0  # times the single-process error; honest cells show at most 
 ROUNDING = 2.0**-24  # of one float32 operation, relative: no scalar is reported better than this
 SETTING = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
+NOISE_LIMIT = {
+    "fp32": 1e-4,
+    "bf16": 0.5,
+    "fp16": 0.1,
+}  # of a gradient; beyond it the single-process run itself is wrong
+TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its half precision
 FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
 
 
@@ -51,9 +59,18 @@ class Quantity:
 def allowed_errors(
     quantities: Sequence[Quantity], *, precision: Precision, noise: Sequence[Quantity]
 ) -> dict[tuple[str, str, int], float]:
-    """The bound of every quantity, by its key. ``noise`` are the same quantities of the single-process run."""
+    """The bound of every quantity, by its key. ``noise`` are the same quantities of the single-process run.
+
+    Raises RecordError if the noise is not finite, or larger than NOISE_LIMIT.
+    """
     if precision == "exact":
         return {q.key: EXACT for q in quantities}
+    worst = max((q.error for q in noise if q.stage == "gradients"), default=0.0)
+    if not all(math.isfinite(q.error) for q in noise) or worst > NOISE_LIMIT[precision]:
+        raise RecordError(
+            f"the single-process run in {precision} is {worst:.1e} off in a gradient, more than rounding can do "
+            f"({NOISE_LIMIT[precision]:.0e}); lower the learning rate, or run the cell in fp32 and the exact tier"
+        )
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
@@ -67,6 +84,15 @@ def allowed_errors(
         else:
             bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], medians.get((q.stage, q.step), 0.0))
     return bounds
+
+
+def is_too_exact(quantities: Sequence[Quantity], *, precision: Precision, noise: Sequence[Quantity]) -> bool:
+    """Whether a half-precision cell is so close to float64 that it cannot have computed in its precision."""
+
+    def median(of: Sequence[Quantity]) -> float:
+        return statistics.median([q.error for q in of if q.stage == "gradients"] or [math.inf])
+
+    return precision in ("bf16", "fp16") and median(quantities) < TOO_EXACT * median(noise)
 
 
 def _medians(noise: Sequence[Quantity]) -> dict[tuple[str, int], float]:

@@ -72,6 +72,14 @@ def test_a_record_that_was_truncated_makes_the_run_incomplete(out: Path, tmp_pat
     assert cli.main(["judge", str(copy)]) == 3
 
 
+def test_a_cell_that_ended_badly_is_not_judged_by_its_record(out: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(out, tmp_path / "copy", symlinks=True)
+    file = next(file for file in copy.glob("cells/*/verdict.json") if json.loads(file.read_text())["record"])
+    ended = {"state": "infrastructure", "reason": "rank 1 raised during 'teardown'", "completed": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | ended))
+    assert cli.main(["judge", str(copy)]) == 3
+
+
 def test_a_planted_fault_makes_the_run_differ(profile: str, tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--profile", profile, "--faults", "local-token-mean", "--cells", "*dp2*"]
     assert cli.main(["run", *arguments, "--out", str(tmp_path / "out")]) == 1

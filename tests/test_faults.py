@@ -20,6 +20,8 @@ CELLS = {
     "cleared-gradients": ("sft-packed", "llama", "dp2"),
     "replicas-counted": ("sft-sgd", "llama", "tp2.seqpar"),
     "inverted-clip": ("sft-sgd", "llama", "dp2"),
+    "clip-always": ("sft-packed", "llama", "dp2"),
+    "clip-on-one-replica": ("sft-sgd", "llama", "dp2.rep2"),
     "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
 }
 

@@ -54,8 +54,18 @@ def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout
 def test_head_norms_as_transformers_ships_them_are_an_expected_difference(session: Session, model: str) -> None:
     verdict = session.run(make_cell("sft-packed", model, "dp2.tp2.lastsync.shipped", "exact")).verdict
     assert verdict.state == "expected_difference", verdict.reason
-    wrong = {finding.tensor.rpartition("self_attn.")[2] for finding in verdict.findings if finding.step == 0}
-    assert {"q_norm.weight", "k_norm.weight"} <= wrong
+    wrong = {
+        finding.tensor.rpartition("self_attn.")[2]
+        for finding in verdict.findings
+        if finding.stage == "gradients" and finding.step == 0
+    }
+    assert wrong == {"q_norm.weight", "k_norm.weight"}
+
+
+def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
+    layout = "dp2.tp2.lastsync.shipped"
+    verdict = session.run(make_cell("sft-packed", "qwen3", layout, "exact", faults=("cleared-gradients",))).verdict
+    assert verdict.state == "differs"
 
 
 def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(session: Session) -> None:

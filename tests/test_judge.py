@@ -28,9 +28,11 @@ def unchanged(step: int, values: Values, tensors: Tensors) -> None:
     """Leave the step as the oracle has it."""
 
 
-def write(path: Path, change: Change = unchanged, *, precision: str = "exact", layout: str = "dp2.tp2") -> Record:
+def write(
+    path: Path, change: Change = unchanged, *, precision: str = "exact", layout: str = "dp2.tp2", lr: float = 0.1
+) -> Record:
     """A record of three steps; ``change`` edits a step's values and tensors before they are written (step -1 too)."""
-    optimizer = {"name": "sgd", "lr": 0.1, "max_grad_norm": 1.0}
+    optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
         {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
     )
@@ -50,14 +52,14 @@ def write(path: Path, change: Change = unchanged, *, precision: str = "exact", l
             logprobs = torch.randn(5, generator=generator, dtype=torch.float64)
             tensors |= {"logprob/0": logprobs[:2].clone(), "logprob/7": logprobs[2:].clone()}
             values = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": 0.1}
-            values["replicas"] = {"compared": 4, "differing": []}
+            values["replicas"] = {"offered": 8, "compared": 4, "differing": []}
         change(step, values, tensors)
         writer.step(step, values, tensors)
     writer.finish({"seconds": 0.0, "leaks": []})
     return read_record(path)
 
 
-def verdict_of(tmp_path: Path, change: Change, **options: str) -> Verdict:
+def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
     oracle = write(tmp_path / "oracle")
     return judge(write(tmp_path / "cell", change, **options), oracle=oracle, noise=None)
 
@@ -227,3 +229,55 @@ def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) ->
     oracle = write(tmp_path / "oracle", tiny)
     verdict = judge(write(tmp_path / "cell", tiny_and_wrong), oracle=oracle, noise=None)
     assert verdict.state == "conforms", verdict.reason
+
+
+def test_a_gap_in_what_was_observed_is_a_finding(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 2:
+            values["grad_norm"] = None
+
+    verdict = verdict_of(tmp_path, change)
+    assert [(f.stage, f.step) for f in verdict.findings] == [("gradient norm", 2)]
+
+
+def test_replicas_that_no_two_ranks_name_alike_were_not_compared(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step >= 0:
+            values["replicas"] = {"offered": 8, "compared": 0, "differing": []}
+
+    verdict = verdict_of(tmp_path, change, layout="dp2.rep2")
+    assert verdict.first_stage == "replicas"
+
+
+def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+
+    def rounded(step: int, values: Values, tensors: Tensors) -> None:
+        for name in ("gradient/a", "gradient/b"):
+            if name in tensors:
+                tensors[name] = tensors[name].bfloat16().double()
+
+    noise = write(tmp_path / "noise", rounded, precision="bf16")
+    honest = judge(write(tmp_path / "honest", rounded, precision="bf16"), oracle=oracle, noise=noise)
+    assert "gradients" not in {f.stage for f in honest.findings}
+    verdict = judge(write(tmp_path / "cell", precision="bf16"), oracle=oracle, noise=noise)
+    assert verdict.first_stage == "gradients"
+    assert "computed in a higher precision" in verdict.reason
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1.01])
+def test_noise_that_no_rounding_explains_is_no_bound(tmp_path: Path, factor: float) -> None:
+    write(tmp_path / "oracle" / "float64")
+    write(tmp_path / "oracle" / "fp32", scale("gradient/a", factor), precision="fp32")
+    write(tmp_path / "cell", precision="fp32")
+    verdict = judge_folder(tmp_path / "cell", tmp_path / "oracle")
+    assert verdict.state == "infrastructure"
+    assert "more than rounding can do" in verdict.reason
+
+
+def test_a_record_is_judged_by_the_oracle_of_its_own_scenario_only(tmp_path: Path) -> None:
+    write(tmp_path / "oracle" / "float64", lr=0.2)
+    write(tmp_path / "cell")
+    verdict = judge_folder(tmp_path / "cell", tmp_path / "oracle")
+    assert verdict.state == "infrastructure"
+    assert "are of different scenarios" in verdict.reason

@@ -61,6 +61,12 @@ def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
     assert len({cell.slug for cell in cells_of(profile)}) == len(ids)
 
 
+def test_quick_has_a_resume_and_a_warm_up() -> None:
+    scenarios = [cell.scenario for cell in cells_of("quick")]
+    assert any(scenario.resume_after for scenario in scenarios)
+    assert any(scenario.schedule.warmup_steps for scenario in scenarios)
+
+
 def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
     assert "sft-packed/qwen3/fsdp2/dp4.rep2.tp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
 

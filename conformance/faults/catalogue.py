@@ -89,6 +89,20 @@ def _inverted_clip(clip_coefficient: Function) -> Function:
     return faulty
 
 
+def _clip_always(clip_coefficient: Function) -> Function:
+    def faulty(norm: float, max_norm: float) -> float:
+        return max_norm / (norm + 1e-6)
+
+    return faulty
+
+
+def _clip_on_one_replica(clip_coefficient: Function) -> Function:
+    def faulty(norm: float, max_norm: float) -> float:
+        return float(clip_coefficient(norm, max_norm)) if torch.distributed.get_rank() == 0 else 1.0
+
+    return faulty
+
+
 def _schedule_per_micro_batch(advance_schedule: Function) -> Function:
     def faulty(strategy: Any) -> None:
         for _ in range(strategy.config.accumulation):
@@ -157,6 +171,26 @@ _FAULTS = (
         loss_blind=True,
         needs="max_grad_norm other than the norm itself",
         wrap=_inverted_clip,
+    ),
+    Fault(
+        name="clip-always",
+        summary="gradients below max_grad_norm are scaled up to it",
+        source="the other half of https://github.com/deepspeedai/DeepSpeed/pull/5150",
+        seam="clip_coefficient",
+        stage="weights after N steps",
+        loss_blind=True,
+        needs="a step whose gradient norm is below max_grad_norm",
+        wrap=_clip_always,
+    ),
+    Fault(
+        name="clip-on-one-replica",
+        summary="only the first rank clips, so replicas drift apart",
+        source="https://github.com/deepspeedai/DeepSpeed/issues/1801",
+        seam="clip_coefficient",
+        stage="replicas",
+        loss_blind=True,
+        needs="replicas (rep of 2 or more) and active clipping",
+        wrap=_clip_on_one_replica,
     ),
     Fault(
         name="schedule-per-micro-batch",

@@ -14,7 +14,6 @@ class Fsdp2Backend(StrategyBackend):
     info = BackendInfo(
         name="fsdp2",
         packages=("torch", "transformers"),
-        install="pip install backend-parity",
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     )
     preload = (
@@ -25,6 +24,7 @@ class Fsdp2Backend(StrategyBackend):
         ExpectedDifference(
             cells=f"sft-packed/{model}/fsdp2/*.lastsync.shipped/*",
             stage="gradients",
+            tensors="model.layers.*.self_attn.[qk]_norm.weight",
             reason="transformers sums a head norm's accumulated gradient over tp at every micro-batch",
             link="docs/findings/hf-head-norm-accumulation.md",
         )
