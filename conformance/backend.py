@@ -179,15 +179,15 @@ class BackendEntry:
             missing = (error.name or "").partition(".")[0]
             if missing == module_name.partition(".")[0]:
                 raise ValueError(
-                    f"backend {self.name!r} is registered as {self.target!r}, but there is no module {error.name!r}; "
-                    f"reinstall the package that provides it"
+                    f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}; "
+                    f"check the spelling, set PYTHONPATH to its folder, or reinstall the package that registers it"
                 ) from None
             extra = f"'backend-parity[{self.name}]'" if self.name in EXTRAS else missing
             raise MissingExtra(f"{missing} is not installed; run: pip install {extra}") from error
-        except ImportError as error:
-            raise MissingExtra(f"backend {self.name!r} cannot be imported here: {error}") from error
         except AttributeError:
             raise ValueError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
+        except Exception as error:  # whatever a plug-in does when it is imported is no reason to stop the others
+            raise MissingExtra(f"backend {self.name!r} cannot be imported here: {error}") from error
 
 
 class MissingExtra(Exception):

@@ -6,18 +6,22 @@ failure, or nothing could be judged).
 
 import argparse
 import json
+import shlex
+import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+import conformance
 from conformance import doctor
 from conformance.backend import MissingExtra, Unsupported, registered_backends
 from conformance.cell import Cell
 from conformance.faults import CATALOGUE
 from conformance.judge import STATES
 from conformance.matrix import Selection, load_profile, profile_names, select_cells
-from conformance.results import SUMMARY, rejudge
+from conformance.results import SUMMARY, dumps, read_results, rejudge
 from conformance.session import Result, Session, SessionConfig
 
 EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
@@ -32,11 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, MissingExtra) as error:
         print(f"parity: {error}", file=sys.stderr)
         return EXIT["usage"]
+    except KeyboardInterrupt:
+        print("parity: interrupted", file=sys.stderr)
+        return EXIT["incomplete"]
+    except Exception:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
+        traceback.print_exc()
+        return EXIT["incomplete"]
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
     commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|doctor")
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -109,9 +120,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         out=out,
         device=options.device,
         profile=options.profile,
+        command=shlex.join(["parity", "run", *arguments]),
         arguments=_without(arguments, ("--cells", "--out")),
         budget_s=options.budget,
     )
+    print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
+    existed = out.exists()
     done = 0
 
     def progress(result: Result) -> None:
@@ -119,8 +133,15 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         done += 1
         print(_line(done, len(cells), result), file=sys.stderr, flush=True)
 
-    with Session(config=config) as session:
-        session.run_all(cells, progress=progress)
+    try:
+        with Session(config=config) as session:
+            session.run_all(cells, progress=progress)
+    except ValueError:
+        if not existed and not done:  # nothing was run: the corrected command may use the same folder
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        print(f"parity: interrupted after {done} of {len(cells)} cells", file=sys.stderr)
     return _finish(out, as_json=options.json)
 
 
@@ -128,12 +149,16 @@ def _line(done: int, total: int, result: Result) -> str:
     verdict = result.verdict
     ratios = [worst["ratio"] for worst in verdict.stages.values()]
     worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
-    text = worst if verdict.state == "conforms" else verdict.reason
+    text = worst if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
     return f"[{done}/{total}] {result.seconds:5.1f} s  {SYMBOLS[verdict.state]:<8} {result.cell}  {text}"
 
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
     rejudge(options.out)
+    for entry in read_results(options.out)[1]:
+        if entry.verdict.state != "conforms":
+            state, reason = SYMBOLS[entry.verdict.state], entry.verdict.reason.partition("\n")[0]
+            print(f"{state:<8} {entry.details['cell']}  {reason}", file=sys.stderr)
     return _finish(options.out, as_json=options.json)
 
 
@@ -151,7 +176,7 @@ def _finish(out: Path, *, as_json: bool) -> int:
         report = f"no report, since {error.name} is not installed; run: pip install 'backend-parity[report]'"
     summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     if as_json:
-        print(json.dumps(summary))
+        print(dumps(summary))
     else:
         counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
         print(f"{summary['verdict']}: {counts}\n{report}")

@@ -4,6 +4,7 @@ A profile is a TOML file with ``[[cells]]`` tables; each table is a product of i
 backend that is asked for gets the same cells and answers for itself which of them it supports.
 """
 
+import dataclasses
 import fnmatch
 import itertools
 import tomllib
@@ -25,7 +26,7 @@ from conformance.scenario import STRICT, Precision, load_scenario
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
-    """One ``[[cells]]`` table. ``scenarios``: file names without ``.toml``; ``models``: folders of fixtures/models."""
+    """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models."""
 
     scenarios: tuple[str, ...]
     models: tuple[str, ...]
@@ -138,9 +139,9 @@ def expand(
             values: dict[str, Any] = {"model": model, "precision": precision}
             if overrides.seed is not None:
                 values["seed"] = overrides.seed
-            scenario = load_scenario(
-                FIXTURES / "scenarios" / f"{scenario_name}.toml", data_overrides=dict(overrides.data), **values
-            )
+            own = scenario_name.endswith(".toml")
+            file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
+            scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
             for layout, backend in itertools.product(table.layouts, backends):
                 cell = Cell(scenario=scenario, backend=backend, layout=Layout.parse(layout), faults=faults)
                 cells.setdefault(str(cell), cell)
@@ -148,9 +149,14 @@ def expand(
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose id matches one of the shell patterns; ValueError for a pattern that matches nothing."""
+    """Cells whose id, with or without seed and faults, matches a shell pattern; ValueError for one without a cell."""
+
+    def matches(cell: Cell, pattern: str) -> bool:
+        plain = dataclasses.replace(cell, scenario=dataclasses.replace(cell.scenario, seed=0), faults=())
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(plain)))
+
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(str(cell), pattern) for cell in cells):
+        if not any(matches(cell, pattern) for cell in cells):
             near = ", ".join(str(cell) for cell in cells[:3])
             raise ValueError(f"no cell matches {pattern!r}; ids look like {near} ({len(cells)} in all: parity list)")
-    return [c for c in cells if not patterns or any(fnmatch.fnmatchcase(str(c), p) for p in patterns)]
+    return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from conformance.batch import write_batches
 from conformance.data import build_batches
+from conformance.oracle.architecture import read_architecture
 from conformance.oracle.run import PolicyName
+from conformance.paths import resolve
 from conformance.record import RecordError, read_record
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.weights import prepare_model
@@ -41,6 +43,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> Inputs:
     batches = root / "inputs" / f"batches-{_key(data)}.json"
     with _locked(root / "inputs" / "lock"):
         if not model.exists():
+            read_architecture(resolve(scenario.model))  # what the oracle does not know cannot be judged
             with _complete_or_nothing(model) as folder:
                 prepare_model(scenario, folder)
         if not batches.exists():
@@ -62,8 +65,10 @@ class Oracles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for run in self._runs.values():
+            run.cancel()
         self._thread.submit(self._close)
-        self._thread.shutdown(cancel_futures=False)
+        self._thread.shutdown()
 
     def folder(self, scenario: Scenario) -> Path:
         """Holds ``float64`` and, below the exact tier, the cell's precision."""

@@ -5,6 +5,7 @@ Judging again needs no GPU, no backend and no ranks. docs/architecture.md has th
 
 import fnmatch
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -95,6 +96,11 @@ def rejudge(out: Path) -> None:
             folder = out / details["folder"]
             verdict = judge_folder(folder / details["record"], (folder / details["oracle"]).parent)
             entry = Entry(details=details, verdict=apply_expectation(verdict, details["expected"]))
+        elif entry.verdict.state in ("conforms", "differs", "expected_difference"):
+            verdict = Verdict(
+                state="infrastructure", reason="the cell was judged, but its record is gone; run it again"
+            )
+            entry = Entry(details=details, verdict=verdict)
         entries.append(entry)
     for entry in entries:
         write_entry(out, entry)
@@ -131,8 +137,14 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
+def dumps(values: dict[str, Any], *, indent: int | None = None) -> str:
+    """JSON text. Infinity, which JSON cannot say, becomes 1e999: valid, and infinite again for whoever reads it."""
+    text = json.dumps(values, indent=indent)
+    return re.sub(r'("(?:[^"\\]|\\.)*")|\bInfinity\b', lambda match: match[1] or "1e999", text)
+
+
 def _replace(file: Path, values: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
     unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    unfinished.write_text(dumps(values, indent=1), encoding="utf-8")
     unfinished.rename(file)

@@ -157,6 +157,8 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
         raise ValueError(f"no scenario file {path}; scenarios in that folder: {known}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+    if not isinstance(values.get("data", {}), dict):
+        raise ValueError(f"{path}: data has to be a table ([data]), not {values['data']!r}")
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 

@@ -31,11 +31,12 @@ from conformance.world import Device, Outcome, Pool, WorldConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """``arguments`` are the command line that selected the cells; a cell's reproduce command is built from them."""
+    """``command`` is what the user ran; ``arguments``, which select cells, make a cell's reproduce command."""
 
     out: Path
     device: Device = "cpu"
     profile: str = ""
+    command: str = ""
     arguments: tuple[str, ...] = ()
     budget_s: float = 300.0
 
@@ -180,7 +181,7 @@ class Session:
             "seconds": round(time.monotonic() - self._clock, 2),
             "profile": self.config.profile,
             "device": self.config.device,
-            "command": shlex.join(["parity", "run", *self.config.arguments]),
+            "command": self.config.command or shlex.join(["parity", "run", *self.config.arguments]),
             "environment": environment(),
         }
         write_summary(self.config.out, run, list(self._entries.values()))

@@ -1,12 +1,14 @@
 """The command line: exit codes, machine-readable output, and one clear message for whatever is wrong."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
 from conformance import cli
+from conformance.results import dumps
 
 TINY = """
 description = "two cells"
@@ -144,3 +146,17 @@ def test_list_and_doctor_speak_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(capsys.readouterr().out)["cells"]) >= 14
     assert cli.main(["doctor", "--json"]) in (0, 3)
     assert {check["state"] for check in json.loads(capsys.readouterr().out)} <= {"ok", "note", "problem"}
+
+
+def test_a_crash_is_not_taken_for_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("conformance.doctor.examine", crash)
+    assert cli.main(["doctor"]) == 3
+
+
+def test_infinity_is_written_as_json_can_say_it() -> None:
+    text = dumps({"ratio": math.inf, "reason": 'of "Infinity"'})
+    assert text == '{"ratio": 1e999, "reason": "of \\"Infinity\\""}'
+    assert json.loads(text)["ratio"] == math.inf

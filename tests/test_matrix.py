@@ -79,6 +79,14 @@ def test_the_users_model_and_data_replace_the_profiles_own() -> None:
     assert all(str(cell).endswith("/seed3") for cell in cells)
 
 
+def test_a_pattern_need_not_name_seed_and_faults() -> None:
+    overrides = Overrides(seed=3)
+    cells = expand(load_profile("quick"), [find_backend("fsdp2")], overrides, faults=("cleared-gradients",))
+    assert [str(cell) for cell in select(cells, ["sft-packed/pangu/fsdp2/dp2/exact"])] == [
+        "sft-packed/pangu/fsdp2/dp2/exact/seed3/fault-cleared-gradients"
+    ]
+
+
 def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
     with pytest.raises(ValueError, match=r"no cell matches '\*/gpt2/\*'; ids look like sft-"):
         select(cells_of("quick"), ["*/gpt2/*"])

@@ -7,6 +7,7 @@ has divided by the whole step's token count already.
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 from conformance.backend import Kind, NamedTensors, Shard
@@ -35,6 +37,7 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
 from impl.models import load_model
 from impl.strategy import StrategyConfig
 
+GATHERED_AT_ONCE = 2**22  # elements; a larger tensor is gathered alone
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -183,9 +186,17 @@ class Fsdp2Strategy:
         return values
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
+        pending: deque[tuple[str, DTensor]] = deque()
         for name, tensor in self._named(kind):
             # Offloaded pieces lie where NCCL cannot reach.
-            yield name, cast(DTensor, tensor.to(self.config.device)).full_tensor()
+            here = cast(DTensor, tensor.to(self.config.device))
+            whole = [Replicate()] * here.device_mesh.ndim
+            pending.append((name, here.redistribute(placements=whole, async_op=True)))
+            # A few gathers are under way at once: small ones cost little but the wait for every rank to join.
+            while len(pending) > 1 and sum(t.numel() for _, t in pending) > GATHERED_AT_ONCE:
+                yield _arrived(pending.popleft())
+        while pending:
+            yield _arrived(pending.popleft())
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
@@ -241,3 +252,9 @@ class Fsdp2Strategy:
     def teardown(self) -> None:
         for name in ("model", "optimizer", "scheduler"):
             self.__dict__.pop(name, None)
+
+
+def _arrived(pending: tuple[str, DTensor]) -> tuple[str, torch.Tensor]:
+    name, tensor = pending
+    local = tensor.to_local()
+    return name, local.wait() if isinstance(local, AsyncCollectiveTensor) else local
