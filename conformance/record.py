@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from conformance.digest import record_digest
+
 SCHEMA = 1
 FILE = "record.jsonl"
 
@@ -71,7 +73,6 @@ class RecordWriter:
         path.mkdir(parents=True, exist_ok=False)
         self._path = path
         self._file = (path / FILE).open("w", encoding="utf-8")
-        self._digest = hashlib.sha256()
         self._steps = 0
         self._line({"type": "header", "schema": SCHEMA, **header})
 
@@ -86,13 +87,11 @@ class RecordWriter:
     def finish(self, values: Mapping[str, Any]) -> None:
         """Write the footer, with the digest of all lines and of itself; the record is complete now."""
         footer = {"type": "footer", "steps": self._steps, **values}
-        self._digest.update(json.dumps(footer).encode())
-        self._line({**footer, "sha256": self._digest.hexdigest()})
+        self._line({**footer, "sha256": record_digest((self._path / FILE).read_bytes(), footer)})
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
         line = json.dumps(values, allow_nan=True) + "\n"
-        self._digest.update(line.encode())
         self._file.write(line)
         self._file.flush()
 
@@ -129,9 +128,7 @@ def read_record(path: Path) -> Record:
         raise MissingFooter(
             f"{file} has no footer: the cell stopped after step {max(seen, default='none')}; run it again"
         )
-    footer = {key: value for key, value in values[-1].items() if key != "sha256"}
-    digest = hashlib.sha256(b"".join(lines[:-1]) + json.dumps(footer).encode()).hexdigest()
-    if digest != values[-1].get("sha256"):
+    if record_digest(b"".join(lines[:-1]), values[-1]) != values[-1].get("sha256"):
         raise DigestMismatch(f"{file} does not match its own digest: it was edited; run the cell again")
     steps = [_read_step(path, value) for value in values[1:-1]]
     if [s.step for s in steps] != list(range(-1, values[-1]["steps"])):

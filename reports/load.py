@@ -5,13 +5,14 @@ digest, is shown as a failure of the infrastructure whatever its verdict file sa
 an error. Only JSON is read here, never a tensor.
 """
 
-import hashlib
 import json
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from conformance.digest import record_digest
 
 SCHEMA = 1
 
@@ -277,7 +278,7 @@ def _read_run(folder: Path) -> Run:
     if footer.get("type") != "footer":
         last = f"after step {steps[-1]['step']}" if steps else "before its first step"
         problem = f"its record has no footer, so it stopped {last}. Run it again."
-    elif hashlib.sha256(b"".join(lines[:-1])).hexdigest() != footer.get("sha256"):
+    elif record_digest(b"".join(lines[:-1]), footer) != footer.get("sha256"):
         problem = "its record does not match its own digest, so it was edited. Run it again."
     header = values[0] if values and values[0].get("type") == "header" else {}
     return Run(header=header, steps=steps, problem=problem)

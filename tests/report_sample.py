@@ -1,11 +1,12 @@
 """Writes a complete output folder of ``parity run`` for the tests of the reports: 22 cells, every state."""
 
-import hashlib
 import json
 import math
 import random
 from pathlib import Path
 from typing import Any
+
+from conformance.digest import record_digest
 
 STEPS = 5
 LAYERS = 3
@@ -231,7 +232,8 @@ def write_record(folder: Path, cell: str, steps: list[dict[str, Any]]) -> None:
         *({"type": "step", **values} for values in steps),
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    footer = {"type": "footer", "steps": len(steps), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    footer: dict[str, Any] = {"type": "footer", "steps": len(steps)}
+    footer["sha256"] = record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "record.jsonl").write_text(text + json.dumps(footer) + "\n", encoding="utf-8")
 
