@@ -35,12 +35,20 @@ precisions = ["fp32"]
 
 # A backend with every answer that is not "conforms", by layout; and one that makes a run stop half-way.
 ODD = """
+import dataclasses
 from conformance.backend import ExpectedDifference, Unsupported
 from impl.fsdp2.adapter import Fsdp2Backend
 
-class Odd(Fsdp2Backend):
-    expected = (ExpectedDifference(cells="*/dp2/*", stage="loss", reason="a known bug", link="https://example.org/1"),)
+class Known(Fsdp2Backend):
+    expected = (ExpectedDifference(
+        cells="*/dp2/*", stage="loss", tensors="loss", reason="a known bug", link="https://example.org/1"
+    ),)
 
+    def train_step(self, batch, on_gradients):
+        metrics = super().train_step(batch, on_gradients)
+        return dataclasses.replace(metrics, loss_sum=2 * metrics.loss_sum)
+
+class Odd(Fsdp2Backend):
     @classmethod
     def supports(cls, scenario, layout):
         return Unsupported("odd has no replicas; use dp2") if layout.rep > 1 else super().supports(scenario, layout)
@@ -202,16 +210,22 @@ def test_an_infrastructure_failure_is_an_error_and_not_a_failure(troubled: Run) 
     assert "reproduce: parity run" in text
 
 
-def test_what_is_unsupported_or_expected_is_said_with_its_reason(troubled: Run) -> None:
+def test_what_is_unsupported_is_said_with_its_reason(troubled: Run) -> None:
     assert "unsupported: odd has no replicas; use dp2" in troubled.text
-    assert "expected difference: a known bug (https://example.org/1)" in troubled.text
+
+
+def test_what_is_expected_is_said_with_its_reason(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, *TINY, "--parity-backend", "odd:Known", "--parity-cells", "*/dp2/*")
+    assert run.code == 0
+    assert run.counts == {"expected_difference": 1}
+    assert "expected difference: a known bug (https://example.org/1)" in run.text
 
 
 def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert troubled.code == 1
-    assert re.search(r"= 1 failed, 1 skipped, 1 xfailed, 1 error in ", troubled.text)
-    assert troubled.counts == {"differs": 1, "unsupported": 1, "expected_difference": 1, "infrastructure": 1}
-    assert "differs: 1 differs, 1 unsupported, 1 expected difference, 1 infrastructure\nreport: " in troubled.text
+    assert re.search(r"= 2 failed, 1 skipped, 1 error in ", troubled.text)
+    assert troubled.counts == {"differs": 2, "unsupported": 1, "infrastructure": 1}
+    assert "differs: 2 differs, 1 unsupported, 1 infrastructure\nreport: " in troubled.text
 
 
 # --- a run that stops half-way ---

@@ -91,6 +91,7 @@ class ZygoteHandle:
                     "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
+                    "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
                     # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
                     "JE_ARROW_MALLOC_CONF": "background_thread:false",
                 },
