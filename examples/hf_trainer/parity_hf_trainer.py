@@ -3,12 +3,10 @@
 The Trainer deals out rows, counts tokens, reduces, clips, steps and logs; model, optimizer and schedule live on.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread would not survive the fork of ranks
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments, get_scheduler
 
@@ -87,7 +85,6 @@ class HFTrainerBackend:
 
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():
-            path.mkdir(exist_ok=True)
             torch.save([part.state_dict() for part in self.parts], path / "state.pt")
 
     def load(self, path: Path) -> None:

@@ -7,7 +7,6 @@ has divided by the whole step's token count already.
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from conformance.backend import Kind, NamedTensors, Shard
@@ -33,11 +31,12 @@ from conformance.batch import Batch, Row
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import NO_TARGET, Inputs
 from impl.fsdp2 import norm
+from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
 from impl.models import load_model
 from impl.strategy import StrategyConfig
 
-GATHERED_AT_ONCE = 2**22  # elements; a larger tensor is gathered alone
+GATHERED_AT_ONCE = 2**22  # elements
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -186,17 +185,14 @@ class Fsdp2Strategy:
         return values
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
-        pending: deque[tuple[str, DTensor]] = deque()
+        batch: dict[str, DTensor] = {}
         for name, tensor in self._named(kind):
             # Offloaded pieces lie where NCCL cannot reach.
-            here = cast(DTensor, tensor.to(self.config.device))
-            whole = [Replicate()] * here.device_mesh.ndim
-            pending.append((name, here.redistribute(placements=whole, async_op=True)))
-            # A few gathers are under way at once: small ones cost little but the wait for every rank to join.
-            while len(pending) > 1 and sum(t.numel() for _, t in pending) > GATHERED_AT_ONCE:
-                yield _arrived(pending.popleft())
-        while pending:
-            yield _arrived(pending.popleft())
+            batch[name] = cast(DTensor, tensor.to(self.config.device))
+            if sum(t.numel() for t in batch.values()) >= GATHERED_AT_ONCE:
+                yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+                batch = {}
+        yield from zip(batch, full_tensors(list(batch.values())), strict=True)
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
@@ -252,9 +248,3 @@ class Fsdp2Strategy:
     def teardown(self) -> None:
         for name in ("model", "optimizer", "scheduler"):
             self.__dict__.pop(name, None)
-
-
-def _arrived(pending: tuple[str, DTensor]) -> tuple[str, torch.Tensor]:
-    name, tensor = pending
-    local = tensor.to_local()
-    return name, local.wait() if isinstance(local, AsyncCollectiveTensor) else local

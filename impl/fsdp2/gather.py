@@ -1,0 +1,48 @@
+"""Full tensors from DTensors, many at a time.
+
+``DTensor.full_tensor`` costs a collective each, and on many small ranks the wait for all to join is most of a tiny
+cell. Tensors that are cut alike, along their first dimension over one mesh axis, share one collective here.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The whole of each tensor, in order, on every rank; collective."""
+    alike: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
+    full: dict[int, torch.Tensor] = {}
+    for i, tensor in enumerate(tensors):
+        axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+        if len(axes) == 1 and type(tensor.placements[axes[0]]) is Shard and tensor.placements[axes[0]].is_shard(0):
+            alike[tensor.device_mesh, axes[0], tensor.dtype].append(i)
+        else:
+            full[i] = tensor.full_tensor()
+    for (mesh, axis, _), members in alike.items():
+        wholes = _gather([tensors[i] for i in members], mesh.get_group(axis), mesh.size(axis))
+        full |= dict(zip(members, wholes, strict=True))
+    return [full[i] for i in range(len(tensors))]
+
+
+def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
+    """Pieces are padded to the same number of rows, laid end to end, gathered at once, and taken apart again."""
+    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of a padded piece
+    pieces = []
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        local = tensor.to_local()
+        padded = local.new_zeros(shape)
+        padded[: local.shape[0]] = local
+        pieces.append(padded.flatten())
+    own = torch.cat(pieces)
+    everyone = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everyone, own, group=group)
+    columns = torch.stack(everyone).split([piece.numel() for piece in pieces], dim=1)
+    return [
+        column.reshape(size * shape[0], *shape[1:])[: tensor.shape[0]]
+        for column, tensor, shape in zip(columns, tensors, shapes, strict=True)
+    ]
