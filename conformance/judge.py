@@ -89,6 +89,7 @@ def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
         name = f"all: closer to float64 than {scenario.precision} can be, so computed in a higher precision"
         quantities.append(Quantity(stage="gradients", tensor=name, step=0, error=math.inf, fixed=0.0))
     bounds = allowed_errors(quantities, precision=scenario.precision, noise=rounding)
+    tokens = {step.step: step.values["token_count"] for step in oracle.steps}
     order = {stage: i for i, stage in enumerate(STAGES)}
     quantities.sort(key=lambda q: (q.step, order[q.stage]))
     wrong = [q for q in quantities if not q.error <= bounds[q.key]]
@@ -101,7 +102,7 @@ def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
             allowed=bounds[q.key],
             max_abs=q.max_abs,
             where=q.where,
-            hint=hint(q, scenario=scenario, layout=layout),
+            hint=hint(q, scenario=scenario, layout=layout, tokens=tokens.get(q.step, 1)),
         )
         for q in wrong
     ]
@@ -126,9 +127,12 @@ def _same_training(record: Record, other: Record) -> None:
         raise RecordError(f"{record.path} and {other.path} are of different scenarios; judge each by its own oracle")
 
 
-def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
-    """Names a known cause when the quantity is the reference times a number that the layout explains."""
-    sizes = {
+def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int) -> str:
+    """Names a known cause when the quantity is the reference times a number that layout or token count explain.
+
+    ``tokens``: target tokens of the optimizer step.
+    """
+    sizes: dict[str, float] = {
         "dp": layout.dp,
         "rep": layout.rep,
         "tp": layout.tp,
@@ -137,6 +141,8 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout) -> str:
         "dp x sp": layout.dp * layout.sp,
         "dp x accumulation": layout.dp * scenario.accumulation,
         "world size": layout.world_size,
+        "tokens": tokens,
+        "tokens / dp": tokens / layout.dp,
     }
     scale = quantity.scale
     if quantity.stage == "replicas":

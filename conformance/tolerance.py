@@ -26,11 +26,8 @@ ROUNDING = 2.0**-24  # of one float32 operation, relative
 SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
 SETTING = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
-NOISE_LIMIT = {
-    "fp32": 1e-4,
-    "bf16": 0.5,
-    "fp16": 0.1,
-}  # of a gradient; beyond it the single-process run itself is wrong
+# Of a gradient; beyond it the single-process run itself is wrong.
+NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 0.5, "fp16": 0.1}
 TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its half precision
 FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
 

@@ -157,7 +157,13 @@ def test_unequal_replicas_are_a_finding_even_if_rank_zero_is_right(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [(2.0, "which is dp"), (1 / 3, r"which is 1/\(accumulation\)"), (4.0, "which is world size"), (1.37, "")],
+    [
+        (2.0, "which is dp"),
+        (1 / 3, r"which is 1/\(accumulation\)"),
+        (4.0, "which is world size"),
+        (2.5, "which is tokens / dp"),
+        (1.37, ""),
+    ],
 )
 def test_a_known_factor_is_named(tmp_path: Path, factor: float, words: str) -> None:
     hint = verdict_of(tmp_path, scale("gradient/a", factor)).findings[0].hint
