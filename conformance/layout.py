@@ -13,32 +13,38 @@ AXES = {
     "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
     "tp": "tensor-parallel ranks",
     "sp": "ring (context) parallel ranks",
+    "stride": "key-value heads that a ring gathers at a time (--ring_head_stride)",
     "pp": "pipeline stages",
 }
 OPTIONS = {
     "plan": "tensor parallelism by an explicit plan of the backend instead of the model's own",
     "seqpar": "sequence-parallel norms and residuals between tensor-parallel blocks",
     "losspar": "cross-entropy on vocabulary shards, logits never gathered",
+    "ring": "keys and values passed around the ring, each document in contiguous pieces (default: gathered, llama3)",
+    "zigzag": "as ring, each document cut so that causal attention is the same work on all ranks",
+    "torchcp": "PyTorch's own context parallel",
     "lastsync": "gradients reduced at the last micro-batch only",
     "ckpt": "activation checkpointing",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
     "shipped": "the library's own behaviour where the backend corrects it by default",
 }
 _NEEDS_TP = ("plan", "seqpar", "losspar")
+_RINGS = ("ring", "zigzag", "torchcp")  # instead of the default, so at most one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes and a sorted tuple of OPTIONS. World size = dp x tp x sp x pp.
 
-    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, or an option is unknown or has no
-    axis to act on.
+    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, or an option is unknown, has no
+    axis to act on, or contradicts another.
     """
 
     dp: int = 1
     rep: int = 1
     tp: int = 1
     sp: int = 1
+    stride: int = 1
     pp: int = 1
     options: tuple[str, ...] = ()
 
@@ -58,6 +64,15 @@ class Layout:
                 raise ValueError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
             if option in _NEEDS_TP and self.tp == 1:
                 raise ValueError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
+            if option in _RINGS and self.sp == 1:
+                raise ValueError(f"option {option} needs a ring; add sp2 or leave it out")
+        if len(rings := [option for option in self.options if option in _RINGS]) > 1:
+            raise ValueError(f"options {', '.join(rings)} are different rings; keep one of them")
+        if self.stride > 1 and (self.sp == 1 or rings):
+            raise ValueError(
+                f"stride={self.stride} is for rings that gather keys and values; use sp2 without {' or '.join(_RINGS)}, "
+                f"or leave it out"
+            )
         object.__setattr__(self, "options", tuple(sorted(set(self.options), key=list(OPTIONS).index)))
 
     @classmethod
@@ -102,7 +117,7 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.tp * self.sp * self.pp
 
-    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int, max_len: int) -> None:
+    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int) -> None:
         """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
         if heads % self.tp or kv_heads % self.tp:
             better = dataclasses.replace(self, tp=_divisor(kv_heads, self.tp), options=())
@@ -110,11 +125,10 @@ class Layout:
                 f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
                 f"(a head is not cut); {better} would work"
             )
-        if max_len % self.sp:
-            better = dataclasses.replace(self, sp=_divisor(max_len, self.sp))
+        if kv_heads // self.tp % self.stride:
+            better = dataclasses.replace(self, stride=_divisor(kv_heads // self.tp, self.stride))
             raise ValueError(
-                f"sp={self.sp} must divide the longest row of {max_len} tokens; {better} would work, "
-                f"or data.max_len={-(-max_len // self.sp) * self.sp}"
+                f"stride={self.stride} must divide a rank's {kv_heads // self.tp} key-value heads; {better} would work"
             )
         if rows % (self.dp * accumulation):
             better = dataclasses.replace(self, dp=_divisor(rows // accumulation, self.dp), rep=1)

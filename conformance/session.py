@@ -128,7 +128,7 @@ class Session:
             return answer.reason
         data, accumulation = cell.scenario.data, cell.scenario.accumulation
         try:
-            cell.layout.validate(**_heads(model), rows=data.rows, accumulation=accumulation, max_len=data.max_len)
+            cell.layout.validate(**_heads(model), rows=data.rows, accumulation=accumulation)
         except ValueError as error:
             return str(error)
         gpus = torch.cuda.device_count()

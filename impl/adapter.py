@@ -35,6 +35,7 @@ class StrategyBackend:
             precision=scenario.precision,
             device=device,
             accumulation=scenario.accumulation,
+            packed=scenario.data.packed,
             max_grad_norm=scenario.optimizer.max_grad_norm,
         )
         self.device = device

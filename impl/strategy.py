@@ -25,12 +25,16 @@ STRATEGIES = {"fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy"}
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or this rank's ``cuda:N``."""
+    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or this rank's ``cuda:N``.
+
+    packed: rows may hold several documents (``--packing_samples``).
+    """
 
     layout: Layout
     precision: Precision
     device: str
     accumulation: int
+    packed: bool
     max_grad_norm: float | None
 
 
@@ -45,7 +49,7 @@ class Strategy(Protocol):
         ...
 
     def setup_distributed(self) -> None:
-        """Build the meshes on top of the initialised default process group."""
+        """Build the meshes on top of the initialised default process group, and the ring where the layout has one."""
         ...
 
     def setup_ring_attn(self) -> None:
@@ -67,7 +71,10 @@ class Strategy(Protocol):
         ...
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Log-probs (rows, length) of ``inputs.labels``, float32 or wider; 0 where there is no target."""
+        """Log-probs (rows, length) of ``inputs.labels``, float32 or wider; 0 where there is no target.
+
+        Ranks of a ring hold parts of the rows; all of them get the log-probs of whole rows.
+        """
         ...
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -124,6 +124,6 @@ def test_a_vision_language_model_loads_with_its_language_head(tmp_path: Path) ->
 
 
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    config = StrategyConfig(layout=Layout(), precision="fp32", device="cpu", accumulation=1, max_grad_norm=None)
+    config = StrategyConfig(layout=Layout(), precision="fp32", device="cpu", accumulation=1, packed=False, max_grad_norm=None)
     with pytest.raises(ValueError, match=f"unknown backend 'typo'; use one of {', '.join(STRATEGIES)}"):
         get_strategy("typo", config)

@@ -50,17 +50,17 @@ def test_a_head_is_not_cut() -> None:
     with pytest.raises(
         ValueError, match=r"tp=8 must divide .* 8 attention heads and its 4 key-value heads.*tp4 would work"
     ):
-        Layout.parse("tp8").validate(heads=8, kv_heads=4, rows=24, accumulation=1, max_len=96)
+        Layout.parse("tp8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
 
 
 def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:
     with pytest.raises(ValueError, match=r"24 rows .* dp=5 x accumulation=3; dp4 would work, or data.rows=30"):
-        Layout.parse("dp5").validate(heads=8, kv_heads=4, rows=24, accumulation=3, max_len=96)
-    Layout.parse("dp8").validate(heads=8, kv_heads=4, rows=24, accumulation=3, max_len=96)
+        Layout.parse("dp5").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
+    Layout.parse("dp8").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
 
 
 def test_the_ring_has_to_divide_the_longest_row() -> None:
     with pytest.raises(
         ValueError, match=r"sp=5 must divide the longest row of 96 tokens; sp4 would work, or .*max_len=100"
     ):
-        Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1, max_len=96)
+        Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.oracle.architecture import Architecture, Layer
+from conformance.oracle.attention import attend, hidden_keys
 
 Weights = dict[str, Tensor]
 
@@ -104,7 +105,7 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -
     if a.embedding_scale != 1.0:
         # Rounded to the compute dtype first, as Gemma does.
         x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
-    tables = {layer: (_rope(len(tokens), layer, a, policy), _hidden(len(tokens), layer)) for layer in set(a.layers)}
+    tables = {layer: (_rope(len(tokens), layer, a, policy), hidden_keys(len(tokens), layer.window)) for layer in set(a.layers)}
     for i, layer in enumerate(a.layers):
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
@@ -164,10 +165,7 @@ def _attention(
         q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
         mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.attention_scale)[0]
         return _linear(mixed_HTE.transpose(0, 1).reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
-    scores_HTT = (q_THE.transpose(0, 1) @ k_THE.permute(1, 2, 0)) * a.attention_scale
-    scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
-    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=policy.stable).to(policy.compute)
-    mixed_THE = (probabilities_HTT @ v_THE.transpose(0, 1)).transpose(0, 1)
+    mixed_THE = attend(q_THE, k_THE, v_THE, hidden_TT=hidden, scale=a.attention_scale, stable=policy.stable)
     return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
 
 
@@ -194,11 +192,3 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _hidden(tokens: int, layer: Layer) -> Tensor:
-    """Mask (T, T): True where a query (row) must not see a key (column)."""
-    position = torch.arange(tokens)
-    distance = position[:, None] - position
-    hidden = distance < 0
-    return hidden if layer.window is None else hidden | (distance >= layer.window)

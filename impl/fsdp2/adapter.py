@@ -2,10 +2,11 @@
 
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Support, Supported, Unsupported
+from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import StrategyBackend
+from impl.ring.support import RING_MODULES, ring_support
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -19,6 +20,7 @@ class Fsdp2Backend(StrategyBackend):
     preload = (
         "impl.fsdp2.strategy",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+        *RING_MODULES,
     )
     expected = tuple(
         ExpectedDifference(
@@ -44,6 +46,4 @@ class Fsdp2Backend(StrategyBackend):
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
             return Unsupported("FSDP2 has no pipeline stages here; use pp1")
-        if layout.sp > 1:
-            return Unsupported("ring attention is not built into this backend yet; use sp1")
-        return Supported()
+        return ring_support(scenario, layout)

@@ -1,8 +1,8 @@
-"""FSDP2 strategy: fully sharded or hybrid data parallelism, tensor parallelism on the same mesh.
+"""FSDP2 strategy: fully sharded or hybrid data parallelism, ring attention and tensor parallelism on one mesh.
 
-Mesh axes, outermost first: ``rep`` (replicas), ``shard`` (parameters, gradients and optimizer state are cut over it),
-``tp``. FSDP2 averages gradients over rep x shard; ``backward`` multiplies the loss by that number, because the trainer
-has divided by the whole step's token count already.
+Mesh axes, outermost first: ``rep`` (replicas), ``dp``, ``sp`` (the ring), ``tp``. Parameters, gradients and optimizer
+state are cut over dp x sp, called ``shard``. FSDP2 averages gradients over rep x dp x sp; ``backward`` multiplies the
+loss by that number, because the trainer has divided by the whole step's token count already.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -34,6 +34,8 @@ from impl.fsdp2 import norm
 from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
 from impl.models import load_model
+from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
+from impl.ring.flash import kernel
 from impl.strategy import StrategyConfig
 
 GATHERED_AT_ONCE = 2**22  # elements
@@ -46,6 +48,7 @@ class Fsdp2Strategy:
     model: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    ring: RingAttention | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -58,24 +61,40 @@ class Fsdp2Strategy:
 
     @property
     def sequence_multiple(self) -> int:
+        # With a ring, rows are padded where they are cut.
+        return 1 if self.config.layout.sp > 1 else self._shape_multiple
+
+    @property
+    def _shape_multiple(self) -> int:
         # DTensor plans each op once per shape; few shapes keep that cheap. seqpar cuts rows into tp equal slices.
         return math.lcm(32, self.config.layout.tp)
 
     def setup_distributed(self) -> None:
         layout = self.config.layout
-        sizes = (layout.rep, layout.dp // layout.rep, layout.tp)
-        self.mesh = init_device_mesh(
-            torch.device(self.config.device).type, sizes, mesh_dim_names=("rep", "shard", "tp")
-        )
-        rank = dist.get_rank() // layout.tp
-        self.data_rank, self.data_size = rank, layout.dp
+        sizes = (layout.rep, layout.dp // layout.rep, layout.sp, layout.tp)
+        kind = torch.device(self.config.device).type
+        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=("rep", "dp", "sp", "tp"))
+        self.mesh["dp", "sp"]._flatten("shard")
+        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.dp
+        if layout.sp > 1:
+            self.setup_ring_attn()
 
     def setup_ring_attn(self) -> None:
-        raise ValueError("ring attention is not part of this strategy; use sp1")
+        register()
+        layout = self.config.layout
+        config = RingConfig(
+            kind=kind_of(layout),
+            packed=self.config.packed,
+            shipped="shipped" in self.options,
+            head_stride=layout.stride,
+            multiple=self._shape_multiple if layout.tp > 1 else 1,
+        )
+        self.ring = RingAttention(self.mesh.get_group("sp"), config)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
-        return load_model(path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa")
+        attention = NAME if self.ring else "eager" if exact else "sdpa"
+        return load_model(path, dtype=torch.float64 if exact else torch.float32, attention=attention)
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
@@ -103,7 +122,7 @@ class Fsdp2Strategy:
         )
 
     def _shard(self, model: transformers.PreTrainedModel) -> None:
-        mesh = self.mesh["rep", "shard"] if self.config.layout.rep > 1 else self.mesh["shard"]
+        mesh = self.reduction_mesh()
         compute = _COMPUTE.get(self.config.precision)
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
@@ -114,6 +133,14 @@ class Fsdp2Strategy:
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def reduction_mesh(self) -> DeviceMesh:
+        """Ranks that see different tokens of a step: their gradients belong together, and so do their shards."""
+        return self.mesh["rep", "shard"] if self.config.layout.rep > 1 else self.mesh["shard"]
+
+    def gradient_scale(self) -> int:
+        """Number of ranks that FSDP2 averages gradients over."""
+        return self.config.layout.dp * self.config.layout.sp
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
@@ -138,7 +165,16 @@ class Fsdp2Strategy:
             self.model.set_requires_gradient_sync(index == count - 1)
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        logits = self.model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False).logits
+        if self.ring is None:
+            return self._logprobs(inputs)
+        own, ring = self.ring.shard(inputs)
+        return self.ring.restore(self._logprobs(own, ring=ring), ring, rows=len(inputs.labels))
+
+    def _logprobs(self, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        logits = self.model(
+            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
+        ).logits
         with self._loss_parallel():
             logp = -torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"
@@ -148,7 +184,7 @@ class Fsdp2Strategy:
 
     def backward(self, loss: torch.Tensor) -> None:
         with self._loss_parallel():
-            self.scaler.scale(loss * self.data_size).backward()
+            self.scaler.scale(loss * self.gradient_scale()).backward()
 
     def _loss_parallel(self) -> contextlib.AbstractContextManager[None]:
         return loss_parallel() if "losspar" in self.options else contextlib.nullcontext()
@@ -175,7 +211,7 @@ class Fsdp2Strategy:
 
     def all_reduce(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
-        for axis in ("rep", "shard"):
+        for axis in ("rep", "dp"):  # the ranks of a ring hold the same number already
             dist.all_reduce(tensor, group=self.mesh.get_group(axis))
         return tensor.item()
 
@@ -212,7 +248,8 @@ class Fsdp2Strategy:
         return {
             "model_class": type(self.model).__name__,
             "attention": self.model.config._attn_implementation,
-            "mesh": {axis: self.mesh.size(i) for i, axis in enumerate(("rep", "shard", "tp"))},
+            "mesh": {axis: self.mesh.size(i) for i, axis in enumerate(("rep", "dp", "sp", "tp"))},
+            "ring": self._resolved_ring(),
             "master_dtype": str(next(self.model.parameters()).dtype),
             "compute_dtype": str(_COMPUTE.get(self.config.precision, next(self.model.parameters()).dtype)),
             "optimizer": type(self.optimizer).__name__,
@@ -220,6 +257,12 @@ class Fsdp2Strategy:
             "max_grad_norm": self.config.max_grad_norm,
             "accumulation": self.config.accumulation,
         }
+
+    def _resolved_ring(self) -> dict[str, Any] | None:
+        if self.ring is None:
+            return None
+        compute = _COMPUTE.get(self.config.precision, next(self.model.parameters()).dtype)
+        return {**vars(self.ring.config), "kernel": kernel(torch.device(self.config.device), compute)}
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

@@ -1,0 +1,180 @@
+"""Ring attention for any Hugging Face model: through transformers' attention interface, nothing patched by version.
+
+A model loaded with ``attn_implementation=NAME`` calls ``_attend`` in every layer, and hands on the keyword argument
+``ring``: how this micro-batch lies on the ring. Sources: Ring Attention (arXiv 2310.01889), its zigzag form
+(github.com/zhuzilin/ring-flash-attention issue 2), all-gathered keys and values (arXiv 2407.21783 section 3.3.2).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from conformance.layout import Layout
+from impl.collate import Inputs
+from impl.ring import placement
+from impl.ring.placement import Placement
+
+NAME = "parity_ring"  # the attention implementation that models are loaded with
+Kind = Literal["llama3", "ring", "zigzag", "torchcp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingConfig:
+    """kind: ``llama3`` gathers keys and values, ``ring`` and ``zigzag`` pass them around, ``torchcp`` is PyTorch's own.
+
+    packed: rows hold several documents. shipped: ring and zigzag as the package ships them. head_stride: key-value
+    heads that llama3 gathers at a time. multiple: tokens per row and rank are a multiple of it.
+    """
+
+    kind: Kind
+    packed: bool
+    shipped: bool
+    head_stride: int
+    multiple: int
+
+
+def kind_of(layout: Layout) -> Kind:
+    """The kind of ring that a layout asks for."""
+    kinds: tuple[Kind, ...] = ("ring", "zigzag", "torchcp")
+    return next((kind for kind in kinds if kind in layout.options), "llama3")
+
+
+class RingAttention:
+    """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again."""
+
+    def __init__(self, group: dist.ProcessGroup, config: RingConfig) -> None:
+        self.group, self.config = group, config
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.function, self.varlen = _function(config)
+
+    def shard(self, inputs: Inputs) -> tuple[Inputs, "Ring"]:
+        """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
+        kind, packed = self.config.kind, self.config.packed
+        placed = placement.place(
+            inputs.positions.cpu(),
+            cut="slices" if kind == "llama3" else "documents" if packed else "rows",
+            size=self.size,
+            zigzag=kind in ("zigzag", "torchcp"),
+            multiple=self.config.multiple,
+        )
+        device = inputs.tokens.device
+        own = placement.shard_inputs(inputs, placed.source[self.rank].to(device))
+        return own, Ring(self, placed, device)
+
+    def restore(self, own: Tensor, ring: "Ring", *, rows: int) -> Tensor:
+        """Log-probs of all tokens (rows, length), the same on all ranks, from each rank's own; differentiable.
+
+        The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all ranks of the
+        ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
+        """
+        parts: Tensor = _Gather.apply(own, self.group, self.rank)  # type: ignore[no-untyped-call]
+        return placement.restore(parts, ring.source.to(own.device), rows=rows)
+
+
+class Ring:
+    """How one micro-batch lies on the ring: what every layer's attention needs to know."""
+
+    def __init__(self, attention: RingAttention, placed: Placement, device: torch.device) -> None:
+        self.source = placed.source
+        self._attention = attention
+        self._documents: tuple[Any, ...] = ()  # arguments of the functions for documents laid end to end
+        if attention.config.kind == "llama3":
+            from impl.ring import package
+
+            assert placed.starts is not None
+            *starts_and_longest, own_keys = package.llama3.llama3_flash_attn_prepare_cu_seqlens(
+                placed.starts.to(device), causal=True, rank=attention.rank, world_size=attention.size
+            )
+            self._documents = (*starts_and_longest, attention.config.head_stride, own_keys)
+        elif placed.starts is not None:
+            longest = int((placed.starts[1:] - placed.starts[:-1]).max())
+            self._documents = (placed.starts.to(device), longest)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: tuple[int, int]) -> Tensor:
+        """Causal attention of ``q`` (rows, length, heads, E) over all ranks' ``k``, ``v`` (rows, length, kv_heads, E).
+
+        ``window``: how many keys a query sees before and after its own, -1 is no limit. Returns the shape of ``q``.
+        """
+        options = (0.0, scale, True, window, None, False, False, self._attention.group)
+        apply = self._attention.function.apply
+        if self._attention.varlen:
+            out: Tensor = apply(q[0], k[0], v[0], *self._documents, *options)  # type: ignore[no-untyped-call]
+            return out[None]
+        dense: Tensor = apply(q, k, v, *options)  # type: ignore[no-untyped-call]
+        return dense
+
+
+def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
+    """The autograd function, and whether it takes documents laid end to end."""
+    from impl.ring import package  # needs ring_flash_attn, which not everybody has
+    from impl.ring.context_parallel import ContextParallelAttention
+
+    match config.kind, config.packed:
+        case "llama3", _:
+            return package.llama3.Llama3FlashAttnVarlenFunc, True
+        case "torchcp", _:
+            return ContextParallelAttention, False
+        case "ring", True:
+            function, varlen = package.ring_varlen.RingFlashAttnVarlenFunc, True
+        case "ring", _:
+            function, varlen = package.ring.RingFlashAttnFunc, False
+        case "zigzag", True:
+            function, varlen = package.zigzag_varlen.ZigZagRingFlashAttnVarlenFunc, True
+        case _:
+            function, varlen = package.zigzag.ZigZagRingFlashAttnFunc, False
+    return (function if config.shipped else package.corrected(function)), varlen
+
+
+class _Gather(torch.autograd.Function):
+    """(rows, length) of each rank -> (size, rows, length); backward takes this rank's part of its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+        ctx.rank = rank
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.rank], None, None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,  # (rows, heads, length, E)
+    key: Tensor,  # (rows, kv_heads, length, E)
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ring: Ring | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface; returns (rows, length, heads, E)."""
+    if ring is None:
+        raise ValueError(
+            f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on to "
+            f"its attention layers; use sp1"
+        )
+    if dropout or softcap or s_aux is not None:
+        raise ValueError(f"{type(module).__name__} uses dropout, softcap or sinks, which ring attention has not; use sp1")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return ring(q, k, v, scale=scale, window=window), None
+
+
+def register() -> None:
+    """Make ``attn_implementation=NAME`` known to transformers. Its mask is none: documents are the ring's business."""
+    AttentionInterface.register(NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)

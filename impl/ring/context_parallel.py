@@ -1,0 +1,79 @@
+"""PyTorch's own ring (torch.distributed.tensor.experimental), as a second implementation of attention over a ring.
+
+``context_parallel()`` itself replaces scaled_dot_product_attention, which on the CPU fails: "aten.
+_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13), and
+float64 has no fused kernel anywhere. Its communication and merging take any kernel, though, and run here on the kernels
+of impl.ring.flash: on every device, in every dtype, for whole rows without window (its load balancing is zigzag).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from impl.ring.flash import _flash_attn_backward, _flash_attn_forward
+
+SEQUENCE = 2  # dimension of (rows, heads, length, E)
+
+
+class ContextParallelAttention(torch.autograd.Function):
+    """Same arguments as the dense functions of ring_flash_attn: q, k, v (rows, length, heads, E), zigzag."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        scale: float,
+        causal: bool,
+        window: tuple[int, int],
+        alibi: None,
+        deterministic: bool,
+        return_softmax: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        assert causal and not dropout and window == (-1, -1) and _attention._cp_options.enable_load_balance
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # (rows, heads, length, E)
+        out, lse, *_ = _attention._templated_ring_attention(
+            group, SEQUENCE, _forward, query=q, key=k, value=v, is_causal=True, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.group = scale, group
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = _attention._templated_ring_attention_backward(
+            *(ctx.group, SEQUENCE, _backward),
+            **{"grad_out": dout.transpose(1, 2).contiguous(), "grad_out_name": "grad_out", "is_causal": True},
+            **{"query": q, "key": k, "value": v, "out": out, "logsumexp": lse, "scale": ctx.scale},
+        )
+        return *(gradient.transpose(1, 2) for gradient in gradients[:3]), *(None,) * 8
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, is_causal, -1, -1, 0.0, None, False)
+    return out.transpose(1, 2), lse
+
+
+def _backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    _flash_attn_backward(dout, q, k, v, o, logsumexp, dq, dk, dv, 0.0, scale, is_causal, -1, -1, 0.0, None, False)
+    return tuple(x.transpose(1, 2) for x in (dq, dk, dv))

@@ -1,0 +1,39 @@
+"""What the ring layer can run, for the adapters of all backends: answered without ranks and without importing it."""
+
+import json
+
+from conformance.backend import Support, Supported, Unsupported
+from conformance.layout import Layout
+from conformance.paths import resolve
+from conformance.scenario import Scenario
+from impl.ring.flash import INSTALL, available
+
+RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
+
+
+def ring_support(scenario: Scenario, layout: Layout) -> Support:
+    """Supported, or what is missing or wrong about this ring and what to use instead."""
+    if layout.sp == 1:
+        return Supported()
+    if not available():
+        return Unsupported(f"ring attention needs the package ring-flash-attn; run: {INSTALL}")
+    if "torchcp" in layout.options and scenario.data.packed:
+        return Unsupported("PyTorch's context parallel attends over whole rows; use another ring for packed documents")
+    windowed = next((option for option in ("ring", "zigzag", "torchcp") if option in layout.options), None)
+    if windowed and _sliding_window(scenario.model):
+        # With ``shipped``, ring and zigzag run all the same and show what they do.
+        if windowed == "torchcp" or "shipped" not in layout.options:
+            return Unsupported(
+                f"{windowed} gets sliding windows wrong across ranks (docs/findings/ring-attention-window.md); leave "
+                f"{windowed} out: the default ring is right"
+            )
+    return Supported()
+
+
+def _sliding_window(model: str) -> bool:
+    """Whether any layer of a Hugging Face folder has one."""
+    config = json.loads((resolve(model) / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    if "layer_types" in config:
+        return "sliding_attention" in config["layer_types"]
+    return bool(config.get("sliding_window") and config.get("use_sliding_window", True))

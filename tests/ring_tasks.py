@@ -1,0 +1,85 @@
+"""Tasks that tests/test_ring_attention.py runs in ranks: attention over a ring against full attention in float64."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.exact import exact_tier
+from conformance.oracle.attention import packed_attention
+from conformance.world import RankContext
+from impl.collate import NO_TARGET, Inputs
+from impl.ring.attention import Kind, RingAttention, RingConfig
+from impl.ring.placement import restore
+
+HEADS, KV_HEADS, E = 4, 2, 8
+SCALE = 0.3
+
+
+def errors(
+    context: RankContext,
+    *,
+    kind: Kind,
+    documents: list[list[int]],
+    dtype: str,
+    window: int | None = None,
+    shipped: bool = False,
+    head_stride: int = 1,
+) -> dict[str, float]:
+    """Largest relative errors of out, dq, dk, dv. ``documents``: lengths, row by row; rows may differ in length."""
+    packed = any(len(row) > 1 for row in documents)
+    config = RingConfig(kind=kind, packed=packed, shipped=shipped, head_stride=head_stride, multiple=1)
+    ring_attention = RingAttention(dist.group.WORLD, config)
+    type_ = getattr(torch, dtype)
+    positions, lengths = _positions(documents)
+    rows, length = positions.shape
+    random = torch.Generator().manual_seed(7)
+    q, k, v, dout = (
+        torch.randn(rows * length, heads, E, generator=random, dtype=torch.float64).to(type_).double()
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = packed_attention(q, k, v, lengths=lengths, scale=SCALE, window=window)
+    # What lies in padding does not count: nothing depends on it.
+    real = torch.arange(length).expand(rows, -1) < torch.tensor([sum(row) for row in documents])[:, None]
+    dout = dout * real.flatten()[:, None, None]
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    nothing = torch.full_like(positions, NO_TARGET)
+    inputs = Inputs(tokens=torch.zeros_like(positions), labels=nothing, positions=positions).to(context.device)
+    with exact_tier() if type_ == torch.float64 else contextlib.nullcontext():
+        _, ring = ring_attention.shard(inputs)
+        source = ring.source[context.rank]
+        own = [_own(x.detach().to(type_), source, padding=1.0).to(context.device).requires_grad_() for x in leaves]
+        own_dout = _own(dout.to(type_), source, padding=0.0).to(context.device)
+        own_out = ring(*own, scale=SCALE, window=(-1, -1) if window is None else (window - 1, 0))
+        found = [own_out.detach(), *torch.autograd.grad(own_out, own, own_dout)]
+        assert all(x.dtype == type_ for x in found)
+        whole = [_whole(x, ring.source, rows, real.flatten()) for x in found]
+    expected = [x * real.flatten()[:, None, None] for x in expected]
+    names = ("out", "dq", "dk", "dv")
+    return {n: ((x - ref).norm() / ref.norm()).item() for n, x, ref in zip(names, whole, expected, strict=True)}
+
+
+def _positions(documents: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+    """(rows, length) and the lengths of all documents; padding is a document of its own."""
+    longest = max(sum(row) for row in documents)
+    lengths = [[*row, *([longest - sum(row)] if sum(row) < longest else [])] for row in documents]
+    rows = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
+    return torch.stack(rows), [n for row in lengths for n in row]
+
+
+def _own(x: Tensor, source: Tensor, *, padding: float) -> Tensor:
+    """(tokens, heads, E) -> this rank's (rows, length, heads, E); ``padding`` must not matter to what is real."""
+    return x[source.clamp(min=0)].masked_fill((source < 0)[..., None, None], padding)
+
+
+def _whole(own: Tensor, source: Tensor, rows: int, real: Tensor) -> Tensor:
+    """All ranks' (rows, length, heads, E) -> (tokens, heads, E) float64 on the CPU, zero in padding."""
+    parts = [torch.empty_like(own) for _ in range(len(source))]
+    dist.all_gather(parts, own.contiguous())
+    together = torch.stack(parts).cpu().double().flatten(3)
+    columns = [restore(column, source, rows=rows).flatten() for column in together.unbind(-1)]
+    return (torch.stack(columns, dim=-1) * real[:, None]).unflatten(-1, own.shape[-2:])
