@@ -11,7 +11,7 @@ NO_TARGET = -100  # the label that torch's cross-entropy ignores
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One micro-batch, all tensors int64 (rows, length).
+    """One micro-batch: int64 (rows, length), and ``real``, bool (rows, length), False in padding.
 
     ``labels[r, i]`` is the token that position i predicts, or NO_TARGET. ``positions`` restart at 0 in every document:
     that is how transformers, given neither attention mask nor cache, tells packed documents apart. Padding forms a
@@ -21,9 +21,10 @@ class Inputs:
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
+    real: torch.Tensor
 
     def to(self, device: str) -> "Inputs":
-        return Inputs(tokens=self.tokens.to(device), labels=self.labels.to(device), positions=self.positions.to(device))
+        return Inputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 def collate(rows: tuple[Row, ...], *, multiple_of: int = 1) -> Inputs:
@@ -33,6 +34,7 @@ def collate(rows: tuple[Row, ...], *, multiple_of: int = 1) -> Inputs:
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     labels = torch.full_like(tokens, NO_TARGET)
     positions = torch.zeros_like(tokens)
+    real = torch.arange(length) < torch.tensor([row.length for row in rows])[:, None]
     for r, row in enumerate(rows):
         start = 0
         for document in row.documents:
@@ -43,4 +45,4 @@ def collate(rows: tuple[Row, ...], *, multiple_of: int = 1) -> Inputs:
             positions[r, start:end] = torch.arange(end - start)
             start = end
         positions[r, start:] = torch.arange(length - start)
-    return Inputs(tokens=tokens, labels=labels, positions=positions)
+    return Inputs(tokens=tokens, labels=labels, positions=positions, real=real)

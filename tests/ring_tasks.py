@@ -48,7 +48,7 @@ def errors(
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     nothing = torch.full_like(positions, NO_TARGET)
-    inputs = Inputs(tokens=torch.zeros_like(positions), labels=nothing, positions=positions).to(context.device)
+    inputs = Inputs(tokens=nothing, labels=nothing, positions=positions, real=real).to(context.device)
     with exact_tier() if type_ == torch.float64 else contextlib.nullcontext():
         _, ring = ring_attention.shard(inputs)
         source = ring.source[context.rank]
@@ -81,5 +81,5 @@ def _whole(own: Tensor, source: Tensor, rows: int, real: Tensor) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(len(source))]
     dist.all_gather(parts, own.contiguous())
     together = torch.stack(parts).cpu().double().flatten(3)
-    columns = [restore(column, source, rows=rows).flatten() for column in together.unbind(-1)]
+    columns = [restore(column, source, rows=rows, length=len(real) // rows).flatten() for column in together.unbind(-1)]
     return (torch.stack(columns, dim=-1) * real[:, None]).unflatten(-1, own.shape[-2:])

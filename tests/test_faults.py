@@ -23,6 +23,12 @@ CELLS = {
     "clip-always": ("sft-packed", "llama", "dp2"),
     "clip-on-one-replica": ("sft-sgd", "llama", "dp2.rep2"),
     "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
+    "local-positions": ("sft-packed", "llama", "sp2"),
+    "rolled-labels": ("sft-packed", "llama", "sp2"),
+    "dropped-last-token": ("sft-packed", "llama", "sp2"),
+    "merged-in-bf16": ("sft-packed", "llama", "sp2.ring"),
+    "divided-by-world": ("sft-sgd", "llama", "sp2"),
+    "ring-not-reduced": ("sft-sgd", "llama", "sp2"),
 }
 
 

@@ -11,32 +11,20 @@ start_micro_batch   (strategy, index, count): before each micro-batch; clears gr
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
 advance_schedule    (strategy): after each optimizer step
+gradient_scale      (strategy) -> number of ranks that the framework averages gradients over
+reduction_mesh      (strategy) -> mesh of the ranks that see different tokens: gradients are reduced over it
+shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
+merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
 ==================  ===================================================================================
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A planted bug. ``needs`` says in words when it changes anything (an equivalent mutant otherwise)."""
-
-    name: str
-    summary: str
-    source: str
-    seam: str
-    stage: str
-    loss_blind: bool
-    needs: str
-    wrap: Callable[[Function], Function]
-
+from conformance.faults.fault import Fault, Function
+from conformance.faults.ring import RING_FAULTS
 
 def _dropped_o_bias(load_model: Function) -> Function:
     def faulty(strategy: Any, path: Any) -> Any:
@@ -204,4 +192,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = {fault.name: fault for fault in _FAULTS}
+CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *RING_FAULTS)}

@@ -100,7 +100,7 @@ def _flash_attn_backward(
 
 
 def install(transformers_name: bool = True) -> None:
-    """Make `import flash_attn` find this, and with `transformers_name` let ring_flash_attn import with 5.23."""
+    """Make `import flash_attn` find this, and by default the name that ring_flash_attn misses in transformers 5.23."""
     package, interface = (types.ModuleType(n) for n in ("flash_attn", "flash_attn.flash_attn_interface"))
     for function in (
         _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward,
@@ -110,7 +110,7 @@ def install(transformers_name: bool = True) -> None:
         module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
     if transformers_name:
-        setattr(transformers_flash, "is_flash_attn_greater_or_equal_2_10", True)  # noqa: B010  (dropped in 5.x)
+        setattr(transformers_flash, "is_flash_attn_greater_or_equal_2_10", True)  # noqa: B010
 
 
 def full_attention(
@@ -180,6 +180,10 @@ def distributed(
     pieces = zip(NAMES, (out.detach(), *(x.grad for x in local)), strict=True)
     found = {name: whole(piece, own, len(q)) for name, piece in pieces}
     return found, full_attention(q, k, v, dout, lengths, window)
+
+
+def norm(gradients: dict[str, Tensor]) -> float:
+    return float(torch.stack([g.norm() for g in gradients.values()]).norm())
 
 
 def own_error() -> float:

@@ -1,8 +1,8 @@
 """ring_flash_attn's adapter for transformers: it does not import, does not install, and its sliding window is wrong.
 
-It imports a name that transformers 5 dropped, and recognises transformers by the number of parameters of
-`_flash_attention_forward`. Got past both, it asks for a window of one token too many, and for none at all where the
-tokens of one rank fit into the window. Runs flash_attn_stand_in.py for flash-attn. Exit code 0: defect present.
+It imports a name that transformers 5.23 does not have, and tells versions of transformers by how many parameters
+`_flash_attention_forward` has. Got past both, it asks for a window of one token too many, and for none at all where
+the tokens of one rank fit into the window. Runs flash_attn_stand_in.py for flash-attn. Exit code 0: defect present.
 1: gone. See ring-attention-hf-adapter.md.
 """
 
@@ -21,35 +21,34 @@ SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-def refusals() -> list[str]:
-    """What the package says to transformers 5.23: on import, and when the adapter is installed."""
-    stand_in.install(transformers_name=False)
-    said = []
-    try:
-        importlib.import_module("ring_flash_attn")
-    except ImportError as refusal:
-        said.append(f"import: {str(refusal).partition(' (')[0]}")
-    stand_in.install()
-    import ring_flash_attn.adapters.hf_adapter as adapter
+stand_in.install(transformers_name=False)
+try:
+    adapter: Any = importlib.import_module("ring_flash_attn.adapters.hf_adapter")
+    SAID = []
+except ImportError as refusal:
+    SAID = [f"import: {str(refusal).partition(' (')[0]}"]
+    stand_in.install()  # with the name that is missing
+    adapter = importlib.import_module("ring_flash_attn.adapters.hf_adapter")
 
+
+def past_the_refusal() -> None:
+    count = len(inspect.signature(transformers_flash._flash_attention_forward).parameters)
+    known = [len(inspect.signature(f).parameters) for f in adapter.create_ring_flash_attention_forward(None, 1)]
     try:
         adapter.substitute_hf_flash_attn(None, 1)
     except ValueError as refusal:
-        said.append(f"substitute_hf_flash_attn: {str(refusal).partition('. ')[0]}")
-    count = len(inspect.signature(transformers_flash._flash_attention_forward).parameters)
-    known = [len(inspect.signature(f).parameters) for f in adapter.create_ring_flash_attention_forward(None, 1)]
-    return [*said, f"parameters of _flash_attention_forward: {count}; the adapter knows {known}"]
+        SAID.append(f"substitute_hf_flash_attn: {str(refusal).partition('. ')[0]}")
+        SAID.append(f"parameters of _flash_attention_forward: {count}; the adapter knows {known}")
+        adapter.check_params = lambda _, own: own.__name__ == "_flash_attention_forward_v3"
+        adapter.substitute_hf_flash_attn(None, 1)
 
 
 def remedy(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, sliding_window: Any, **_: Any) -> Any:
     """THE REMEDY: an attention function of our own, with the window that transformers means."""
-    import ring_flash_attn
-    from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS
-
     streams = (x[0].transpose(0, 1) for x in (q, k, v))
     window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-    kwargs = {"softmax_scale": scaling, "window_size": window, "causal": True, "heads_k_stride": 1, **DATA_PARAMS}
-    return ring_flash_attn.llama3_flash_attn_varlen_func(*streams, **kwargs)[None], None
+    kwargs = {"softmax_scale": scaling, "window_size": window, "causal": True, "heads_k_stride": 1}
+    return adapter.llama3_flash_attn_varlen_func(*streams, **kwargs, **adapter.DATA_PARAMS)[None], None
 
 
 def gradients(attention: str, window: int, rank: int | None) -> tuple[float, dict[str, torch.Tensor]]:
@@ -59,26 +58,21 @@ def gradients(attention: str, window: int, rank: int | None) -> tuple[float, dic
     for parameter in model.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
     model.config._attn_implementation = attention
-    ids, positions = torch.randint(0, 96, (TOKENS + 1,)), torch.arange(TOKENS)
+    ids, at = torch.randint(0, 96, (TOKENS + 1,)), torch.arange(TOKENS)
     own = slice(None) if rank is None else slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
-    logits = model(input_ids=ids[None, :-1][:, own], position_ids=positions[None, own], use_cache=False).logits[0]
+    logits = model(input_ids=ids[at][None, own], position_ids=at[None, own], use_cache=False).logits[0]
     loss = torch.nn.functional.cross_entropy(logits, ids[1:][own], reduction="sum") / TOKENS
     loss.backward()
     pieces = [loss.detach(), *(p.grad for p in model.parameters())]
-    if rank is not None:
-        for piece in pieces:
-            torch.distributed.all_reduce(piece)
+    for piece in pieces if rank is not None else ():
+        torch.distributed.all_reduce(piece)
     return float(pieces[0]), dict(zip([n for n, _ in model.named_parameters()], pieces[1:], strict=True))
 
 
 def present(rank: int) -> bool:
-    said = refusals()
-    say, there = print if rank == 0 else lambda *_: None, len(said) == 3
-    say("\n".join(said))
-    import ring_flash_attn.adapters.hf_adapter as adapter
-
-    adapter.check_params = lambda _, own: own.__name__ == "_flash_attention_forward_v3"  # past the count
-    adapter.substitute_hf_flash_attn(None, 1)
+    past_the_refusal()
+    say, there = print if rank == 0 else lambda *_: None, len(SAID) == 3
+    say("\n".join(SAID))
     adapter.update_ring_flash_attn_params(torch.tensor([0, TOKENS], dtype=torch.int32), None)
     AttentionInterface.register("ours", remedy)
     ALL_MASK_ATTENTION_FUNCTIONS.register("ours", lambda *_, **__: None)
@@ -86,15 +80,16 @@ def present(rank: int) -> bool:
         loss, right = gradients("eager", window, None)
         bad_loss, wrong = gradients("flash_attention_2", window, rank)
         told, good = gradients("eager", means, None)[1], gradients("ours", window, rank)[1]
-        error, rest, fixed = (
-            {n: stand_in.error(g[n], x[n]) for n in right} for g, x in ((wrong, right), (wrong, told), (good, right))
-        )
+        pairs = (wrong, right), (wrong, told), (good, right)
+        error, rest, fixed = ({n: stand_in.error(found[n], x[n]) for n in right} for found, x in pairs)
         worst = max(error, key=lambda n: error[n])
         size, should = wrong[worst].norm(), right[worst].norm()
         say(f"sliding_window {window}: |gradient| of {worst} {size:.6f}, right {should:.6f}: {size / should:.3f}")
-        say(f"  error {error[worst]:.1e}, loss {bad_loss / loss - 1:.1e}; with the remedy {max(fixed.values()):.1e}")
-        say(f"  one process with sliding_window {means} gives the same but for {max(rest.values()):.1e}")
-        there &= error[worst] > 0.01 and max(rest.values()) < 1e-5 and max(fixed.values()) < 1e-5
+        off = stand_in.norm(wrong) / stand_in.norm(right) - 1
+        say(f"  error {error[worst]:.1e}; loss {bad_loss / loss - 1:.1e} off, gradient norm {off:.1e}")
+        apart, repaired = max(rest.values()), max(fixed.values())
+        say(f"  one process, sliding_window {means}: the same but for {apart:.0e}; with the remedy {repaired:.0e} off")
+        there &= error[worst] > 0.01 and apart < 1e-5 and repaired < 1e-5
     return there
 
 

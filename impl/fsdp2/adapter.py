@@ -40,6 +40,10 @@ class Fsdp2Backend(StrategyBackend):
         "norm_axes": "impl.fsdp2.norm:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.norm:clip_coefficient",
         "advance_schedule": "impl.fsdp2.strategy:Fsdp2Strategy.advance_schedule",
+        "gradient_scale": "impl.fsdp2.strategy:Fsdp2Strategy.gradient_scale",
+        "reduction_mesh": "impl.fsdp2.strategy:Fsdp2Strategy.reduction_mesh",
+        "shard_inputs": "impl.ring.placement:shard_inputs",
+        "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }
 
     @classmethod

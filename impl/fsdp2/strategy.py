@@ -168,7 +168,8 @@ class Fsdp2Strategy:
         if self.ring is None:
             return self._logprobs(inputs)
         own, ring = self.ring.shard(inputs)
-        return self.ring.restore(self._logprobs(own, ring=ring), ring, rows=len(inputs.labels))
+        rows, length = inputs.labels.shape
+        return self.ring.restore(self._logprobs(own, ring=ring), ring, rows=rows, length=length)
 
     def _logprobs(self, inputs: Inputs, **options: Any) -> torch.Tensor:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""

@@ -56,7 +56,7 @@ class RingAttention:
         """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
-            inputs.positions.cpu(),
+            inputs.to("cpu"),
             cut="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
             zigzag=kind in ("zigzag", "torchcp"),
@@ -66,14 +66,14 @@ class RingAttention:
         own = placement.shard_inputs(inputs, placed.source[self.rank].to(device))
         return own, Ring(self, placed, device)
 
-    def restore(self, own: Tensor, ring: "Ring", *, rows: int) -> Tensor:
-        """Log-probs of all tokens (rows, length), the same on all ranks, from each rank's own; differentiable.
+    def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
+        """Log-probs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own; differentiable.
 
         The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all ranks of the
         ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
         """
         parts: Tensor = _Gather.apply(own, self.group, self.rank)  # type: ignore[no-untyped-call]
-        return placement.restore(parts, ring.source.to(own.device), rows=rows)
+        return placement.restore(parts, ring.source.to(own.device), rows=rows, length=length)
 
 
 class Ring:

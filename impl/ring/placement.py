@@ -1,12 +1,11 @@
 """Placement: which rank of the ring holds which token of a micro-batch, and back.
 
-Three ways to cut. *Slices*: the documents of all rows are laid end to end and cut into equal slices; documents cross
-the edges. *Documents*: each document is cut into equal pieces, one for each rank, in order or zigzag (rank r holds
-pieces r and 2 * size - 1 - r, so that causal attention is the same work for all). *Rows*: each row is cut like that as
-a whole. Lengths that do not divide are padded; padding is never a target, and nothing attends to it but padding.
+Three ways to cut. *Slices*: the documents of all rows are laid end to end, without padding, and cut into equal slices;
+documents cross the edges. *Documents*: each document is cut into equal pieces, one for each rank, in order or zigzag
+(rank r holds pieces r and 2 * size - 1 - r, so that causal attention is the same work for all). *Rows*: each row is cut
+like that as a whole. Lengths that do not divide are padded at their ends; padding is never a target.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -31,39 +30,35 @@ class Placement:
     starts: Tensor | None
 
 
-def place(positions: Tensor, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
-    """Place the tokens of a micro-batch on ``size`` ranks, each a ``multiple`` of tokens per row.
-
-    ``positions``: int64 (rows, length) on the CPU; a document begins wherever it is 0, and at least with every row.
-    """
-    rows, length = positions.shape
+def place(inputs: Inputs, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
+    """Place the tokens of a micro-batch (on the CPU) on ``size`` ranks, each a ``multiple`` of tokens per row."""
+    rows, length = inputs.positions.shape
     pieces = 2 if zigzag else 1  # a rank holds of what is cut
     if cut == "rows":
-        part = _rounded(length, size * math.lcm(pieces, multiple))
-        whole = torch.arange(rows)[:, None] * length + torch.arange(part)
-        whole[:, length:] = -1
+        tokens = torch.arange(rows * length).view(rows, length)
+        whole = _padded(tokens, size * math.lcm(pieces, multiple))
         return Placement(source=_cut(whole, size, zigzag), starts=None)
-    begins = torch.cat([torch.where(positions.flatten() == 0)[0], torch.tensor([rows * length])])
+    tokens = torch.where(inputs.real.flatten())[0]
+    begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]  # of documents
     if cut == "slices":
-        total = _rounded(rows * length, size * multiple)
-        whole = torch.arange(total)
-        whole[rows * length :] = -1
-        begins = begins if total == rows * length else torch.cat([begins, torch.tensor([total])])
-        return Placement(source=whole.view(size, 1, -1), starts=begins.int())
-    documents = []
-    for begin, end in zip(begins.tolist(), begins.tolist()[1:], strict=False):
-        whole = torch.arange(begin, begin + _rounded(end - begin, size * pieces))
-        whole[end - begin :] = -1
-        documents.append(_cut(whole, size, zigzag))  # (size, part)
-    held = sum(d.shape[1] for d in documents)
-    if held % multiple:
-        documents.append(torch.full((size, _rounded(held, multiple) - held), -1))
-    lengths = torch.tensor([0, *(d.shape[1] for d in documents)])
-    return Placement(source=torch.cat(documents, dim=1)[:, None], starts=lengths.cumsum(0).int())
+        whole = _padded(tokens, size * multiple)
+        ends = [len(tokens)] if len(whole) == len(tokens) else [len(tokens), len(whole)]
+        starts = torch.cat([begins, torch.tensor(ends)])
+        return Placement(source=whole.view(size, 1, -1), starts=starts.int())
+    documents = [
+        _cut(_padded(document, size * pieces), size, zigzag) for document in tokens.tensor_split(begins[1:])
+    ]  # (size, part) each
+    held = torch.cat(documents, dim=1)
+    lengths = [document.shape[1] for document in documents]
+    if filler := -held.shape[1] % multiple:
+        held = torch.cat([held, held.new_full((size, filler), -1)], dim=1)
+        lengths.append(filler)
+    return Placement(source=held[:, None], starts=torch.tensor([0, *lengths]).cumsum(0).int())
 
 
-def _rounded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _padded(tokens: Tensor, multiple: int) -> Tensor:
+    """(..., length) -> (..., length rounded up), with -1."""
+    return torch.nn.functional.pad(tokens, (0, -tokens.shape[-1] % multiple), value=-1)
 
 
 def _cut(whole: Tensor, size: int, zigzag: bool) -> Tensor:
@@ -81,16 +76,16 @@ def shard_inputs(inputs: Inputs, source: Tensor) -> Inputs:
     """
     real = source >= 0
     at = source.clamp(min=0)
-    return dataclasses.replace(
-        inputs,
+    return Inputs(
         tokens=inputs.tokens.flatten()[at].where(real, 0),
         labels=inputs.labels.flatten()[at].where(real, NO_TARGET),
         positions=inputs.positions.flatten()[at].where(real, 0),
+        real=inputs.real.flatten()[at] & real,
     )
 
 
-def restore(parts: Tensor, source: Tensor, *, rows: int) -> Tensor:
+def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
     """All ranks' parts (size, rows, length) in the order of the micro-batch: (rows, length); ``source`` alike."""
-    real = source >= 0
-    whole = parts.new_zeros(int(real.sum()))
-    return whole.index_put((source[real],), parts[real]).view(rows, -1)
+    placed = source >= 0
+    whole = parts.new_zeros(rows * length)
+    return whole.index_put((source[placed],), parts[placed]).view(rows, length)
