@@ -30,14 +30,17 @@ OPTIONS = {
 }
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # instead of the default, so at most one
+ZERO = "zero"  # the part that names a ZeRO stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes and a sorted tuple of OPTIONS. World size = dp x tp x sp x pp.
+    """Sizes of the mesh axes, a ZeRO stage and a sorted tuple of OPTIONS. World size = dp x tp x sp x pp.
 
-    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, or an option is unknown, has no
-    axis to act on, or contradicts another.
+    ``zero`` is what the data-parallel ranks cut (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the optimizer's
+    state, 2 gradients too, 3 parameters too; None leaves it to the backend.
+    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, there is no such stage, or an option
+    is unknown, has no axis to act on, or contradicts another.
     """
 
     dp: int = 1
@@ -46,6 +49,7 @@ class Layout:
     sp: int = 1
     stride: int = 1
     pp: int = 1
+    zero: int | None = None
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,6 +63,8 @@ class Layout:
                 f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); "
                 f"use rep{_divisor(self.dp, self.rep)}"
             )
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise ValueError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
         for option in self.options:
             if option not in OPTIONS:
                 raise ValueError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
@@ -82,7 +88,7 @@ class Layout:
         options: list[str] = []
         for part in text.split("."):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
-            if match and match[1] in AXES:
+            if match and match[1] in (*AXES, ZERO):
                 if match[1] in axes:
                     raise ValueError(f"layout {text!r} names {match[1]} twice")
                 axes[match[1]] = int(match[2])
@@ -90,8 +96,8 @@ class Layout:
                 options.append(part)
             else:
                 raise ValueError(
-                    f"layout {text!r}: {part!r} is neither an axis with a size ({', '.join(AXES)}; e.g. dp2) "
-                    f"nor an option ({', '.join(OPTIONS)})"
+                    f"layout {text!r}: {part!r} is neither an axis with a size ({', '.join(AXES)}; e.g. dp2), "
+                    f"a ZeRO stage (zero0 to zero3) nor an option ({', '.join(OPTIONS)})"
                 )
         return cls(**axes, options=tuple(options))
 
@@ -111,7 +117,8 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return ".".join([*(sizes or ["dp1"]), *self.options])
+        stage = [] if self.zero is None else [f"{ZERO}{self.zero}"]
+        return ".".join([*(sizes or ["dp1"]), *stage, *self.options])
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,10 @@ from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from impl.collate import Inputs
 
-STRATEGIES = {"fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy"}
+STRATEGIES = {
+    "deepspeed": "impl.deepspeed.strategy:DeepspeedStrategy",
+    "fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,47 @@
+"""DeepSpeed as a backend of the suite: what it claims to run, and where faults can be planted."""
+
+from importlib.util import find_spec
+from typing import ClassVar
+
+from conformance.backend import BackendInfo, Support, Supported, Unsupported
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+from impl.adapter import StrategyBackend
+
+if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
+    raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
+
+
+class DeepspeedBackend(StrategyBackend):
+    """DeepSpeed: ZeRO 0 to 3 over data parallelism. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
+
+    info = BackendInfo(
+        name="deepspeed",
+        packages=("torch", "transformers", "deepspeed"),
+        url="https://deepspeed.readthedocs.io/en/latest/zero3.html",
+    )
+    preload = (
+        "impl.deepspeed.strategy",
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+    )
+    seams: ClassVar[dict[str, str]] = {
+        "load_model": "impl.deepspeed.strategy:DeepspeedStrategy.load_model",
+        "collate": "impl.trainer:collate",
+        "count_targets": "impl.trainer:count_targets",
+    }
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if layout.pp > 1:
+            return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
+        if layout.sp > 1:
+            return Unsupported("sequence parallelism is not built into this backend yet; use sp1")
+        if layout.tp > 1:
+            return Unsupported("tensor parallelism is not built into this backend yet; use tp1")
+        if layout.rep > 1:
+            return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
+        if unknown := [option for option in layout.options if option not in ("ckpt", "offload")]:
+            return Unsupported(f"this backend has no {', '.join(unknown)}; leave it out")
+        if "offload" in layout.options and layout.zero == 0:
+            return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, 2 or 3")
+        return Supported()

@@ -1,0 +1,50 @@
+"""What DeepSpeed keeps in the process beside an engine: set before the first, undone after each.
+
+A rank runs one cell after another. What an engine leaves in DeepSpeed, torch and transformers decides how the next one
+behaves, whoever's it is; docs/findings/deepspeed-global-state.md lists what that is and does.
+"""
+
+import gc
+import logging
+import warnings
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.runtime.zero import parameter_offload, partition_parameters
+from deepspeed.utils import groups
+
+_LINEAR = torch.nn.functional.linear
+
+
+class _Cpu(CPU_Accelerator):
+    """The CPU, with the float64 that DeepSpeed's list of dtypes forgets: ZeRO-0 reduces gradients of listed ones only."""
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [*super().supported_dtypes(), torch.float64]
+
+
+def enter(device: str) -> None:
+    """Make DeepSpeed use the initialised default process group, on ``device``."""
+    # One line per collective and step otherwise: torch 2.13 deprecates names that DeepSpeed calls.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    deepspeed.logger.setLevel(logging.WARNING)
+    if device == "cpu":
+        set_accelerator(_Cpu())
+        # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
+        deepspeed.ops.__compatible_ops__ = {}
+    assert get_accelerator().device_name() == torch.device(device).type
+    deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+def leave() -> None:
+    """Undo what engines left."""
+    groups._release_process_group_references()  # the suite destroys the groups themselves
+    set_autotp_mode(training=False)
+    parameter_offload.FWD_MODULE_STACK.clear()
+    torch.nn.functional.linear = _LINEAR  # zero.Init puts its own there
+    gc.collect()

@@ -1,0 +1,51 @@
+"""DeepSpeed's JSON configuration, from what a strategy is told."""
+
+from typing import Any
+
+from conformance.scenario import OptimizerConfig
+from impl.strategy import StrategyConfig
+
+DEFAULT_STAGE = 3  # cuts what FSDP2 cuts
+NEVER = 10**9
+
+
+def zero_stage(config: StrategyConfig) -> int:
+    return DEFAULT_STAGE if config.layout.zero is None else config.layout.zero
+
+
+def clip_threshold(max_grad_norm: float | None) -> float:
+    """DeepSpeed's ``gradient_clipping``, where 0 means none."""
+    return 0.0 if max_grad_norm is None else max_grad_norm
+
+
+def engine_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The dictionary for ``deepspeed.initialize``; rows per micro-batch vary and are not looked at by an engine."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.accumulation,
+        "gradient_clipping": clip_threshold(config.max_grad_norm),
+        "steps_per_print": NEVER,
+        "zero_optimization": _zero(config),
+        "zero_allow_untested_optimizer": True,  # SGD; nothing else is different
+        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW: no op to compile
+    }
+    if config.precision == "bf16":
+        # float32 masters in any case; gradients are added up and reduced in float32 as well.
+        settings |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        if zero_stage(config) > 0:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision == "fp16":
+        settings |= {"fp16": {"enabled": True, "initial_scale_power": 12}, "communication_data_type": "fp32"}
+    return settings
+
+
+def _zero(config: StrategyConfig) -> dict[str, Any]:
+    stage = zero_stage(config)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Tiny parameters are cut like large ones. The linear of their own would stay in torch for good.
+        zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+    if "offload" in config.layout.options:
+        device = {"device": "cpu", "pin_memory": config.device != "cpu"}
+        zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}
+    return zero

@@ -1,0 +1,167 @@
+"""DeepSpeed strategy: ZeRO 0 to 3, driven through the engine as its users drive it.
+
+DeepSpeed averages gradients over the data-parallel ranks; ``backward`` multiplies the loss by their number, because the
+trainer has divided by the whole step's token count already, and asks for no division by the accumulation.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+
+from conformance.backend import Kind, NamedTensors, Shard
+from conformance.batch import Batch, Row
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.collate import NO_TARGET, Inputs
+from impl.deepspeed import process, tensors
+from impl.deepspeed.settings import engine_settings, zero_stage
+from impl.models import load_model
+from impl.strategy import StrategyConfig
+
+
+class DeepspeedStrategy:
+    """See impl.strategy.Strategy for the contract of each method."""
+
+    engine: deepspeed.DeepSpeedEngine
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.config = config
+        self.options = config.layout.options
+        self.stage = zero_stage(config)
+
+    @property
+    def sequence_multiple(self) -> int:
+        return 1
+
+    def setup_distributed(self) -> None:
+        process.enter(self.config.device)
+        self.data_rank, self.data_size = dist.get_rank(), self.config.layout.dp
+
+    def setup_ring_attn(self) -> None:
+        raise ValueError("ring attention is not part of this strategy; use sp1")
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        exact = self.config.precision == "exact"
+        return load_model(path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa")
+
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
+    ) -> None:
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers' "constant" has no warm-up, whatever it is given.
+        name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
+        self.settings = engine_settings(self.config, optimizer)
+        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=self.create_optimizer(model, optimizer),
+            lr_scheduler=lambda made: transformers.get_scheduler(
+                name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
+            ),
+            config=self.settings,
+            dist_init_required=False,
+        )
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        if config.name == "sgd":
+            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if index:
+            self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False).logits
+        logp = -torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"
+        )
+        return logp.view(inputs.labels.shape)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss * self.data_size, scale_wrt_gas=False)
+
+    def finish_gradients(self) -> None:
+        assert self.engine.is_gradient_accumulation_boundary()
+
+    def optimizer_step(self) -> float:
+        # ZeRO-0 clips by the norm and forgets it (docs/findings/deepspeed-zero0-norm.md).
+        own = self._own_norm() if self.stage == 0 else None
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()) if own is None else own
+
+    def _own_norm(self) -> float:
+        squares = [gradient.double().square().sum() for _, gradient in self.named_tensors("gradient")]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def learning_rate(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def all_reduce(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
+        dist.all_reduce(tensor, group=self.engine.data_parallel_group)
+        return tensor.item()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def named_tensors(self, kind: Kind) -> NamedTensors:
+        return tensors.named_tensors(self.engine.module, kind, stage=self.stage)
+
+    def local_shards(self, kind: Kind) -> Iterator[Shard]:
+        return tensors.local_shards(self.engine.module, kind, stage=self.stage, rank=self.data_rank)
+
+    def resolved(self) -> dict[str, Any]:
+        basic = self.engine.basic_optimizer
+        group = basic.param_groups[0]
+        return {
+            "model_class": type(self.engine.module).__name__,
+            "attention": self.engine.module.config._attn_implementation,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "compute_dtype": str(next(self.engine.module.parameters()).dtype),
+            "optimizer": type(basic).__name__,
+            "optimizer_wrapper": type(self.engine.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            "deepspeed": self.settings,
+        }
+
+    def save_ckpt(self, path: Path) -> None:
+        self.engine.save_checkpoint(str(path), tag="state")
+
+    def load_ckpt(self, path: Path) -> None:
+        folder, _ = self.engine.load_checkpoint(str(path), tag="state")
+        if folder is None:
+            raise ValueError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+
+    def save_model(self, path: Path) -> None:
+        state = {name: tensor.cpu() for name, tensor in self.named_tensors("weight")}
+        if dist.get_rank() == 0:
+            # A plain copy does the writing: save_pretrained knows about ties, and nothing about pieces.
+            plain = type(self.engine.module)(self.engine.module.config)
+            plain.load_state_dict(state, strict=False)
+            plain.tie_weights()
+            plain.save_pretrained(path)
+        dist.barrier()
+
+    def teardown(self) -> None:
+        self.engine.destroy()
+        for name in ("engine", "optimizer", "scheduler"):
+            self.__dict__.pop(name, None)
+        process.leave()
