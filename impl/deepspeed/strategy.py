@@ -57,9 +57,13 @@ class DeepspeedStrategy:
         # transformers' "constant" has no warm-up, whatever it is given.
         name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
         self.settings = engine_settings(self.config, optimizer)
+        client = self.create_optimizer(model, optimizer)
+        if self.stage == 3 and self.config.precision == "exact":
+            # initialize() would do the same, but refuses float64; given a configuration, it does not look.
+            deepspeed.zero.Init(module=model, config_dict_or_path=self.settings)
         self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model,
-            optimizer=self.create_optimizer(model, optimizer),
+            optimizer=client,
             lr_scheduler=lambda made: transformers.get_scheduler(
                 name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
             ),
