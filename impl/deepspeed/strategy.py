@@ -17,8 +17,9 @@ from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import NO_TARGET, Inputs
-from impl.deepspeed import process, tensors
+from impl.deepspeed import process
 from impl.deepspeed.settings import engine_settings, zero_stage
+from impl.deepspeed.tensors import EngineTensors
 from impl.models import load_model
 from impl.strategy import StrategyConfig
 
@@ -61,6 +62,7 @@ class DeepspeedStrategy:
         if self.stage == 3 and self.config.precision == "exact":
             # initialize() would do the same, but refuses float64; given a configuration, it does not look.
             deepspeed.zero.Init(module=model, config_dict_or_path=self.settings)
+        weights = {name: parameter.detach().clone() for name, parameter in self._rounded(model)}
         self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model,
             optimizer=client,
@@ -70,6 +72,17 @@ class DeepspeedStrategy:
             config=self.settings,
             dist_init_required=False,
         )
+        self.tensors = EngineTensors(self.engine)
+        if weights:
+            self.tensors.set_weights(weights, rank=self.data_rank, size=self.data_size)
+            if self.stage == 0:
+                # Its wrapper has made a step with gradients of zero: decay, undone above, and a count one ahead.
+                self.engine.basic_optimizer.state.clear()
+
+    def _rounded(self, model: transformers.PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+        """The weights that DeepSpeed would round: it casts the model first and copies the masters from that."""
+        mixed = self.config.precision in ("bf16", "fp16") and "shipped" not in self.options
+        return list(model.named_parameters()) if mixed else []
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
@@ -98,7 +111,10 @@ class DeepspeedStrategy:
         return logp.view(inputs.labels.shape)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss * self.data_size, scale_wrt_gas=False)
+        scale = self.data_size
+        if self.stage == 0 and self.config.precision == "fp16" and "shipped" not in self.options:
+            scale *= self.optimizer.loss_scale  # its step divides by it, but its backward forgets to multiply
+        self.engine.backward(loss * scale, scale_wrt_gas=False)
 
     def finish_gradients(self) -> None:
         assert self.engine.is_gradient_accumulation_boundary()
@@ -127,10 +143,10 @@ class DeepspeedStrategy:
         return values
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
-        return tensors.named_tensors(self.engine.module, kind, stage=self.stage)
+        return self.tensors.named(kind)
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
-        return tensors.local_shards(self.engine.module, kind, stage=self.stage, rank=self.data_rank)
+        return self.tensors.local(kind, rank=self.data_rank)
 
     def resolved(self) -> dict[str, Any]:
         basic = self.engine.basic_optimizer
@@ -166,6 +182,6 @@ class DeepspeedStrategy:
 
     def teardown(self) -> None:
         self.engine.destroy()
-        for name in ("engine", "optimizer", "scheduler"):
+        for name in ("engine", "optimizer", "scheduler", "tensors"):
             self.__dict__.pop(name, None)
         process.leave()
