@@ -36,8 +36,6 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
         if layout.sp > 1:
             return Unsupported("sequence parallelism is not built into this backend yet; use sp1")
-        if layout.tp > 1:
-            return Unsupported("tensor parallelism is not built into this backend yet; use tp1")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if unknown := [option for option in layout.options if option not in ("ckpt", "offload")]:

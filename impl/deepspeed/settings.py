@@ -29,6 +29,9 @@ def engine_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[
         "zero_allow_untested_optimizer": True,  # SGD; nothing else is different
         "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW: no op to compile
     }
+    if config.layout.tp > 1:
+        # Whole logits on every rank; a tied head would be cut along the vocabulary by default.
+        settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
     if config.precision == "bf16":
         # float32 masters in any case; gradients are added up and reduced in float32 as well.
         settings |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}

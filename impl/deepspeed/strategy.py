@@ -4,6 +4,7 @@ DeepSpeed averages gradients over the data-parallel ranks; ``backward`` multipli
 trainer has divided by the whole step's token count already, and asks for no division by the accumulation.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.utils import groups
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
@@ -19,7 +21,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import NO_TARGET, Inputs
 from impl.deepspeed import process
 from impl.deepspeed.settings import engine_settings, zero_stage
-from impl.deepspeed.tensors import EngineTensors
+from impl.deepspeed.tensors import EngineTensors, Place
 from impl.models import load_model
 from impl.strategy import StrategyConfig
 
@@ -41,7 +43,7 @@ class DeepspeedStrategy:
 
     def setup_distributed(self) -> None:
         process.enter(self.config.device)
-        self.data_rank, self.data_size = dist.get_rank(), self.config.layout.dp
+        self.data_rank, self.data_size = dist.get_rank() // self.config.layout.tp, self.config.layout.dp
 
     def setup_ring_attn(self) -> None:
         raise ValueError("ring attention is not part of this strategy; use sp1")
@@ -58,23 +60,22 @@ class DeepspeedStrategy:
         # transformers' "constant" has no warm-up, whatever it is given.
         name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
         self.settings = engine_settings(self.config, optimizer)
-        client = self.create_optimizer(model, optimizer)
-        if self.stage == 3 and self.config.precision == "exact":
-            # initialize() would do the same, but refuses float64; given a configuration, it does not look.
-            deepspeed.zero.Init(module=model, config_dict_or_path=self.settings)
         weights = {name: parameter.detach().clone() for name, parameter in self._rounded(model)}
-        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=model,
-            optimizer=client,
-            lr_scheduler=lambda made: transformers.get_scheduler(
-                name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
-            ),
-            config=self.settings,
-            dist_init_required=False,
-        )
-        self.tensors = EngineTensors(self.engine)
+        with process.any_dtype() if self.config.precision == "exact" else contextlib.nullcontext():
+            self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+                model=model,
+                optimizer=self.create_optimizer(model, optimizer),
+                lr_scheduler=lambda made: transformers.get_scheduler(
+                    name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
+                ),
+                config=self.settings,
+                dist_init_required=False,
+            )
+        tensor_group = groups.get_tensor_model_parallel_group() if self.config.layout.tp > 1 else None
+        place = Place(rank=self.data_rank, size=self.data_size, tensor_group=tensor_group)
+        self.tensors = EngineTensors(self.engine, place)
         if weights:
-            self.tensors.set_weights(weights, rank=self.data_rank, size=self.data_size)
+            self.tensors.set_weights(weights)
             if self.stage == 0:
                 # Its wrapper has made a step with gradients of zero: decay, undone above, and a count one ahead.
                 self.engine.basic_optimizer.state.clear()
@@ -146,7 +147,7 @@ class DeepspeedStrategy:
         return self.tensors.named(kind)
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
-        return self.tensors.local(kind, rank=self.data_rank)
+        return self.tensors.local(kind)
 
     def resolved(self) -> dict[str, Any]:
         basic = self.engine.basic_optimizer

@@ -5,9 +5,13 @@ other time: in between, the ranks that own a piece raise and the others wait for
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -20,6 +24,15 @@ from deepspeed.utils import (
 from conformance.backend import Kind, NamedTensors, Shard
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank is: its number among the data-parallel ranks and their count, its group of tensor-parallel ranks."""
+
+    rank: int
+    size: int
+    tensor_group: dist.ProcessGroup | None
+
+
 class EngineTensors:
     """Reads an engine's weights and gradients, and writes its weights.
 
@@ -27,8 +40,8 @@ class EngineTensors:
     and free of the loss scale.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine, self._stage = engine, engine.zero_optimization_stage()
+    def __init__(self, engine: DeepSpeedEngine, place: Place) -> None:
+        self._engine, self._stage, self._place = engine, engine.zero_optimization_stage(), place
         # Below ZeRO-1 a half-precision model has its masters in the optimizer's wrapper, else it is its own master.
         wrapper = engine.optimizer
         self._masters: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -39,59 +52,82 @@ class EngineTensors:
     def named(self, kind: Kind) -> NamedTensors:
         """Full tensors, one at a time."""
         for name, parameter in self._engine.module.named_parameters():
-            tensor = self._full_weight(parameter) if kind == "weight" else self._full_gradient(parameter)
-            yield name, tensor.detach()
+            tensor = self._weight(parameter) if kind == "weight" else self._gradient(parameter)
+            yield name, self._whole(parameter, tensor.detach())
 
-    def local(self, kind: Kind, *, rank: int) -> Iterator[Shard]:
-        """This rank's own pieces; ``rank`` is its place among the data-parallel ranks."""
+    def local(self, kind: Kind) -> Iterator[Shard]:
+        """This rank's own pieces."""
         for name, parameter in self._engine.module.named_parameters():
-            if kind == "weight":
-                yield self._local_weight(name, parameter, rank)
-            elif self._stage == 0:
-                yield Shard(name, "full", self._full_gradient(parameter))
-            elif self._stage == 3:
-                yield Shard(name, f"piece {rank}", self._unscaled(safe_get_local_grad(parameter)))
-            elif parameter._hp_mapping is not None:
-                piece = parameter._hp_mapping.lp_fragment_address
-                gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
-                if gradient.numel() == parameter.numel():  # ZeRO-1 in bf16 adds up all of it on every rank
-                    gradient = gradient.narrow(0, piece.start, piece.numel)
-                yield Shard(name, f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient))
+            cut = _cut(parameter)
+            part = f"tp{dist.get_rank(self._place.tensor_group)} " if cut else ""
+            own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
+            if own:
+                yield Shard(name, part + own[0], own[1].detach())
 
-    def set_weights(self, weights: dict[str, torch.Tensor], *, rank: int, size: int) -> None:
-        """Overwrite the masters with full float32 tensors by name; ``rank`` of ``size`` data-parallel ranks."""
+    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Overwrite the masters with full float32 tensors by name."""
         for name, parameter in self._engine.module.named_parameters():
+            weight = weights[name]
+            if cut := _cut(parameter):
+                sizes, at = cut["partition_sizes"], dist.get_rank(self._place.tensor_group)
+                weight = weight.narrow(cut["partition_dim"], sum(sizes[:at]), sizes[at])
             if self._stage == 0:
-                self._masters[parameter].data.copy_(weights[name])
+                self._masters[parameter].data.copy_(weight)
             elif self._stage < 3:
-                safe_set_full_fp32_param(parameter, weights[name])
+                safe_set_full_fp32_param(parameter, weight)
             else:  # its own function for full tensors forgets the padding of the last rank's piece
                 numel = parameter.ds_tensor.numel()
-                flat = torch.nn.functional.pad(weights[name].flatten(), (0, numel * size - weights[name].numel()))
-                safe_set_local_fp32_param(parameter, flat.narrow(0, numel * rank, numel))
+                flat = torch.nn.functional.pad(weight.flatten(), (0, numel * self._place.size - weight.numel()))
+                safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.rank, numel))
 
-    def _full_weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self._stage == 0:
             return self._masters.get(parameter, parameter)
         full: torch.Tensor = safe_get_full_fp32_param(parameter)
         return full
 
-    def _full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         gradient = parameter.grad if self._stage == 0 else safe_get_full_grad(parameter)
         assert gradient is not None, "no gradient: this is not between a step's last backward and its update"
-        return self._unscaled(gradient.detach().to(self._dtype))
+        return self._unscaled(gradient.detach())
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """float64 in the exact tier, which is the default then."""
-        return torch.get_default_dtype()
-
-    def _local_weight(self, name: str, parameter: torch.nn.Parameter, rank: int) -> Shard:
-        """What the rank computes with, as far as it holds that between steps."""
+    def _own_weight(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor]:
+        """Region and piece: what the rank computes with, as far as it holds that between steps."""
         if self._stage == 3:
-            return Shard(name, f"piece {rank}", safe_get_local_fp32_param(parameter))
-        return Shard(name, "full", parameter.detach())
+            return f"piece {self._place.rank}", safe_get_local_fp32_param(parameter)
+        return "full", parameter
+
+    def _own_gradient(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor] | None:
+        """Region and piece; None where the rank owns nothing of it."""
+        if self._stage == 0:
+            return "full", self._gradient(parameter)
+        if self._stage == 3:
+            return f"piece {self._place.rank}", self._unscaled(safe_get_local_grad(parameter))
+        if parameter._hp_mapping is None:
+            return None
+        piece = parameter._hp_mapping.lp_fragment_address
+        gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        if gradient.numel() == parameter.numel():  # ZeRO-1 in bf16 adds up all of it on every rank
+            gradient = gradient.narrow(0, piece.start, piece.numel)
+        return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """In float32 (float64 in the exact tier, which makes that the default), without the loss scale of fp16."""
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
-        return gradient if scale == 1.0 else gradient / scale
+        return gradient.to(torch.get_default_dtype()) / scale
+
+    def _whole(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Put the tensor-parallel pieces together; collective over their ranks."""
+        cut = _cut(parameter)
+        if not cut:
+            return tensor
+        assert len(set(cut["partition_sizes"])) == 1, "pieces of different sizes"
+        pieces = [torch.empty_like(tensor) for _ in cut["partition_sizes"]]
+        dist.all_gather(pieces, tensor.contiguous(), group=self._place.tensor_group)
+        return torch.cat(pieces, dim=cut["partition_dim"])
+
+
+def _cut(parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+    """What AutoTP noted of a parameter that it cut; None if it is whole on every rank."""
+    note: dict[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
+    return None if note is None or note["replicated"] else note
