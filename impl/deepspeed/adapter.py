@@ -11,6 +11,8 @@ from impl.adapter import StrategyBackend
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
 
+_OPTIONS = ("ckpt", "offload", "shardinit", "ownopt", "shipped")
+
 
 class DeepspeedBackend(StrategyBackend):
     """DeepSpeed: ZeRO 0 to 3 over data parallelism. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
@@ -38,8 +40,12 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported("sequence parallelism is not built into this backend yet; use sp1")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
-        if unknown := [option for option in layout.options if option not in ("ckpt", "offload")]:
-            return Unsupported(f"this backend has no {', '.join(unknown)}; leave it out")
+        if foreign := [option for option in layout.options if option not in _OPTIONS]:
+            return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
-            return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, 2 or 3")
+            return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, zero2 or zero3")
+        if "shardinit" in layout.options and (layout.zero not in (None, 3) or layout.tp > 1):
+            return Unsupported("zero.Init cuts parameters as ZeRO-3 does, and AutoTP wants them whole; use zero3 and tp1")
+        if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
+            return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
         return Supported()

@@ -20,6 +20,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.utils import groups
+from transformers.integrations import deepspeed as hf
 
 _LINEAR = torch.nn.functional.linear
 
@@ -62,6 +63,17 @@ def any_dtype() -> Iterator[None]:
         yield
     finally:
         checked._set_dtype = original
+
+
+@contextlib.contextmanager
+def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
+    """Have transformers build models under ``zero.Init``, a weight at a time."""
+    held = hf.HfDeepSpeedConfig(settings)  # transformers keeps a weak reference to it
+    try:
+        yield
+    finally:
+        hf.unset_hf_deepspeed_config()
+        del held
 
 
 def leave() -> None:

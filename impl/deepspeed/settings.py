@@ -18,8 +18,8 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
-def engine_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The dictionary for ``deepspeed.initialize``; rows per micro-batch vary and are not looked at by an engine."""
+def engine_settings(config: StrategyConfig) -> dict[str, Any]:
+    """The dictionary for ``deepspeed.initialize``; an engine does not look at the rows per micro-batch, which vary."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.accumulation,
@@ -40,6 +40,14 @@ def engine_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[
     if config.precision == "fp16":
         settings |= {"fp16": {"enabled": True, "initial_scale_power": 12}, "communication_data_type": "fp32"}
     return settings
+
+
+def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The optimizer that DeepSpeed builds itself: its fused AdamW on GPUs, on the CPU torch's, to compile nothing."""
+    if optimizer.name == "sgd":
+        return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
+    params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
+    return {"type": "AdamW", "params": params | ({"torch_adam": True} if config.device == "cpu" else {})}
 
 
 def _zero(config: StrategyConfig) -> dict[str, Any]:

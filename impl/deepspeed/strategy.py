@@ -13,14 +13,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from deepspeed.utils import groups
+from deepspeed.utils.groups import get_tensor_model_parallel_group
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import NO_TARGET, Inputs
 from impl.deepspeed import process
-from impl.deepspeed.settings import engine_settings, zero_stage
+from impl.deepspeed.settings import engine_settings, optimizer_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, Place
 from impl.models import load_model
 from impl.strategy import StrategyConfig
@@ -36,6 +36,7 @@ class DeepspeedStrategy:
         self.config = config
         self.options = config.layout.options
         self.stage = zero_stage(config)
+        self.settings = engine_settings(config)
 
     @property
     def sequence_multiple(self) -> int:
@@ -50,7 +51,10 @@ class DeepspeedStrategy:
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
-        return load_model(path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa")
+        with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
+            return load_model(
+                path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa"
+            )
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
@@ -59,19 +63,22 @@ class DeepspeedStrategy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers' "constant" has no warm-up, whatever it is given.
         name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
-        self.settings = engine_settings(self.config, optimizer)
+        own = "ownopt" in self.options
+        if own:
+            self.settings["optimizer"] = optimizer_settings(self.config, optimizer)
         weights = {name: parameter.detach().clone() for name, parameter in self._rounded(model)}
         with process.any_dtype() if self.config.precision == "exact" else contextlib.nullcontext():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
-                optimizer=self.create_optimizer(model, optimizer),
+                optimizer=None if own else self.create_optimizer(model, optimizer),
+                model_parameters=self._parameter_groups(model, optimizer) if own else None,
                 lr_scheduler=lambda made: transformers.get_scheduler(
                     name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
                 ),
                 config=self.settings,
                 dist_init_required=False,
             )
-        tensor_group = groups.get_tensor_model_parallel_group() if self.config.layout.tp > 1 else None
+        tensor_group = get_tensor_model_parallel_group() if self.config.layout.tp > 1 else None
         place = Place(rank=self.data_rank, size=self.data_size, tensor_group=tensor_group)
         self.tensors = EngineTensors(self.engine, place)
         if weights:
@@ -86,14 +93,22 @@ class DeepspeedStrategy:
         return list(model.named_parameters()) if mixed else []
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        groups = self._parameter_groups(model, config)
+        if config.name == "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def _parameter_groups(
+        self, model: transformers.PreTrainedModel, config: OptimizerConfig
+    ) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
         if config.name == "sgd":
-            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            return [{"params": parameters}]
+        decays = [len(getattr(p, "ds_shape", p.shape)) >= 2 for p in parameters]  # a cut one has lost its shape
+        return [
+            {"params": [p for p, d in zip(parameters, decays, strict=True) if d], "weight_decay": config.weight_decay},
+            {"params": [p for p, d in zip(parameters, decays, strict=True) if not d], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
         return batch.micro_batches(
@@ -156,6 +171,7 @@ class DeepspeedStrategy:
             "model_class": type(self.engine.module).__name__,
             "attention": self.engine.module.config._attn_implementation,
             "zero_stage": self.engine.zero_optimization_stage(),
+            "cut_by_tensor_parallelism": self.tensors.cut_count(),
             "compute_dtype": str(next(self.engine.module.parameters()).dtype),
             "optimizer": type(basic).__name__,
             "optimizer_wrapper": type(self.engine.optimizer).__name__,

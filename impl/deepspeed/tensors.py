@@ -80,6 +80,10 @@ class EngineTensors:
                 flat = torch.nn.functional.pad(weight.flatten(), (0, numel * self._place.size - weight.numel()))
                 safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.rank, numel))
 
+    def cut_count(self) -> int:
+        """How many parameters tensor parallelism has cut."""
+        return sum(_cut(parameter) is not None for parameter in self._engine.module.parameters())
+
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self._stage == 0:
             return self._masters.get(parameter, parameter)

@@ -52,4 +52,6 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("FSDP2 has no pipeline stages here; use pp1")
         if layout.zero is not None:
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
+        if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:
+            return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         return ring_support(scenario, layout)
