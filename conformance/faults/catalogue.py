@@ -8,8 +8,11 @@ load_model          (strategy, path) -> model: whole model from a Hugging Face f
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
 count_targets       (strategy, micro_batches) -> target tokens of the whole optimizer step
 start_micro_batch   (strategy, index, count): before each micro-batch; clears gradients before the first
+backward            (strategy, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end
+reduce_replicas     (...): averages gradients over ranks that hold the same parameters, in place
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
+clip_threshold      (max_norm or None) -> what a library that clips by itself is told; None is for no clipping
 advance_schedule    (strategy): after each optimizer step
 gradient_scale      (strategy) -> number of ranks that the framework averages gradients over
 reduction_mesh      (strategy) -> mesh of the ranks that see different tokens: gradients are reduced over it
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 
+from conformance.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
 from conformance.faults.ring import RING_FAULTS
 
@@ -192,4 +196,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *RING_FAULTS)}
+CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS)}

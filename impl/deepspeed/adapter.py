@@ -30,6 +30,10 @@ class DeepspeedBackend(StrategyBackend):
         "load_model": "impl.deepspeed.strategy:DeepspeedStrategy.load_model",
         "collate": "impl.trainer:collate",
         "count_targets": "impl.trainer:count_targets",
+        "backward": "impl.deepspeed.strategy:DeepspeedStrategy.backward",
+        "gradient_scale": "impl.deepspeed.strategy:DeepspeedStrategy.gradient_scale",
+        "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
+        "clip_threshold": "impl.deepspeed.settings:clip_threshold",
     }
 
     @classmethod

@@ -127,10 +127,14 @@ class DeepspeedStrategy:
         return logp.view(inputs.labels.shape)
 
     def backward(self, loss: torch.Tensor) -> None:
-        scale = self.data_size
+        scale = self.gradient_scale()
         if self.stage == 0 and self.config.precision == "fp16" and "shipped" not in self.options:
             scale *= self.optimizer.loss_scale  # its step divides by it, but its backward forgets to multiply
         self.engine.backward(loss * scale, scale_wrt_gas=False)
+
+    def gradient_scale(self) -> float:
+        """How many ranks DeepSpeed averages gradients over."""
+        return self.data_size
 
     def finish_gradients(self) -> None:
         assert self.engine.is_gradient_accumulation_boundary()

@@ -37,6 +37,7 @@ class Fsdp2Backend(StrategyBackend):
         "collate": "impl.trainer:collate",
         "count_targets": "impl.trainer:count_targets",
         "start_micro_batch": "impl.fsdp2.strategy:Fsdp2Strategy.start_micro_batch",
+        "backward": "impl.fsdp2.strategy:Fsdp2Strategy.backward",
         "norm_axes": "impl.fsdp2.norm:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.norm:clip_coefficient",
         "advance_schedule": "impl.fsdp2.strategy:Fsdp2Strategy.advance_schedule",
