@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Supported, Unsupported
+from conformance.backend import BackendInfo, ExpectedDifference, Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import StrategyBackend
@@ -25,6 +25,16 @@ class DeepspeedBackend(StrategyBackend):
     preload = (
         "impl.deepspeed.strategy",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+    )
+    expected = tuple(
+        ExpectedDifference(
+            cells=f"*/deepspeed/*.shipped/{precision}",
+            stage="weights",
+            tensors="*",
+            reason=f"DeepSpeed casts the model to {precision} first and copies the float32 masters from that",
+            link="docs/findings/deepspeed-rounded-masters.md",
+        )
+        for precision in ("bf16", "fp16")
     )
     seams: ClassVar[dict[str, str]] = {
         "load_model": "impl.deepspeed.strategy:DeepspeedStrategy.load_model",

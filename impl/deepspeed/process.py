@@ -34,8 +34,9 @@ class _Cpu(CPU_Accelerator):
 
 def enter(device: str) -> None:
     """Make DeepSpeed use the initialised default process group, on ``device``."""
-    # One line per collective and step otherwise: torch 2.13 deprecates names that DeepSpeed calls.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    # Two lines per collective otherwise: torch 2.13 deprecates names that DeepSpeed calls.
+    deprecated = r".*\b(all_gather_into_tensor|reduce_scatter_tensor)\b.*"
+    warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     deepspeed.logger.setLevel(logging.WARNING)
     if device == "cpu":
         set_accelerator(_Cpu())
@@ -70,10 +71,25 @@ def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
     """Have transformers build models under ``zero.Init``, a weight at a time."""
     held = hf.HfDeepSpeedConfig(settings)  # transformers keeps a weak reference to it
     try:
-        yield
+        with _restored(torch.Tensor), _restored(torch.nn.Module):
+            yield
     finally:
         hf.unset_hf_deepspeed_config()
         del held
+
+
+@contextlib.contextmanager
+def _restored(owner: type) -> Iterator[None]:
+    """Undo what was set on a class: zero.Init leaves its copies of what it patched, and patches for what it copied."""
+    before = dict(vars(owner))
+    try:
+        yield
+    finally:
+        for name, value in dict(vars(owner)).items():
+            if name not in before:
+                delattr(owner, name)
+            elif value is not before[name]:
+                setattr(owner, name, before[name])
 
 
 def leave() -> None:

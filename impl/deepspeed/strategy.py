@@ -165,6 +165,10 @@ class DeepspeedStrategy:
     def named_tensors(self, kind: Kind) -> NamedTensors:
         return self.tensors.named(kind)
 
+    def named_optimizer_state(self, key: str) -> NamedTensors:
+        """Full optimizer state under Hugging Face names; ``key`` as torch calls it, such as ``exp_avg``."""
+        return self.tensors.optimizer_state(key)
+
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
         return self.tensors.local(kind)
 

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_set_full_fp32_param,
@@ -54,6 +55,20 @@ class EngineTensors:
         for name, parameter in self._engine.module.named_parameters():
             tensor = self._weight(parameter) if kind == "weight" else self._gradient(parameter)
             yield name, self._whole(parameter, tensor.detach())
+
+    def optimizer_state(self, key: str) -> NamedTensors:
+        """One state of the optimizer, such as ``exp_avg``, in full; one parameter's at a time."""
+        if self._stage in (1, 2):
+            # Linked when the first of several parameter groups had been stepped, the others to nothing
+            # (docs/findings/deepspeed-optimizer-state.md); now there is something to link.
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._engine.module.named_parameters():
+            if self._stage == 0:
+                state = self._engine.basic_optimizer.state[self._masters.get(parameter, parameter)][key]
+            else:
+                state = safe_get_full_optimizer_state(parameter, key)
+            yield name, self._whole(parameter, state.detach())
 
     def local(self, kind: Kind) -> Iterator[Shard]:
         """This rank's own pieces."""

@@ -1,0 +1,221 @@
+"""DeepSpeed: every ZeRO stage computes what the oracle computes, and leaves the process as it was.
+
+The sweep over all families, world sizes and scenarios is the full profile; here is one cell of each kind.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_cell
+
+from conformance.backend import BackendEntry
+from conformance.cell import Cell
+from conformance.judge import Verdict
+from conformance.record import read_record
+from conformance.references import prepare_inputs
+from conformance.scenario import Precision, scenario_to_json
+from conformance.session import Session, task_arguments
+from conformance.world import Outcome, Pool, WorldConfig
+
+pytest.importorskip("deepspeed")
+
+HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
+DEEPSPEED = BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend")
+PRELOAD = ("impl.deepspeed.adapter", "impl.deepspeed.strategy", "impl.fsdp2.strategy")
+
+
+def cell(scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any) -> Cell:
+    return make_cell(scenario, model, layout, precision, faults=faults, backend=DEEPSPEED, **overrides)
+
+
+def run(session: Session, cell: Cell) -> Verdict:
+    return session.run(cell).verdict
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout"),
+    [
+        ("sft-packed", "pangu", "dp1.zero1"),
+        ("sft-packed", "pangu", "dp2.zero0"),
+        ("sft-padded", "llama", "dp2.zero1"),
+        ("sft-sgd", "qwen3", "dp2.zero2"),
+        ("sft-packed", "gemma3", "dp2.zero3"),
+        ("sft-resume", "llama", "dp2.zero0"),
+        ("sft-resume", "qwen3", "dp2.zero2"),
+        ("sft-resume", "pangu", "tp2.zero3"),
+        ("sft-packed", "qwen3", "tp2.zero0"),
+        ("sft-packed", "gemma3", "tp2.zero1"),
+        ("sft-sgd", "llama", "dp2.tp2.zero3"),
+        ("sft-packed", "qwen3", "dp2.zero2.ckpt.offload"),
+        ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
+        ("sft-packed", "llama", "dp2.zero1.ownopt"),
+        ("sft-sgd", "llama", "dp2.zero3.shardinit.ownopt"),
+    ],
+)
+def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
+    asked = cell(scenario, model, layout, "exact")
+    verdict = run(session, asked)
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
+    assert "gradient norm" in verdict.stages
+    footer = (session.config.out / "cells" / asked.slug / "record" / "record.jsonl").read_text().splitlines()[-1]
+    assert json.loads(footer)["leaks"] == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("scenario", ["sft-padded", "sft-packed"])
+def test_zero_0_keeps_no_float32_in_its_clipping(
+    session: Session, scenario: str, clip: float | None, optimizer: str
+) -> None:
+    options = {"name": optimizer, "lr": 1e-3, "max_grad_norm": clip, **({"eps": 1e-3} if optimizer == "adamw" else {})}
+    name = f"{scenario}-{optimizer}-{'unclipped' if clip is None else 'clipped'}"
+    verdict = run(session, cell(scenario, "llama", "dp2.zero0", "exact", name=name, optimizer=options))
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero1"])
+def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+    verdict = run(session, cell("sft-packed", "qwen3", layout, precision))
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero0.shipped", "dp2.zero3.shipped"])
+def test_rounded_masters_are_an_expected_difference(session: Session, layout: str) -> None:
+    verdict = run(session, cell("sft-packed", "llama", layout, "bf16"))
+    assert verdict.state == "expected_difference", verdict.reason
+
+
+def test_tensor_parallelism_really_cuts(session: Session) -> None:
+    asked = cell("sft-sgd", "llama", "tp2.zero1", "exact")
+    assert run(session, asked).state == "conforms"
+    record = read_record(session.config.out / "cells" / asked.slug / "record")
+    assert record.header["resolved"]["cut_by_tensor_parallelism"] >= 14  # seven matrices in each of two layers
+
+
+FAULTS = {
+    "dropped-o-bias": ("sft-padded", "pangu", "dp2.zero1"),
+    "leaking-documents": ("sft-packed", "llama", "dp2.zero2"),
+    "local-token-mean": ("sft-padded", "pangu", "dp2.zero3"),
+    "copied-micro-batch": ("sft-packed", "llama", "dp2.zero2"),
+    "divided-by-world": ("sft-sgd", "llama", "tp2.zero1"),
+    "unreduced-replicas": ("sft-sgd", "llama", "dp2.zero0"),
+    "clip-never": ("sft-sgd", "llama", "dp2.zero3"),
+}
+
+
+def test_each_seam_has_a_fault_here() -> None:
+    from conformance.faults import CATALOGUE
+
+    assert {CATALOGUE[name].seam for name in FAULTS} == DEEPSPEED.load().seams.keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("precision", ["exact", "fp32"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str, precision: Precision) -> None:
+    from conformance.faults import CATALOGUE
+
+    verdict = run(session, cell(*FAULTS[name], precision, name))
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == CATALOGUE[name].stage, verdict.reason
+    first_loss = next(q for q in verdict.quantities if (q["stage"], q["tensor"], q["step"]) == ("loss", "loss", 0))
+    assert (first_loss["observed"] <= first_loss["allowed"]) == CATALOGUE[name].loss_blind
+    if name == "unreduced-replicas":
+        assert verdict.stages["replicas"]["ratio"] > 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_clipping_that_never_happens_is_caught_at_the_other_stages_too(session: Session, stage: int) -> None:
+    verdict = run(session, cell("sft-sgd", "llama", f"dp2.zero{stage}", "exact", "clip-never"))
+    assert verdict.first_stage == "clipped update", verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "advice"),
+    [
+        ("dp2.sp2", "exact", "use sp1"),
+        ("pp2", "exact", "use pp1"),
+        ("dp2.rep2", "exact", "use rep1, or zero0"),
+        ("dp2.lastsync", "exact", "leave it out"),
+        ("dp2.zero0.offload", "exact", "use zero1, zero2 or zero3"),
+        ("dp2.zero1.shardinit", "exact", "use zero3 and tp1"),
+        ("dp2.shardinit", "bf16", "use fp32"),
+    ],
+)
+def test_what_is_not_claimed_says_what_would_work(
+    session: Session, layout: str, precision: Precision, advice: str
+) -> None:
+    verdict = run(session, cell("sft-packed", "llama", layout, precision))
+    assert verdict.state == "unsupported"
+    assert advice in verdict.reason
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Worlds that both backends share, which a session never lets them."""
+    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+def in_ranks(pool: Pool, folder: Path, task: str, layout: str) -> list[Any]:
+    asked = cell("sft-padded", "qwen3", layout, "exact")
+    inputs = prepare_inputs(asked.scenario, folder)
+    outcome = pool.run(
+        key="shared",
+        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
+        task=f"deepspeed_tasks:{task}",
+        kwargs={
+            "scenario": scenario_to_json(asked.scenario),
+            "layout": layout,
+            "weights": str(inputs.model),
+            "batches": str(inputs.batches),
+        },
+        log_dir=folder / "logs",
+        budget_s=120.0,
+    )
+    assert outcome.state == "done", outcome.reason
+    return outcome.results
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "dp2.zero3.shardinit", "tp2.zero1"]
+)
+def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) -> None:
+    in_ranks(pool, tmp_path, "train", layout)  # libraries open and patch some things at first use
+    for left in in_ranks(pool, tmp_path, "train", layout):
+        assert left == {"changed": [], "attention": False, "groups": [], "autotp": False, "model_alive": False}
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero2"])
+def test_optimizer_state_has_canonical_names_and_is_whole(pool: Pool, tmp_path: Path, layout: str) -> None:
+    for errors in in_ranks(pool, tmp_path, "optimizer_state", layout):
+        assert max(errors.values()) < HONEST
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero1", "dp2.zero3.shardinit", "tp2.zero2"])
+def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_path: Path, layout: str) -> None:
+    fsdp2 = make_cell("sft-sgd", "qwen3", layout.partition(".")[0], "fp32")
+    between = cell("sft-sgd", "qwen3", layout, "fp32")
+    digests = []
+    for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
+        outcome = train(pool, asked, tmp_path, name)
+        assert outcome.state == "done", outcome.reason
+        record = read_record(tmp_path / name)
+        digests.append([{k: t.numpy().tobytes() for k, t in step.tensors().items()} for step in record.steps])
+    assert digests[0] == digests[2]
+
+
+def train(pool: Pool, asked: Cell, folder: Path, name: str) -> Outcome:
+    inputs = prepare_inputs(asked.scenario, folder / "inputs")
+    return pool.run(
+        key="shared",
+        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
+        task="conformance.cell:run_cell",
+        kwargs=task_arguments(asked, inputs, folder / name),
+        log_dir=folder / f"{name}-logs",
+        budget_s=120.0,
+    )
