@@ -142,6 +142,8 @@ class DeepspeedStrategy:
     def optimizer_step(self) -> float:
         # ZeRO-0 clips by the norm and forgets it (docs/findings/deepspeed-zero0-norm.md).
         own = self._own_norm() if self.stage == 0 else None
+        if self.stage == 0 and "shipped" not in self.options:
+            self.tensors.mark_cut_gradients()
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if own is None else own
 

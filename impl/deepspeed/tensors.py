@@ -95,6 +95,12 @@ class EngineTensors:
                 flat = torch.nn.functional.pad(weight.flatten(), (0, numel * self._place.size - weight.numel()))
                 safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.rank, numel))
 
+    def mark_cut_gradients(self) -> None:
+        """Say of gradients at ZeRO-0 that they are pieces: in half precision its norm asks them, not their parameters."""
+        for parameter in self._engine.module.parameters():
+            if _cut(parameter) and parameter.grad is not None:
+                parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
+
     def cut_count(self) -> int:
         """How many parameters tensor parallelism has cut."""
         return sum(_cut(parameter) is not None for parameter in self._engine.module.parameters())
