@@ -19,9 +19,7 @@ from impl.deepspeed.adapter import DeepspeedBackend
 PATCHED = ("torch", "torch.nn.functional", "torch.nn.modules.module.Module", "torch.Tensor", "torch.optim.Optimizer")
 
 
-def train(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str
-) -> dict[str, Any]:
+def train(context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str) -> dict[str, Any]:
     """One step and a teardown; says what outlives it."""
     from deepspeed.module_inject.layers import is_autotp_training_mode
     from deepspeed.utils import groups
@@ -33,7 +31,7 @@ def train(
     with exact_tier():
         backend.setup(config, Layout.parse(layout), Path(weights), context.device)
         backend.train_step(read_batches(Path(batches))[0], lambda: None)
-        model = weakref.ref(backend.strategy.engine.module)
+        model = weakref.ref(backend.strategy.engine.module)  # type: ignore[attr-defined]
         backend.teardown()
     gc.collect()
     held = {name: getattr(groups, name) for name in vars(groups) if name.endswith("_GROUP") or name == "mpu"}

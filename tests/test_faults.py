@@ -23,6 +23,7 @@ CELLS = {
     "clip-always": ("sft-packed", "llama", "dp2"),
     "clip-on-one-replica": ("sft-sgd", "llama", "dp2.rep2"),
     "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
+    "copied-micro-batch": ("sft-packed", "llama", "dp2"),
     "local-positions": ("sft-packed", "llama", "sp2"),
     "rolled-labels": ("sft-packed", "llama", "sp2"),
     "dropped-last-token": ("sft-packed", "llama", "sp2"),
@@ -31,13 +32,15 @@ CELLS = {
     "ring-not-reduced": ("sft-sgd", "llama", "sp2"),
 }
 
+IN_TEST_DEEPSPEED = {"unreduced-replicas", "clip-never"}  # FSDP2 has no such seam
+
 
 def test_every_fault_of_the_catalogue_has_a_cell_here() -> None:
-    assert CELLS.keys() == CATALOGUE.keys()
+    assert CELLS.keys() | IN_TEST_DEEPSPEED == CATALOGUE.keys()
 
 
 @pytest.mark.parametrize("precision", ["exact", "fp32"])
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", CELLS)
 def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str, precision: Precision) -> None:
     fault = CATALOGUE[name]
     verdict = session.run(make_cell(*CELLS[name], precision, faults=(name,))).verdict

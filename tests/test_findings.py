@@ -29,6 +29,8 @@ def test_there_are_findings() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_script_shows_the_defect(script: Path) -> None:
+    if script.stem.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
 

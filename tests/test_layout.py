@@ -6,7 +6,17 @@ from conformance.layout import Layout
 
 
 @pytest.mark.parametrize(
-    "text", ["dp1", "dp2", "tp2", "dp4.rep2", "dp2.tp2.sp2", "dp4.rep2.tp2.seqpar.losspar.lastsync"]
+    "text",
+    [
+        "dp1",
+        "dp2",
+        "tp2",
+        "dp4.rep2",
+        "dp2.tp2.sp2",
+        "dp2.zero0",
+        "dp4.tp2.zero3.ckpt",
+        "dp4.rep2.tp2.seqpar.losspar.lastsync",
+    ],
 )
 def test_ids_are_read_as_they_are_written(text: str) -> None:
     assert str(Layout.parse(text)) == text
@@ -29,6 +39,8 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.dp4", "names dp twice"),
         ("zz2", "'zz2' is neither an axis with a size"),
         ("dp2.fast", "'fast' is neither an axis .* nor an option"),
+        ("dp2.zero4", "there is no ZeRO stage 4; use zero0, zero1, zero2 or zero3"),
+        ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
         ("", "'' is neither an axis"),
     ],

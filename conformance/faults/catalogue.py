@@ -30,6 +30,7 @@ from conformance.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
 from conformance.faults.ring import RING_FAULTS
 
+
 def _dropped_o_bias(load_model: Function) -> Function:
     def faulty(strategy: Any, path: Any) -> Any:
         model = load_model(strategy, path)

@@ -15,7 +15,7 @@ _OPTIONS = ("ckpt", "offload", "shardinit", "ownopt", "shipped")
 
 
 class DeepspeedBackend(StrategyBackend):
-    """DeepSpeed: ZeRO 0 to 3 over data parallelism. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
+    """DeepSpeed: ZeRO 0 to 3, with AutoTP. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
 
     info = BackendInfo(
         name="deepspeed",
@@ -59,7 +59,9 @@ class DeepspeedBackend(StrategyBackend):
         if "offload" in layout.options and layout.zero == 0:
             return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, zero2 or zero3")
         if "shardinit" in layout.options and (layout.zero not in (None, 3) or layout.tp > 1):
-            return Unsupported("zero.Init cuts parameters as ZeRO-3 does, and AutoTP wants them whole; use zero3 and tp1")
+            return Unsupported(
+                "zero.Init cuts parameters as ZeRO-3 does, and AutoTP wants them whole; use zero3 and tp1"
+            )
         if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
         return Supported()

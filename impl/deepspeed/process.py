@@ -25,8 +25,8 @@ from transformers.integrations import deepspeed as hf
 _LINEAR = torch.nn.functional.linear
 
 
-class _Cpu(CPU_Accelerator):
-    """The CPU, with the float64 that DeepSpeed's list of dtypes forgets: ZeRO-0 reduces gradients of listed ones only."""
+class _Cpu(CPU_Accelerator):  # type: ignore[misc]
+    """The CPU with float64, which DeepSpeed's list of dtypes lacks; ZeRO-0 reduces gradients of listed dtypes only."""
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [*super().supported_dtypes(), torch.float64]

@@ -98,9 +98,7 @@ class DeepspeedStrategy:
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def _parameter_groups(
-        self, model: transformers.PreTrainedModel, config: OptimizerConfig
-    ) -> list[dict[str, Any]]:
+    def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
         if config.name == "sgd":
             return [{"params": parameters}]
@@ -129,7 +127,7 @@ class DeepspeedStrategy:
     def backward(self, loss: torch.Tensor) -> None:
         scale = self.gradient_scale()
         if self.stage == 0 and self.config.precision == "fp16" and "shipped" not in self.options:
-            scale *= self.optimizer.loss_scale  # its step divides by it, but its backward forgets to multiply
+            scale *= self.engine.optimizer.loss_scale  # its step divides by it, but its backward forgets to multiply
         self.engine.backward(loss * scale, scale_wrt_gas=False)
 
     def gradient_scale(self) -> float:

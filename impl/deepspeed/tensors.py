@@ -96,10 +96,10 @@ class EngineTensors:
                 safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.rank, numel))
 
     def mark_cut_gradients(self) -> None:
-        """Say of gradients at ZeRO-0 that they are pieces: in half precision its norm asks them, not their parameters."""
+        """Say of gradients at ZeRO-0 that they are pieces: its norm in half precision asks them, not the parameters."""
         for parameter in self._engine.module.parameters():
             if _cut(parameter) and parameter.grad is not None:
-                parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.grad.tensor_model_parallel = True
 
     def cut_count(self) -> int:
         """How many parameters tensor parallelism has cut."""
@@ -128,10 +128,11 @@ class EngineTensors:
             return "full", self._gradient(parameter)
         if self._stage == 3:
             return f"piece {self._place.rank}", self._unscaled(safe_get_local_grad(parameter))
-        if parameter._hp_mapping is None:
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
             return None
-        piece = parameter._hp_mapping.lp_fragment_address
-        gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        piece, index = mapping.lp_fragment_address, getattr(parameter, "_index_in_param_group", None)
+        gradient: torch.Tensor = mapping.get_lp_grad_fragment(index).flatten()
         if gradient.numel() == parameter.numel():  # ZeRO-1 in bf16 adds up all of it on every rank
             gradient = gradient.narrow(0, piece.start, piece.numel)
         return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
