@@ -1,6 +1,7 @@
 """Finding backends: through entry points, lazily; what is missing is said with the command that brings it."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,16 @@ def test_a_missing_extra_is_a_message_with_the_install_command(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingExtra, match=r"a_package_that_is_not_there is not installed; run: pip install"):
         BackendEntry(name="other", target="needs_extra:Backend").load()
+
+
+def test_without_deepspeed_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    monkeypatch.delitem(sys.modules, "impl.deepspeed.adapter", raising=False)
+    with pytest.raises(
+        MissingExtra, match=r"deepspeed is not installed; run: pip install 'backend-parity\[deepspeed\]'"
+    ):
+        BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend").load()
 
 
 @pytest.mark.parametrize(

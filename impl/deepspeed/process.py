@@ -25,13 +25,6 @@ from transformers.integrations import deepspeed as hf
 _LINEAR = torch.nn.functional.linear
 
 
-class _Cpu(CPU_Accelerator):  # type: ignore[misc]
-    """The CPU with float64, which DeepSpeed's list of dtypes lacks; ZeRO-0 reduces gradients of listed dtypes only."""
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [*super().supported_dtypes(), torch.float64]
-
-
 def enter(device: str) -> None:
     """Make DeepSpeed use the initialised default process group, on ``device``."""
     # Two lines per collective otherwise: torch 2.13 deprecates names that DeepSpeed calls.
@@ -39,10 +32,13 @@ def enter(device: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     deepspeed.logger.setLevel(logging.WARNING)
     if device == "cpu":
-        set_accelerator(_Cpu())
+        set_accelerator(CPU_Accelerator())
         # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
         deepspeed.ops.__compatible_ops__ = {}
-    assert get_accelerator().device_name() == torch.device(device).type
+    accelerator = get_accelerator()
+    assert accelerator.device_name() == torch.device(device).type
+    # ZeRO-0 reduces gradients of the listed dtypes only, and float64 is not among them.
+    accelerator.supported_dtypes = lambda: [*type(accelerator).supported_dtypes(accelerator), torch.float64]
     deepspeed.init_distributed(dist_backend=dist.get_backend())
 
 
