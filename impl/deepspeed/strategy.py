@@ -52,9 +52,11 @@ class DeepspeedStrategy:
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
         with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
-            return load_model(
+            model = load_model(
                 path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa"
             )
+        assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
+        return model
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig
