@@ -26,6 +26,7 @@ import torch
 from conformance.faults.fault import Fault, Function
 from conformance.faults.ring import RING_FAULTS
 
+
 def _dropped_o_bias(load_model: Function) -> Function:
     def faulty(strategy: Any, path: Any) -> Any:
         model = load_model(strategy, path)
