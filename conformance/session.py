@@ -229,7 +229,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
-        **{name: package_version(name) for name in ("torch", "transformers", "deepspeed", "megatron-core")},
+        **{name: package_version(name) for name in ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")},
     }
 
 

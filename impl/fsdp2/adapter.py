@@ -14,7 +14,7 @@ class Fsdp2Backend(StrategyBackend):
 
     info = BackendInfo(
         name="fsdp2",
-        packages=("torch", "transformers"),
+        packages=("torch", "transformers", "ring-flash-attn"),
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     )
     preload = (

@@ -42,9 +42,11 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported(f"ring attention needs the package ring-flash-attn; run: {INSTALL}")
     if "torchcp" in layout.options and scenario.data.packed:
         return Unsupported("PyTorch's context parallel attends over whole rows; use another ring for packed documents")
-    windowed = next((option for option in ("ring", "zigzag", "torchcp") if option in layout.options), None)
-    shown = "shipped" in layout.options and windowed != "torchcp"  # run all the same, to show what it does
-    if windowed and not shown and _sliding_window(scenario.model):
+    if "torchcp" in layout.options and _sliding_window(scenario.model):
+        return Unsupported("PyTorch's context parallel has no sliding window; leave torchcp out: the default ring has")
+    windowed = next((option for option in ("ring", "zigzag") if option in layout.options), None)
+    # With ``shipped`` they run all the same, to show what they do.
+    if windowed and "shipped" not in layout.options and _sliding_window(scenario.model):
         return Unsupported(
             f"{windowed} gets sliding windows wrong across ranks (docs/findings/ring-attention-window.md); leave "
             f"{windowed} out: the default ring is right"
