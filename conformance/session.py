@@ -29,6 +29,9 @@ from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
 
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # whose versions a summary keeps
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
     """``command`` is what the user ran; ``arguments``, which select cells, make a cell's reproduce command."""
@@ -229,7 +232,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
-        **{name: package_version(name) for name in ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")},
+        **{name: package_version(name) for name in PACKAGES},
     }
 
 
