@@ -28,7 +28,6 @@ from conformance.results import Entry, apply_expectation, write_entry, write_sum
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
-
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # whose versions a summary keeps
 
 

@@ -193,15 +193,19 @@ def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_docu
 def test_the_data_has_what_rings_get_wrong(dp: int, size: int) -> None:
     """Documents and targets across edges, lengths that the ring does not divide, shards without a single target."""
     scenario = make_cell("sft-packed", "llama", f"dp{dp}.sp{size}", "exact").scenario
-    batch = build_batches(scenario, resolve(scenario.model))[0]
     seen = dict.fromkeys(("document", "target", "length", "empty"), 0)
-    for rank in range(dp):
-        for rows in batch.micro_batches(dp_rank=rank, dp_size=dp, accumulation=scenario.accumulation):
-            inputs = collate(rows)
-            source = place(inputs, cut="slices", size=size, zigzag=False, multiple=1).source
-            shards = [shard_inputs(inputs, part) for part in source]
-            seen["document"] += sum(int(shard.positions[0, 0]) > 0 for shard in shards[1:])
-            seen["target"] += sum(int(shard.labels[0, -1]) != NO_TARGET for shard in shards[:-1])
-            seen["length"] += int(inputs.real.sum()) % size > 0
-            seen["empty"] += sum(bool((shard.labels == NO_TARGET).all()) for shard in shards)
+    micro_batches = [
+        rows
+        for batch in build_batches(scenario, resolve(scenario.model))
+        for rank in range(dp)
+        for rows in batch.micro_batches(dp_rank=rank, dp_size=dp, accumulation=scenario.accumulation)
+    ]
+    for rows in micro_batches:
+        inputs = collate(rows)
+        source = place(inputs, cut="slices", size=size, zigzag=False, multiple=1).source
+        shards = [shard_inputs(inputs, part) for part in source]
+        seen["document"] += sum(int(shard.positions[0, 0]) > 0 for shard in shards[1:])
+        seen["target"] += sum(int(shard.labels[0, -1]) != NO_TARGET for shard in shards[:-1])
+        seen["length"] += int(inputs.real.sum()) % size > 0
+        seen["empty"] += sum(bool((shard.labels == NO_TARGET).all()) for shard in shards)
     assert min(seen.values()) > 0, seen
