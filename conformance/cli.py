@@ -6,6 +6,7 @@ failure, or nothing could be judged).
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return EXIT["incomplete"]
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT["conforms"]
     except Exception:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
         traceback.print_exc()
         return EXIT["incomplete"]
@@ -87,6 +91,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_key", help="column of the prompt")
     parser.add_argument("--output_key", help="column of the answer")
     parser.add_argument("--max_len", type=int, help="longest row, in tokens")
+    parser.add_argument("--packing_samples", action="store_true", help="several documents per row, in every scenario")
+    parser.add_argument("--ring_head_stride", type=int, metavar="N", help="heads that a ring gathers at a time")
     parser.add_argument("--seed", type=int, help="another model and another order of the documents")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 

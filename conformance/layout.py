@@ -76,10 +76,10 @@ class Layout:
                 raise ValueError(f"option {option} needs a ring; add sp2 or leave it out")
         if len(rings := [option for option in self.options if option in _RINGS]) > 1:
             raise ValueError(f"options {', '.join(rings)} are different rings; keep one of them")
-        if self.stride > 1 and (self.sp == 1 or rings):
+        if self.stride > 1 and not self.gathers:
             raise ValueError(
-                f"stride={self.stride} is for rings that gather keys and values; use sp2 without {' or '.join(_RINGS)}, "
-                f"or leave it out"
+                f"stride={self.stride} is for rings that gather keys and values; "
+                f"use sp2 without {' or '.join(_RINGS)}, or leave it out"
             )
         object.__setattr__(self, "options", tuple(sorted(set(self.options), key=list(OPTIONS).index)))
 
@@ -121,6 +121,11 @@ class Layout:
         sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         stage = [] if self.zero is None else [f"{ZERO}{self.zero}"]
         return ".".join([*(sizes or ["dp1"]), *stage, *self.options])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks of a ring gather keys and values, some heads at a time, instead of passing them around."""
+        return self.sp > 1 and not set(_RINGS) & set(self.options)
 
     @property
     def world_size(self) -> int:

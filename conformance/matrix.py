@@ -1,7 +1,8 @@
 """Matrix: profiles (quick, full, ...) and how they become cells.
 
-A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. It knows no backend: every
-backend that is asked for gets the same cells and answers for itself which of them it supports.
+A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. Every backend that is asked for
+gets the same cells and answers for itself which of them it supports, except for tables that name their backends: those
+are about what only one library has.
 """
 
 import dataclasses
@@ -26,12 +27,16 @@ from conformance.scenario import STRICT, Precision, load_scenario
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
-    """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models."""
+    """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models.
+
+    ``backends``: the table is for these only; for all if it names none.
+    """
 
     scenarios: tuple[str, ...]
     models: tuple[str, ...]
     layouts: tuple[str, ...]
     precisions: tuple[Precision, ...]
+    backends: tuple[str, ...] = ()
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
@@ -44,10 +49,11 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the user puts in the place of the profile's own: a model folder, a data set, a seed."""
+    """What the user puts in the place of the profile's own: a model folder, a data set, a seed, a ring's stride."""
 
     model: str | None = None
     seed: int | None = None
+    stride: int | None = None
     data: tuple[tuple[str, Any], ...] = ()
 
 
@@ -67,6 +73,8 @@ class Selection:
     input_key: str | None = None
     output_key: str | None = None
     max_len: int | None = None
+    packing_samples: bool = False
+    ring_head_stride: int | None = None
     seed: int | None = None
 
     @classmethod
@@ -82,7 +90,9 @@ class Selection:
         arguments: list[str] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "cells" and value != field.default:
+            if value is True:
+                arguments.append(f"--{field.name}")
+            elif field.name != "cells" and value != field.default:
                 for single in value if isinstance(value, tuple) else (value,):
                     arguments += [f"--{field.name}", str(single)]
         return tuple(arguments)
@@ -95,9 +105,11 @@ def select_cells(selection: Selection) -> list[Cell]:
     """
     names = selection.backend or tuple(registered_backends())
     data = {"path": selection.data, **{k: getattr(selection, k) for k in ("input_key", "output_key", "max_len")}}
+    data["packed"] = selection.packing_samples or None
     overrides = Overrides(
         model=selection.model,
         seed=selection.seed,
+        stride=selection.ring_head_stride,
         data=tuple((key, value) for key, value in data.items() if value is not None),
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
@@ -134,6 +146,7 @@ def expand(
     """
     cells: dict[str, Cell] = {}
     for table in profile.cells:
+        asked = [backend for backend in backends if backend.name in (table.backends or (backend.name,))]
         models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
             values: dict[str, Any] = {"model": model, "precision": precision}
@@ -142,10 +155,16 @@ def expand(
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
-            for layout, backend in itertools.product(table.layouts, backends):
-                cell = Cell(scenario=scenario, backend=backend, layout=Layout.parse(layout), faults=faults)
+            for layout, backend in itertools.product(table.layouts, asked):
+                cell = Cell(scenario=scenario, backend=backend, layout=_layout(layout, overrides.stride), faults=faults)
                 cells.setdefault(str(cell), cell)
     return sorted(cells.values(), key=lambda c: (c.backend.name, c.layout.world_size, str(c)))
+
+
+def _layout(text: str, stride: int | None) -> Layout:
+    """``stride`` replaces that of layouts which can have one."""
+    layout = Layout.parse(text)
+    return dataclasses.replace(layout, stride=stride) if stride and layout.gathers else layout
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:

@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("input-key", {"help": "column of the prompt"}),
         ("output-key", {"help": "column of the answer"}),
         ("max-len", {"type": int, "help": "longest row, in tokens"}),
+        ("packing-samples", {"action": "store_true", "help": "several documents per row, in every scenario"}),
+        ("ring-head-stride", {"type": int, "metavar": "N", "help": "key-value heads that a ring gathers at a time"}),
         ("seed", {"type": int, "help": "another model and another order of the documents"}),
         ("device", {"choices": ("cpu", "cuda"), "default": "cpu"}),
         ("out", {"type": Path, "help": "new or empty folder (default: parity-out/DATE_TIME)"}),

@@ -28,6 +28,8 @@ from conformance.results import Entry, apply_expectation, write_entry, write_sum
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # whose versions a summary keeps
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
@@ -229,7 +231,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
-        **{name: package_version(name) for name in ("torch", "transformers", "deepspeed", "megatron-core")},
+        **{name: package_version(name) for name in PACKAGES},
     }
 
 

@@ -31,7 +31,7 @@ def errors(
     """Largest relative errors of out, dq, dk, dv. ``documents``: lengths, row by row; rows may differ in length."""
     packed = any(len(row) > 1 for row in documents)
     config = RingConfig(kind=kind, packed=packed, shipped=shipped, head_stride=head_stride, multiple=1)
-    ring_attention = RingAttention(dist.group.WORLD, config)
+    ring_attention = RingAttention(dist.distributed_c10d._get_default_group(), config)
     type_ = getattr(torch, dtype)
     positions, lengths = _positions(documents)
     rows, length = positions.shape
@@ -82,4 +82,4 @@ def _whole(own: Tensor, source: Tensor, rows: int, real: Tensor) -> Tensor:
     dist.all_gather(parts, own.contiguous())
     together = torch.stack(parts).cpu().double().flatten(3)
     columns = [restore(column, source, rows=rows, length=len(real) // rows).flatten() for column in together.unbind(-1)]
-    return (torch.stack(columns, dim=-1) * real[:, None]).unflatten(-1, own.shape[-2:])
+    return (torch.stack(columns, dim=-1) * real[:, None]).view(-1, *own.shape[-2:])

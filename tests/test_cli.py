@@ -20,7 +20,7 @@ precisions = ["exact"]
 [[cells]]
 scenarios = ["sft-padded"]
 models = ["llama"]
-layouts = ["sp2"]
+layouts = ["pp2"]
 precisions = ["exact"]
 """
 

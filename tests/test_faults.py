@@ -50,6 +50,15 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str, pre
     assert (first_loss["observed"] <= first_loss["allowed"]) == fault.loss_blind
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("leaking-documents", "sp2"), ("leaking-documents", "sp2.zigzag"), ("local-token-mean", "dp2.sp2")],
+)
+def test_faults_of_other_layouts_are_caught_on_a_ring(session: Session, name: str, layout: str) -> None:
+    verdict = session.run(make_cell("sft-packed", "llama", layout, "exact", faults=(name,))).verdict
+    assert verdict.first_stage == CATALOGUE[name].stage, verdict.reason
+
+
 @pytest.mark.parametrize("cell", sorted(set(CELLS.values())))
 def test_the_same_cells_conform_without_a_fault(session: Session, cell: tuple[str, str, str]) -> None:
     verdict = session.run(make_cell(*cell, "exact")).verdict

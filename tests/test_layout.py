@@ -15,6 +15,8 @@ from conformance.layout import Layout
         "dp2.tp2.sp2",
         "dp2.zero0",
         "dp4.tp2.zero3.ckpt",
+        "sp4.stride2",
+        "dp2.sp2.zigzag.shipped",
         "dp4.rep2.tp2.seqpar.losspar.lastsync",
     ],
 )
@@ -42,6 +44,10 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.zero4", "there is no ZeRO stage 4; use zero0, zero1, zero2 or zero3"),
         ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
+        ("dp2.zigzag", "option zigzag needs a ring; add sp2"),
+        ("sp2.ring.zigzag", "options ring, zigzag are different rings; keep one"),
+        ("dp2.stride2", "stride=2 is for rings that gather keys and values; use sp2"),
+        ("sp2.stride2.ring", "stride=2 is for rings that gather .* without ring or zigzag"),
         ("", "'' is neither an axis"),
     ],
 )
@@ -71,8 +77,11 @@ def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:
     Layout.parse("dp8").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
 
 
-def test_the_ring_has_to_divide_the_longest_row() -> None:
-    with pytest.raises(
-        ValueError, match=r"sp=5 must divide the longest row of 96 tokens; sp4 would work, or .*max_len=100"
-    ):
-        Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+def test_a_ring_need_not_divide_the_length_of_rows() -> None:
+    Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+
+
+def test_a_stride_has_to_divide_a_ranks_key_value_heads() -> None:
+    with pytest.raises(ValueError, match=r"must divide a rank's 2 key-value heads; tp2.sp2.stride2 would"):
+        Layout.parse("tp2.sp2.stride4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    Layout.parse("sp2.stride4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)

@@ -19,7 +19,7 @@ def cells_of(profile: str) -> list[Cell]:
 def factors(cell: Cell) -> set[tuple[str, object]]:
     """What a cell covers: family, axes, world size, precision, accumulation."""
     layout, scenario = cell.layout, cell.scenario
-    axes = {axis for axis in ("dp", "rep", "tp") if getattr(layout, axis) > 1}
+    axes = {axis for axis in ("dp", "rep", "tp", "sp") if getattr(layout, axis) > 1}
     return {
         ("family", scenario.model_name),
         ("world", layout.world_size),
@@ -31,7 +31,7 @@ def factors(cell: Cell) -> set[tuple[str, object]]:
 
 LEVELS = {
     "family": FAMILIES,
-    "axis": ("dp", "rep", "tp"),
+    "axis": ("dp", "rep", "tp", "sp"),
     "world": (2, 4, 8),
     "precision": ("exact", "fp32"),
     "accumulation": (1, 3),
@@ -68,7 +68,7 @@ def test_quick_has_a_resume_and_a_warm_up() -> None:
 
 
 def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
-    assert "sft-packed/qwen3/fsdp2/dp4.rep2.tp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
+    assert "sft-packed/qwen3/fsdp2/dp2.tp2.sp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
 
 
 def test_the_users_model_and_data_replace_the_profiles_own() -> None:

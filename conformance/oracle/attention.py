@@ -17,26 +17,27 @@ def hidden_keys(tokens: int, window: int | None) -> Tensor:
     return hidden if window is None else hidden | (distance >= window)
 
 
-def attend(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, *, hidden_TT: Tensor, scale: float, stable: torch.dtype
-) -> Tensor:
-    """softmax(q k^T * scale) v per head, (T, H, E) (arXiv 1706.03762 equation 1); ``stable`` is the softmax's dtype."""
-    scores_HTT = (q_THE.transpose(0, 1) @ k_THE.permute(1, 2, 0)) * scale
-    scores_HTT = scores_HTT.masked_fill(hidden_TT, -torch.inf)
-    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable).to(v_THE.dtype)
-    return (probabilities_HTT @ v_THE.transpose(0, 1)).transpose(0, 1)
+def attend(q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor, scale: float, stable: torch.dtype) -> Tensor:
+    """softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
+
+    ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: softmax's dtype.
+    """
+    scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
+    scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
+    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable).to(v.dtype)
+    return (probabilities_HTT @ v.transpose(0, 1)).transpose(0, 1)
 
 
 def packed_attention(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, *, lengths: Sequence[int], scale: float, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int], scale: float, window: int | None = None
 ) -> Tensor:
-    """Each document by itself, grouped-query (arXiv 2305.13245 section 2): (T, H, E), differentiable.
+    """Each document by itself, grouped-query (arXiv 2305.13245 section 2); differentiable, in the dtype of its inputs.
 
-    ``lengths`` of the documents add up to T. Give float64 to get a reference.
+    ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T.
     """
-    group = q_THE.shape[1] // k_TKE.shape[1]
-    k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k_TKE, v_TKE))
-    documents = zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE)), strict=True)
+    group = q.shape[1] // k.shape[1]
+    k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    documents = zip(*(x.split(list(lengths)) for x in (q, k_THE, v_THE)), strict=True)
     return torch.cat(
-        [attend(q, k, v, hidden_TT=hidden_keys(len(q), window), scale=scale, stable=q.dtype) for q, k, v in documents]
+        [attend(*qkv, hidden=hidden_keys(len(qkv[0]), window), scale=scale, stable=q.dtype) for qkv in documents]
     )

@@ -105,7 +105,9 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -
     if a.embedding_scale != 1.0:
         # Rounded to the compute dtype first, as Gemma does.
         x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
-    tables = {layer: (_rope(len(tokens), layer, a, policy), hidden_keys(len(tokens), layer.window)) for layer in set(a.layers)}
+    tables = {
+        layer: (_rope(len(tokens), layer, a, policy), hidden_keys(len(tokens), layer.window)) for layer in set(a.layers)
+    }
     for i, layer in enumerate(a.layers):
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
@@ -165,7 +167,7 @@ def _attention(
         q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
         mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.attention_scale)[0]
         return _linear(mixed_HTE.transpose(0, 1).reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
-    mixed_THE = attend(q_THE, k_THE, v_THE, hidden_TT=hidden, scale=a.attention_scale, stable=policy.stable)
+    mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.attention_scale, stable=policy.stable)
     return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
 
 

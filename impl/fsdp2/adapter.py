@@ -6,15 +6,15 @@ from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupp
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import StrategyBackend
-from impl.ring.support import RING_MODULES, ring_support
+from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
 
 
 class Fsdp2Backend(StrategyBackend):
-    """PyTorch FSDP2 with tensor parallelism, for any Hugging Face model that carries a plan."""
+    """PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan."""
 
     info = BackendInfo(
         name="fsdp2",
-        packages=("torch", "transformers"),
+        packages=("torch", "transformers", "ring-flash-attn"),
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     )
     preload = (
@@ -22,15 +22,18 @@ class Fsdp2Backend(StrategyBackend):
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
-    expected = tuple(
-        ExpectedDifference(
-            cells=f"sft-packed/{model}/fsdp2/*.lastsync.shipped/*",
-            stage="gradients",
-            tensors="model.layers.*.self_attn.[qk]_norm.weight",
-            reason="transformers sums a head norm's accumulated gradient over tp at every micro-batch",
-            link="docs/findings/hf-head-norm-accumulation.md",
-        )
-        for model in ("qwen3", "gemma3")
+    expected = (
+        *(
+            ExpectedDifference(
+                cells=f"sft-packed/{model}/fsdp2/*.lastsync.shipped/*",
+                stage="gradients",
+                tensors="model.layers.*.self_attn.[qk]_norm.weight",
+                reason="transformers sums a head norm's accumulated gradient over tp at every micro-batch",
+                link="docs/findings/hf-head-norm-accumulation.md",
+            )
+            for model in ("qwen3", "gemma3")
+        ),
+        *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
         "load_model": "impl.fsdp2.strategy:Fsdp2Strategy.load_model",

@@ -173,9 +173,7 @@ class Fsdp2Strategy:
 
     def _logprobs(self, inputs: Inputs, **options: Any) -> torch.Tensor:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""
-        logits = self.model(
-            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
-        ).logits
+        logits = self.model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         with self._loss_parallel():
             logp = -torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"

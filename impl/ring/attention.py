@@ -67,10 +67,10 @@ class RingAttention:
         return own, Ring(self, placed, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
-        """Log-probs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own; differentiable.
+        """Log-probs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own.
 
-        The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all ranks of the
-        ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
+        Differentiable. The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all
+        ranks of the ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
         """
         parts: Tensor = _Gather.apply(own, self.group, self.rank)  # type: ignore[no-untyped-call]
         return placement.restore(parts, ring.source.to(own.device), rows=rows, length=length)
@@ -163,11 +163,11 @@ def _attend(
     """Attention function of transformers' interface; returns (rows, length, heads, E)."""
     if ring is None:
         raise ValueError(
-            f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on to "
-            f"its attention layers; use sp1"
+            f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on "
+            f"to its attention layers; use sp1"
         )
     if dropout or softcap or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} uses dropout, softcap or sinks, which ring attention has not; use sp1")
+        raise ValueError(f"{type(module).__name__} uses dropout, softcap or sinks, which no ring has; use sp1")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

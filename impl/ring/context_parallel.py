@@ -15,6 +15,9 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from impl.ring.flash import _flash_attn_backward, _flash_attn_forward
 
+# Typed for kernels of torch's own; any with their arguments will do.
+_ring_forward: Any = _attention._templated_ring_attention
+_ring_backward: Any = _attention._templated_ring_attention_backward
 SEQUENCE = 2  # dimension of (rows, heads, length, E)
 
 
@@ -36,22 +39,25 @@ class ContextParallelAttention(torch.autograd.Function):
         return_softmax: bool,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        assert causal and not dropout and window == (-1, -1) and _attention._cp_options.enable_load_balance
+        assert causal
+        assert not dropout
+        assert window == (-1, -1)
+        assert _attention._cp_options.enable_load_balance
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # (rows, heads, length, E)
-        out, lse, *_ = _attention._templated_ring_attention(
-            group, SEQUENCE, _forward, query=q, key=k, value=v, is_causal=True, scale=scale
-        )
+        out, lse, *_ = _ring_forward(group, SEQUENCE, _forward, q, k, v, is_causal=True, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.group = scale, group
-        return out.transpose(1, 2)
+        result: Tensor = out.transpose(1, 2)
+        return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = _attention._templated_ring_attention_backward(
-            *(ctx.group, SEQUENCE, _backward),
-            **{"grad_out": dout.transpose(1, 2).contiguous(), "grad_out_name": "grad_out", "is_causal": True},
-            **{"query": q, "key": k, "value": v, "out": out, "logsumexp": lse, "scale": ctx.scale},
+        gradients = _ring_backward(
+            *(ctx.group, SEQUENCE, _backward, dout.transpose(1, 2).contiguous(), "grad_out"),
+            *(q, k, v, out, lse),
+            is_causal=True,
+            scale=ctx.scale,
         )
         return *(gradient.transpose(1, 2) for gradient in gradients[:3]), *(None,) * 8
 

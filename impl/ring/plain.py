@@ -115,7 +115,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 def _kv_heads(x: Tensor, kv_heads: int) -> Tensor:
     """(N, heads, length, E) -> (N, length, kv_heads, E): the heads of a group are summed."""
-    return x.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
+    rows, _, length, width = x.shape
+    return x.reshape(rows, kv_heads, -1, length, width).sum(2).transpose(1, 2)
 
 
 def _visible(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
