@@ -13,6 +13,7 @@ AXES = {
     "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
     "tp": "tensor-parallel ranks",
     "sp": "ring (context) parallel ranks",
+    "ulysses": "ranks that exchange sequence slices for attention heads (DeepSpeed-Ulysses)",
     "stride": "key-value heads that a ring gathers at a time (--ring_head_stride)",
     "pp": "pipeline stages",
 }
@@ -37,7 +38,7 @@ ZERO = "zero"  # the part that names a ZeRO stage
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes, a ZeRO stage and a sorted tuple of OPTIONS. World size = dp x tp x sp x pp.
+    """Sizes of the mesh axes, a ZeRO stage and a sorted tuple of OPTIONS. World size = dp x tp x sp x ulysses x pp.
 
     ``zero`` is what the data-parallel ranks cut (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the optimizer's
     state, 2 gradients too, 3 parameters too; None leaves it to the backend.
@@ -49,6 +50,7 @@ class Layout:
     rep: int = 1
     tp: int = 1
     sp: int = 1
+    ulysses: int = 1
     stride: int = 1
     pp: int = 1
     zero: int | None = None
@@ -129,7 +131,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.sp * self.pp
+        return self.dp * self.tp * self.sp * self.ulysses * self.pp
 
     def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int) -> None:
         """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
@@ -139,10 +141,19 @@ class Layout:
                 f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
                 f"(a head is not cut); {better} would work"
             )
-        if kv_heads // self.tp % self.stride:
-            better = dataclasses.replace(self, stride=_divisor(kv_heads // self.tp, self.stride))
+        # Ulysses gives each of its ranks some of the heads; of too few key-value heads, copies.
+        held, held_kv = heads // self.tp, kv_heads // self.tp
+        if held % self.ulysses or (held_kv % self.ulysses and self.ulysses % held_kv):
+            better = dataclasses.replace(self, ulysses=_divisor(held_kv, self.ulysses))
             raise ValueError(
-                f"stride={self.stride} must divide a rank's {kv_heads // self.tp} key-value heads; {better} would work"
+                f"ulysses={self.ulysses} must divide a rank's {held} attention heads, and divide its {held_kv} key-value "
+                f"heads or be a multiple of them; {better} would work"
+            )
+        attended = max(1, held_kv // self.ulysses)
+        if attended % self.stride:
+            better = dataclasses.replace(self, stride=_divisor(attended, self.stride))
+            raise ValueError(
+                f"stride={self.stride} must divide a rank's {attended} key-value heads; {better} would work"
             )
         if rows % (self.dp * accumulation):
             better = dataclasses.replace(self, dp=_divisor(rows // accumulation, self.dp), rep=1)

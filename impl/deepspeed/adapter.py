@@ -3,38 +3,50 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Support, Supported, Unsupported
+from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import StrategyBackend
+from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
 
-_OPTIONS = ("ckpt", "offload", "shardinit", "ownopt", "shipped")
+_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "shardinit", "ownopt", "shipped")
 
 
 class DeepspeedBackend(StrategyBackend):
-    """DeepSpeed: ZeRO 0 to 3, with AutoTP. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
+    """DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
 
     info = BackendInfo(
         name="deepspeed",
-        packages=("torch", "transformers", "deepspeed"),
+        packages=("torch", "transformers", "deepspeed", "ring-flash-attn"),
         url="https://deepspeed.readthedocs.io/en/latest/zero3.html",
     )
     preload = (
         "impl.deepspeed.strategy",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+        *RING_MODULES,
     )
-    expected = tuple(
+    expected = (
+        *(
+            ExpectedDifference(
+                cells=f"*/deepspeed/*.shipped/{precision}",
+                stage="weights",
+                tensors="*",
+                reason=f"DeepSpeed casts the model to {precision} first and copies the float32 masters from that",
+                link="docs/findings/deepspeed-rounded-masters.md",
+            )
+            for precision in ("bf16", "fp16")
+        ),
         ExpectedDifference(
-            cells=f"*/deepspeed/*.shipped/{precision}",
-            stage="weights",
+            cells="*/deepspeed/*ulysses*.zero3.shipped/*",
+            stage="gradients",
             tensors="*",
-            reason=f"DeepSpeed casts the model to {precision} first and copies the float32 masters from that",
-            link="docs/findings/deepspeed-rounded-masters.md",
-        )
-        for precision in ("bf16", "fp16")
+            reason="ZeRO-3 divides gradients by the ranks of Ulysses as well, ZeRO 0 to 2 do not",
+            link="docs/findings/deepspeed-ulysses-scale.md",
+        ),
+        *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
         "load_model": "impl.deepspeed.strategy:DeepspeedStrategy.load_model",
@@ -50,8 +62,6 @@ class DeepspeedBackend(StrategyBackend):
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
-        if layout.sp > 1:
-            return Unsupported("sequence parallelism is not built into this backend yet; use sp1")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
@@ -64,4 +74,4 @@ class DeepspeedBackend(StrategyBackend):
             )
         if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
-        return Supported()
+        return ring_support(scenario, layout)

@@ -1,7 +1,8 @@
 """DeepSpeed strategy: ZeRO 0 to 3, driven through the engine as its users drive it.
 
-DeepSpeed averages gradients over the data-parallel ranks; ``backward`` multiplies the loss by their number, because the
-trainer has divided by the whole step's token count already, and asks for no division by the accumulation.
+Mesh axes, outermost first: ``dp``, ``sp`` (the ring), ``ulysses``, ``tp``. ZeRO cuts over all but ``tp``. DeepSpeed
+averages gradients over some of these ranks; ``backward`` multiplies the loss by their number, because the trainer has
+divided by the whole step's token count already, and asks for no division by the accumulation.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.utils.groups import get_tensor_model_parallel_group
+from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
@@ -22,7 +24,9 @@ from impl.collate import NO_TARGET, Inputs
 from impl.deepspeed import process
 from impl.deepspeed.settings import engine_settings, optimizer_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, Place
+from impl.deepspeed.ulysses import UlyssesRing, exchange_heads, withdraw
 from impl.models import load_model
+from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
 from impl.strategy import StrategyConfig
 
 
@@ -31,6 +35,7 @@ class DeepspeedStrategy:
 
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
+    ring: RingAttention | UlyssesRing | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -44,17 +49,33 @@ class DeepspeedStrategy:
 
     def setup_distributed(self) -> None:
         process.enter(self.config.device)
-        self.data_rank, self.data_size = dist.get_rank() // self.config.layout.tp, self.config.layout.dp
+        layout = self.config.layout
+        sizes = (layout.dp, layout.sp, layout.ulysses, layout.tp)
+        kind = torch.device(self.config.device).type
+        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "sp", "ulysses", "tp"))
+        self.data_rank, self.data_size = self.mesh.get_local_rank("dp"), layout.dp
+        if layout.sp * layout.ulysses > 1:
+            self.setup_ring_attn()
 
     def setup_ring_attn(self) -> None:
-        raise ValueError("ring attention is not part of this strategy; use sp1")
+        register()
+        layout = self.config.layout
+        config = RingConfig(
+            kind=kind_of(layout),
+            packed=self.config.packed or layout.ulysses > 1,  # documents end to end: slices of one row are wanted
+            shipped="shipped" in self.options,
+            head_stride=layout.stride,
+            multiple=layout.ulysses,
+        )
+        self.ring = RingAttention(self.mesh.get_group("sp"), config)
+        if layout.ulysses > 1:
+            self.ring = UlyssesRing(self.ring, self.mesh.get_group("ulysses"))
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
+        attention = NAME if self.ring else "eager" if exact else "sdpa"
         with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
-            model = load_model(
-                path, dtype=torch.float64 if exact else torch.float32, attention="eager" if exact else "sdpa"
-            )
+            model = load_model(path, dtype=torch.float64 if exact else torch.float32, attention=attention)
         assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
         return model
 
@@ -68,6 +89,11 @@ class DeepspeedStrategy:
         own = "ownopt" in self.options
         if own:
             self.settings["optimizer"] = optimizer_settings(self.config, optimizer)
+        layout = self.config.layout
+        mpu = None
+        if layout.ulysses > 1:
+            group = self.mesh.get_group("ulysses")
+            mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
         weights = {name: parameter.detach().clone() for name, parameter in self._rounded(model)}
         with process.any_dtype() if self.config.precision == "exact" else contextlib.nullcontext():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
@@ -78,10 +104,12 @@ class DeepspeedStrategy:
                     name, made, num_warmup_steps=schedule.warmup_steps, num_training_steps=schedule.total_steps
                 ),
                 config=self.settings,
+                mpu=mpu,
                 dist_init_required=False,
             )
-        tensor_group = get_tensor_model_parallel_group() if self.config.layout.tp > 1 else None
-        place = Place(rank=self.data_rank, size=self.data_size, tensor_group=tensor_group)
+        tensor_group = get_tensor_model_parallel_group() if layout.tp > 1 else None
+        size = dist.get_world_size() // layout.tp
+        place = Place(rank=dist.get_rank() // layout.tp, size=size, tensor_group=tensor_group)
         self.tensors = EngineTensors(self.engine, place)
         if weights:
             self.tensors.set_weights(weights)
@@ -120,7 +148,17 @@ class DeepspeedStrategy:
             self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False).logits
+        if self.ring is None:
+            return self._logprobs(inputs)
+        own, ring = self.ring.shard(inputs)
+        rows, length = inputs.labels.shape
+        return self.ring.restore(self._logprobs(own, ring=ring), ring, rows=rows, length=length)
+
+    def _logprobs(self, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        logits = self.engine(
+            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
+        ).logits
         logp = -torch.nn.functional.cross_entropy(
             logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"
         )
@@ -133,8 +171,12 @@ class DeepspeedStrategy:
         self.engine.backward(loss * scale, scale_wrt_gas=False)
 
     def gradient_scale(self) -> float:
-        """How many ranks DeepSpeed averages gradients over."""
-        return self.data_size
+        """How many ranks DeepSpeed averages gradients over; it sums over those of Ulysses."""
+        layout = self.config.layout
+        scale = layout.dp * layout.sp
+        by_mpu = layout.tp == 1 and "shipped" not in self.options
+        # ZeRO-3 averages over all, whatever the mpu says (docs/findings/deepspeed-ulysses-scale.md).
+        return scale * layout.ulysses if self.stage == 3 and by_mpu or layout.tp > 1 else scale
 
     def finish_gradients(self) -> None:
         assert self.engine.is_gradient_accumulation_boundary()
@@ -156,7 +198,7 @@ class DeepspeedStrategy:
 
     def all_reduce(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
-        dist.all_reduce(tensor, group=self.engine.data_parallel_group)
+        dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # ranks that share rows hold the same number
         return tensor.item()
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -211,4 +253,5 @@ class DeepspeedStrategy:
         self.engine.destroy()
         for name in ("engine", "optimizer", "scheduler", "tensors"):
             self.__dict__.pop(name, None)
+        withdraw()
         process.leave()

@@ -54,6 +54,8 @@ class Fsdp2Backend(StrategyBackend):
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
             return Unsupported("FSDP2 has no pipeline stages here; use pp1")
+        if layout.ulysses > 1:
+            return Unsupported("Ulysses is DeepSpeed's; use sp, the ring, instead")
         if layout.zero is not None:
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
         if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:

@@ -72,7 +72,7 @@ class RingAttention:
         Differentiable. The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all
         ranks of the ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
         """
-        parts: Tensor = _Gather.apply(own, self.group, self.rank)  # type: ignore[no-untyped-call]
+        parts = gather(own, self.group, self.rank)
         return placement.restore(parts, ring.source.to(own.device), rows=rows, length=length)
 
 
@@ -130,9 +130,13 @@ def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
     return (function if config.shipped else package.corrected(function)), varlen
 
 
-class _Gather(torch.autograd.Function):
-    """(rows, length) of each rank -> (size, rows, length); backward takes this rank's part of its own gradient."""
+def gather(own: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+    """(rows, length) of each rank -> (size, rows, length) on all; a rank's gradient is that of its own part of it."""
+    parts: Tensor = _Gather.apply(own, group, rank)  # type: ignore[no-untyped-call]
+    return parts
 
+
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
         ctx.rank = rank

@@ -36,12 +36,14 @@ RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available(
 
 def ring_support(scenario: Scenario, layout: Layout) -> Support:
     """Supported, or what is missing or wrong about this ring and what to use instead."""
-    if layout.sp == 1:
+    if layout.sp == layout.ulysses == 1:
         return Supported()
     if not available():
-        return Unsupported(f"ring attention needs the package ring-flash-attn; run: {INSTALL}")
+        return Unsupported(f"attention over sequence shards needs the package ring-flash-attn; run: {INSTALL}")
     if "torchcp" in layout.options and scenario.data.packed:
         return Unsupported("PyTorch's context parallel attends over whole rows; use another ring for packed documents")
+    if "torchcp" in layout.options and layout.ulysses > 1:
+        return Unsupported("PyTorch's context parallel attends over whole rows; use another ring with Ulysses")
     if "torchcp" in layout.options and _sliding_window(scenario.model):
         return Unsupported("PyTorch's context parallel has no sliding window; leave torchcp out: the default ring has")
     windowed = next((option for option in ("ring", "zigzag") if option in layout.options), None)

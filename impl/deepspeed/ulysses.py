@@ -1,0 +1,69 @@
+"""Ulysses (Jacobs et al., arXiv 2309.14509): ranks hold slices of the sequence, and trade them for heads in attention.
+
+DeepSpeed's own module does the exchange. What attends in between is the ring layer, on a ring of one where the layout
+has none: unlike ``sdpa`` it knows documents and windows without a mask, and Ulysses throws masks away
+(docs/findings/deepspeed-ulysses-sdpa.md).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from impl.collate import Inputs
+from impl.ring.attention import NAME, Ring, RingAttention, gather
+
+ROWS = 1  # of a rank's part of a micro-batch: its documents are laid end to end
+
+
+class UlyssesRing:
+    """As RingAttention, with each part of its ring cut once more, into equal slices over ``group``."""
+
+    def __init__(self, ring: RingAttention, group: dist.ProcessGroup) -> None:
+        self.ring, self.group = ring, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def shard(self, inputs: Inputs) -> tuple[Inputs, Ring]:
+        """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
+        part, ring = self.ring.shard(inputs)
+        return Inputs(**{name: x.chunk(self.size, dim=1)[self.rank] for name, x in vars(part).items()}), ring
+
+    def restore(self, own: Tensor, ring: Ring, *, rows: int, length: int) -> Tensor:
+        """Log-probs of all tokens (rows, length), the same on all ranks; see RingAttention.restore."""
+        parts = gather(own, self.group, self.rank)  # (size, ROWS, slice)
+        return self.ring.restore(torch.cat(parts.unbind(), dim=1), ring, rows=rows, length=length)
+
+
+def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, group: dist.ProcessGroup) -> Any:
+    """Put the exchange around the attention of ``model``; returns the ``mpu`` for ``deepspeed.initialize``.
+
+    With tensor parallelism there is none, because AutoTP takes its place; every rank is a data rank for ZeRO then.
+    ``withdraw`` undoes it.
+    """
+    if tp == 1:
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model, core_attn_implementation=NAME, sequence_parallel_size=size, micro_batch_size=ROWS
+        )
+    config = model.config.get_text_config()
+    attention = UlyssesSPAttentionHF(
+        attn=ALL_ATTENTION_FUNCTIONS[NAME],
+        batch_size=ROWS,
+        attn_head_count=config.num_attention_heads // tp,
+        attn_head_size=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+        kv_head_count=config.num_key_value_heads // tp,
+        num_hidden_layers=config.num_hidden_layers,
+        process_group=group,
+        seq_length_is_variable=True,
+    )
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention
+    return None
+
+
+def withdraw() -> None:
+    """Attention as transformers knew it before."""
+    if NAME in ALL_ATTENTION_FUNCTIONS._local_mapping:
+        del ALL_ATTENTION_FUNCTIONS[NAME]
