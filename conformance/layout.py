@@ -146,8 +146,8 @@ class Layout:
         if held % self.ulysses or (held_kv % self.ulysses and self.ulysses % held_kv):
             better = dataclasses.replace(self, ulysses=_divisor(held_kv, self.ulysses))
             raise ValueError(
-                f"ulysses={self.ulysses} must divide a rank's {held} attention heads, and divide its {held_kv} key-value "
-                f"heads or be a multiple of them; {better} would work"
+                f"ulysses={self.ulysses} must divide a rank's {held} attention heads, and divide its {held_kv} "
+                f"key-value heads or be a multiple of them; {better} would work"
             )
         attended = max(1, held_kv // self.ulysses)
         if attended % self.stride:

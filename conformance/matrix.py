@@ -1,8 +1,8 @@
 """Matrix: profiles (quick, full, ...) and how they become cells.
 
-A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. Every backend that is asked for
-gets the same cells and answers for itself which of them it supports, except for tables that name their backends: those
-are about what only one library has.
+A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. Every backend that is asked
+for gets the same cells and answers for itself which of them it supports, except for tables that name their backends:
+those are about what only one library has.
 """
 
 import dataclasses

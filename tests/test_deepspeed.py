@@ -52,6 +52,15 @@ def run(session: Session, cell: Cell) -> Verdict:
         ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
         ("sft-packed", "llama", "dp2.zero1.ownopt"),
         ("sft-sgd", "llama", "dp2.zero3.shardinit.ownopt"),
+        ("sft-packed", "pangu", "sp2.zero0"),
+        ("sft-padded", "llama", "dp2.sp2.zigzag.zero1"),
+        ("sft-packed", "gemma3", "tp2.sp2.zero3"),
+        ("sft-packed", "llama", "ulysses2.zero0"),
+        ("sft-sgd", "qwen3", "dp2.ulysses2.zero2"),
+        ("sft-packed", "gemma3", "ulysses2.zero3"),
+        ("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
+        ("sft-sgd", "llama", "tp2.ulysses2.zero1"),
+        ("sft-resume", "llama", "ulysses2.zero1"),
     ],
 )
 def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
@@ -67,18 +76,19 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("scenario", ["sft-padded", "sft-packed"])
-def test_zero_0_keeps_no_float32_in_its_clipping(
-    session: Session, scenario: str, clip: float | None, optimizer: str
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_with_and_without_accumulation_and_clipping(
+    session: Session, stage: int, scenario: str, clip: float | None, optimizer: str
 ) -> None:
     options = {"name": optimizer, "lr": 1e-3, "max_grad_norm": clip, **({"eps": 1e-3} if optimizer == "adamw" else {})}
     name = f"{scenario}-{optimizer}-{'unclipped' if clip is None else 'clipped'}"
-    verdict = run(session, cell(scenario, "llama", "dp2.zero0", "exact", name=name, optimizer=options))
+    verdict = run(session, cell(scenario, "llama", f"dp2.zero{stage}", "exact", name=name, optimizer=options))
     assert verdict.state == "conforms", verdict.reason
     assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero1"])
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero1", "ulysses2.zero2"])
 def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
     verdict = run(session, cell("sft-packed", "qwen3", layout, precision))
     assert verdict.state == "conforms", verdict.reason
@@ -88,6 +98,12 @@ def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layo
 def test_rounded_masters_are_an_expected_difference(session: Session, layout: str) -> None:
     verdict = run(session, cell("sft-packed", "llama", layout, "bf16"))
     assert verdict.state == "expected_difference", verdict.reason
+
+
+def test_gradients_of_ulysses_at_zero_3_are_an_expected_difference(session: Session) -> None:
+    verdict = run(session, cell("sft-sgd", "llama", "ulysses2.zero3.shipped", "exact"))
+    assert verdict.state == "expected_difference", verdict.reason
+    assert run(session, cell("sft-sgd", "llama", "ulysses2.zero2.shipped", "exact")).state == "conforms"
 
 
 def test_tensor_parallelism_really_cuts(session: Session) -> None:
@@ -105,6 +121,8 @@ FAULTS = {
     "divided-by-world": ("sft-sgd", "llama", "tp2.zero1"),
     "unreduced-replicas": ("sft-sgd", "llama", "dp2.zero0"),
     "clip-never": ("sft-sgd", "llama", "dp2.zero3"),
+    "rolled-labels": ("sft-packed", "llama", "ulysses2.zero2"),
+    "merged-in-bf16": ("sft-packed", "llama", "sp2.ring.zero1"),
 }
 
 
@@ -128,6 +146,13 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, name: str, pre
         assert verdict.stages["replicas"]["ratio"] > 1
 
 
+@pytest.mark.parametrize("layout", ["dp2.sp2.zero1", "ulysses2.zero2", "sp2.zero3"])
+def test_division_by_sequence_ranks_is_caught_with_its_factor(session: Session, layout: str) -> None:
+    verdict = run(session, cell("sft-sgd", "llama", layout, "exact", "divided-by-world"))
+    assert verdict.first_stage == "gradients", verdict.reason
+    assert "0.5" in verdict.reason
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_clipping_that_never_happens_is_caught_at_the_other_stages_too(session: Session, stage: int) -> None:
     verdict = run(session, cell("sft-sgd", "llama", f"dp2.zero{stage}", "exact", "clip-never"))
@@ -137,7 +162,7 @@ def test_clipping_that_never_happens_is_caught_at_the_other_stages_too(session: 
 @pytest.mark.parametrize(
     ("layout", "precision", "advice"),
     [
-        ("dp2.sp2", "exact", "use sp1"),
+        ("ulysses2.zero1", "bf16", "use zero0, zero2 or zero3"),
         ("pp2", "exact", "use pp1"),
         ("dp2.rep2", "exact", "use rep1, or zero0"),
         ("dp2.lastsync", "exact", "leave it out"),
@@ -182,7 +207,17 @@ def in_ranks(pool: Pool, folder: Path, task: str, layout: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "dp2.zero3.shardinit", "tp2.zero1"]
+    "layout",
+    [
+        "dp2.zero0",
+        "dp2.zero1",
+        "dp2.zero2",
+        "dp2.zero3",
+        "dp2.zero3.shardinit",
+        "tp2.zero1",
+        "ulysses2.zero2",
+        "tp2.ulysses2.zero3",
+    ],
 )
 def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) -> None:
     in_ranks(pool, tmp_path, "train", layout)  # libraries open and patch some things at first use
@@ -196,7 +231,7 @@ def test_optimizer_state_has_canonical_names_and_is_whole(pool: Pool, tmp_path: 
         assert max(errors.values()) < HONEST
 
 
-@pytest.mark.parametrize("layout", ["dp2.zero1", "dp2.zero3.shardinit", "tp2.zero2"])
+@pytest.mark.parametrize("layout", ["dp2.zero1", "dp2.zero3.shardinit", "tp2.zero2", "ulysses2.zero3"])
 def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_path: Path, layout: str) -> None:
     fsdp2 = make_cell("sft-sgd", "qwen3", layout.partition(".")[0], "fp32")
     between = cell("sft-sgd", "qwen3", layout, "fp32")

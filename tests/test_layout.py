@@ -16,6 +16,7 @@ from conformance.layout import Layout
         "dp2.zero0",
         "dp4.tp2.zero3.ckpt",
         "sp4.stride2",
+        "tp2.sp2.ulysses2.zero1",
         "dp2.sp2.zigzag.shipped",
         "dp4.rep2.tp2.seqpar.losspar.lastsync",
     ],
@@ -79,6 +80,17 @@ def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:
 
 def test_a_ring_need_not_divide_the_length_of_rows() -> None:
     Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+
+
+def test_ulysses_has_to_divide_heads_and_gives_copies_of_few_key_value_heads() -> None:
+    with pytest.raises(ValueError, match=r"ulysses=3 must divide a rank's 8 attention heads.*; ulysses2 would work"):
+        Layout.parse("ulysses3").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    with pytest.raises(ValueError, match=r"ulysses=8 must divide a rank's 4 attention heads.*; tp2.ulysses2 would"):
+        Layout.parse("tp2.ulysses8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    Layout.parse("ulysses8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    Layout.parse("tp2.ulysses4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    with pytest.raises(ValueError, match=r"stride=2 must divide a rank's 1 key-value heads"):
+        Layout.parse("sp2.ulysses4.stride2").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
 
 
 def test_a_stride_has_to_divide_a_ranks_key_value_heads() -> None:

@@ -16,7 +16,10 @@ _OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "shardinit", "ownopt
 
 
 class DeepspeedBackend(StrategyBackend):
-    """DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses. Without a stage in the layout it is 3, which cuts what FSDP2 cuts."""
+    """DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses.
+
+    Without a stage in the layout it is 3, which cuts what FSDP2 cuts.
+    """
 
     info = BackendInfo(
         name="deepspeed",
@@ -56,6 +59,8 @@ class DeepspeedBackend(StrategyBackend):
         "gradient_scale": "impl.deepspeed.strategy:DeepspeedStrategy.gradient_scale",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
         "clip_threshold": "impl.deepspeed.settings:clip_threshold",
+        "shard_inputs": "impl.ring.placement:shard_inputs",
+        "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }
 
     @classmethod
@@ -74,4 +79,10 @@ class DeepspeedBackend(StrategyBackend):
             )
         if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
+        by_mpu = layout.ulysses > 1 and layout.tp == 1
+        if by_mpu and layout.zero == 1 and scenario.precision == "bf16":
+            return Unsupported(
+                "DeepSpeed's BF16_Optimizer raises on all but the first rank of Ulysses "
+                "(docs/findings/deepspeed-ulysses-scale.md); use zero0, zero2 or zero3, or fp16"
+            )
         return ring_support(scenario, layout)

@@ -24,7 +24,7 @@ from impl.collate import NO_TARGET, Inputs
 from impl.deepspeed import process
 from impl.deepspeed.settings import engine_settings, optimizer_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, Place
-from impl.deepspeed.ulysses import UlyssesRing, exchange_heads, withdraw
+from impl.deepspeed.ulysses import exchange_heads, withdraw
 from impl.models import load_model
 from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
 from impl.strategy import StrategyConfig
@@ -35,7 +35,7 @@ class DeepspeedStrategy:
 
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
-    ring: RingAttention | UlyssesRing | None = None
+    ring: RingAttention | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -67,9 +67,8 @@ class DeepspeedStrategy:
             head_stride=layout.stride,
             multiple=layout.ulysses,
         )
-        self.ring = RingAttention(self.mesh.get_group("sp"), config)
-        if layout.ulysses > 1:
-            self.ring = UlyssesRing(self.ring, self.mesh.get_group("ulysses"))
+        slices = self.mesh.get_group("ulysses") if layout.ulysses > 1 else None
+        self.ring = RingAttention(self.mesh.get_group("sp"), config, slices=slices)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         exact = self.config.precision == "exact"
@@ -107,6 +106,9 @@ class DeepspeedStrategy:
                 mpu=mpu,
                 dist_init_required=False,
             )
+        if self.ring and layout.tp > 1:
+            # AutoTP compares the first inputs of its ranks, pickled; a ring holds a process group, which has no pickle.
+            self.engine.first_dataloader_check.remove()
         tensor_group = get_tensor_model_parallel_group() if layout.tp > 1 else None
         size = dist.get_world_size() // layout.tp
         place = Place(rank=dist.get_rank() // layout.tp, size=size, tensor_group=tensor_group)
@@ -156,9 +158,7 @@ class DeepspeedStrategy:
 
     def _logprobs(self, inputs: Inputs, **options: Any) -> torch.Tensor:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""
-        logits = self.engine(
-            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
-        ).logits
+        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         logp = -torch.nn.functional.cross_entropy(
             logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=NO_TARGET, reduction="none"
         )
@@ -171,12 +171,14 @@ class DeepspeedStrategy:
         self.engine.backward(loss * scale, scale_wrt_gas=False)
 
     def gradient_scale(self) -> float:
-        """How many ranks DeepSpeed averages gradients over; it sums over those of Ulysses."""
+        """How many ranks DeepSpeed averages gradients over."""
         layout = self.config.layout
-        scale = layout.dp * layout.sp
-        by_mpu = layout.tp == 1 and "shipped" not in self.options
-        # ZeRO-3 averages over all, whatever the mpu says (docs/findings/deepspeed-ulysses-scale.md).
-        return scale * layout.ulysses if self.stage == 3 and by_mpu or layout.tp > 1 else scale
+        data = layout.dp * layout.sp
+        if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
+            return data * layout.ulysses
+        # The mpu has gradients summed over Ulysses, but for ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
+        corrected = self.stage == 3 and "shipped" not in self.options
+        return data * layout.ulysses if corrected else data
 
     def finish_gradients(self) -> None:
         assert self.engine.is_gradient_accumulation_boundary()

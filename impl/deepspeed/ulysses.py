@@ -7,35 +7,14 @@ has none: unlike ``sdpa`` it knows documents and windows without a mask, and Uly
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from impl.collate import Inputs
-from impl.ring.attention import NAME, Ring, RingAttention, gather
+from impl.ring.attention import NAME
 
 ROWS = 1  # of a rank's part of a micro-batch: its documents are laid end to end
-
-
-class UlyssesRing:
-    """As RingAttention, with each part of its ring cut once more, into equal slices over ``group``."""
-
-    def __init__(self, ring: RingAttention, group: dist.ProcessGroup) -> None:
-        self.ring, self.group = ring, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def shard(self, inputs: Inputs) -> tuple[Inputs, Ring]:
-        """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
-        part, ring = self.ring.shard(inputs)
-        return Inputs(**{name: x.chunk(self.size, dim=1)[self.rank] for name, x in vars(part).items()}), ring
-
-    def restore(self, own: Tensor, ring: Ring, *, rows: int, length: int) -> Tensor:
-        """Log-probs of all tokens (rows, length), the same on all ranks; see RingAttention.restore."""
-        parts = gather(own, self.group, self.rank)  # (size, ROWS, slice)
-        return self.ring.restore(torch.cat(parts.unbind(), dim=1), ring, rows=rows, length=length)
 
 
 def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, group: dist.ProcessGroup) -> Any:

@@ -45,10 +45,16 @@ def kind_of(layout: Layout) -> Kind:
 
 
 class RingAttention:
-    """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again."""
+    """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again.
 
-    def __init__(self, group: dist.ProcessGroup, config: RingConfig) -> None:
-        self.group, self.config = group, config
+    ``slices``: ranks that stand at this place of the ring together, each with an equal slice of its part, and put the
+    slices together for attention themselves (Ulysses). ``config.multiple`` has to be one of their number.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, config: RingConfig, *, slices: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group, self.config, self.slices = group, config, slices
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.function, self.varlen = _function(config)
 
@@ -63,8 +69,10 @@ class RingAttention:
             multiple=self.config.multiple,
         )
         device = inputs.tokens.device
-        own = placement.shard_inputs(inputs, placed.source[self.rank].to(device))
-        return own, Ring(self, placed, device)
+        source = placed.source[self.rank]
+        if self.slices:
+            source = source.chunk(dist.get_world_size(self.slices), dim=1)[dist.get_rank(self.slices)]
+        return placement.shard_inputs(inputs, source.to(device)), Ring(self, placed, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
         """Log-probs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own.
@@ -72,7 +80,9 @@ class RingAttention:
         Differentiable. The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all
         ranks of the ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
         """
-        parts = gather(own, self.group, self.rank)
+        if self.slices:
+            own = torch.cat(_gather(own, self.slices).unbind(), dim=1)
+        parts = _gather(own, self.group)
         return placement.restore(parts, ring.source.to(own.device), rows=rows, length=length)
 
 
@@ -130,9 +140,9 @@ def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
     return (function if config.shipped else package.corrected(function)), varlen
 
 
-def gather(own: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(rows, length) of each rank -> (size, rows, length) on all; a rank's gradient is that of its own part of it."""
-    parts: Tensor = _Gather.apply(own, group, rank)  # type: ignore[no-untyped-call]
+    parts: Tensor = _Gather.apply(own, group, dist.get_rank(group))  # type: ignore[no-untyped-call]
     return parts
 
 
