@@ -1,11 +1,12 @@
 """The matrix: quick covers each pair of factors, ids are stable and unique, and selections that fit nothing say so."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
 
-from conformance.backend import find_backend
+from conformance.backend import Supported, find_backend
 from conformance.cell import Cell
 from conformance.matrix import Overrides, expand, load_profile, profile_names, select
 
@@ -44,6 +45,23 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0][1]}-{pair[1][1]}")
 def test_quick_has_each_pair_of_factors_somewhere(pair: tuple[tuple[str, object], tuple[str, object]]) -> None:
     assert any(set(pair) <= factors(cell) for cell in cells_of("quick"))
+
+
+def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() -> None:
+    layouts = [c.layout for c in expand(load_profile("quick"), [find_backend("deepspeed")], Overrides())]
+    assert {layout.zero for layout in layouts} == {None, 0, 1, 2}  # without a stage it is 3
+    assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "ulysses"))
+
+
+@pytest.mark.parametrize("profile", profile_names())
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+def test_tables_that_name_a_backend_hold_cells_that_it_supports(profile: str, backend: str) -> None:
+    entry = find_backend(backend)
+    mine = dataclasses.replace(
+        load_profile(profile), cells=tuple(t for t in load_profile(profile).cells if backend in t.backends)
+    )
+    for cell in expand(mine, [entry], Overrides()):
+        assert isinstance(entry.load().supports(cell.scenario, cell.layout), Supported), str(cell)
 
 
 def test_quick_has_packed_and_padded_rows_sgd_and_adamw_clipping_on_and_off() -> None:
