@@ -118,6 +118,8 @@ def test_rings_as_the_package_ships_them_are_right_in_bf16(session: Session) -> 
     ("scenario", "model", "layout", "advice"),
     [
         ("sft-packed", "llama", "pp2", "use pp1"),
+        ("sft-packed", "llama", "ulysses2", "use sp, the ring, instead"),
+        ("sft-packed", "llama", "dp2.zero2", "leave the stage out"),
         ("sft-packed", "llama", "sp2.torchcp", "attends over whole rows; use another ring"),
         ("sft-packed", "gemma3", "sp2.zigzag", "zigzag gets sliding windows wrong .* the default ring is right"),
         ("sft-padded", "gemma3", "sp2.torchcp", "PyTorch's context parallel has no sliding window"),
