@@ -11,6 +11,7 @@ The protocol is coarse on purpose, so that frameworks which own their training s
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -54,8 +55,9 @@ Support = Supported | Unsupported
 class ExpectedDifference:
     """A known defect below the backend: cells that differ first at ``stage``, in these tensors and no others, and why.
 
-    ``cells`` and ``tensors`` are shell patterns of ids and of tensor names. A cell that matches but conforms, or that
-    differs elsewhere, is reported: the expectation has to go or to be mended.
+    ``cells`` and ``tensors`` are shell patterns of ids and of tensor names; cells of a pattern in ``unless`` are not
+    meant. A cell that matches but conforms, or that differs elsewhere, is reported: the expectation has to go or to be
+    mended.
     """
 
     cells: str
@@ -63,6 +65,11 @@ class ExpectedDifference:
     tensors: str
     reason: str
     link: str
+    unless: tuple[str, ...] = ()
+
+    def means(self, cell: str) -> bool:
+        """Whether a cell of this id must differ."""
+        return fnmatchcase(cell, self.cells) and not any(fnmatchcase(cell, pattern) for pattern in self.unless)
 
 
 @dataclass(frozen=True, kw_only=True)

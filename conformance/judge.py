@@ -137,6 +137,7 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int)
         "rep": layout.rep,
         "tp": layout.tp,
         "sp": layout.sp,
+        "ulysses": layout.ulysses,
         "accumulation": scenario.accumulation,
         "dp x sp": layout.dp * layout.sp,
         "dp x accumulation": layout.dp * scenario.accumulation,
@@ -151,10 +152,14 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int)
         return "the learning-rate schedule is at another step"
     if scale is None or not math.isfinite(scale) or abs(scale - 1) < 1e-6:
         return ""
-    for name, size in sizes.items():
-        for text, factor in ((name, size), (f"1/({name})", 1 / size), (f"sqrt({name})", size**0.5)):
-            if size > 1 and abs(scale / factor - 1) < 1e-3:
-                return f"{scale:.4g} times the reference, which is {text}"
+    known = [
+        text
+        for name, size in sizes.items()
+        for text, factor in ((name, size), (f"1/({name})", 1 / size), (f"sqrt({name})", size**0.5))
+        if size > 1 and abs(scale / factor - 1) < 1e-3
+    ]
+    if known:
+        return f"{scale:.4g} times the reference, which is {' or '.join(known)}"
     return f"{scale:.4g} times the reference" if quantity.scalar else ""
 
 

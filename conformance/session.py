@@ -5,7 +5,6 @@ The output folder (docs/architecture.md): ``summary.json``, ``cells/SLUG/{verdic
 shows what was not run (claim 8).
 """
 
-import fnmatch
 import json
 import os
 import platform
@@ -220,7 +219,7 @@ def _expectation(cell: Cell) -> ExpectedDifference | None:
         known: tuple[ExpectedDifference, ...] = getattr(cell.backend.load(), "expected", ())
     except MissingExtra:
         return None
-    return next((k for k in known if fnmatch.fnmatchcase(str(cell), k.cells)), None)
+    return next((k for k in known if k.means(str(cell))), None)
 
 
 def environment() -> dict[str, Any]:

@@ -16,6 +16,9 @@ clip_threshold      (max_norm or None) -> what a library that clips by itself is
 advance_schedule    (strategy): after each optimizer step
 gradient_scale      (strategy) -> number of ranks that the framework averages gradients over
 reduction_mesh      (strategy) -> mesh of the ranks that see different tokens: gradients are reduced over it
+mark_cut_gradients  (...): says of gradients that they are shards, which a library's norm asks
+forgotten_scale     (strategy) -> loss scale, where the library divides by it and does not multiply
+forget_steps        (strategy): undoes the count of a step that was made to allocate the optimizer's state
 shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
 merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
 ==================  ===================================================================================

@@ -20,16 +20,23 @@ def _copied_micro_batch(backward: Function) -> Function:
     return faulty
 
 
-def _unreduced_replicas(reduce_replicas: Function) -> Function:
+def _clip_never(clip_threshold: Function) -> Function:
+    def faulty(max_norm: float | None) -> Any:
+        return clip_threshold(None)
+
+    return faulty
+
+
+def _not_called(correction: Function) -> Function:
     def faulty(*args: Any, **kwargs: Any) -> None:
         return None
 
     return faulty
 
 
-def _clip_never(clip_threshold: Function) -> Function:
-    def faulty(max_norm: float | None) -> Any:
-        return clip_threshold(None)
+def _lost_loss_scale(forgotten_scale: Function) -> Function:
+    def faulty(strategy: Any) -> float:
+        return 1.0
 
     return faulty
 
@@ -53,16 +60,46 @@ ENGINE_FAULTS = (
         stage="gradients",
         loss_blind=True,
         needs="replicas: zero0, or rep of 2 or more",
-        wrap=_unreduced_replicas,
+        wrap=_not_called,
     ),
     Fault(
         name="clip-never",
-        summary="a library that clips by itself bounds the factor by max instead of min: large gradients stay large",
+        summary="large gradients stay large, as where a library that clips by itself takes the max of factor and 1",
         source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
         seam="clip_threshold",
         stage="clipped update",
         loss_blind=True,
         needs="a step whose gradient norm is above max_grad_norm",
         wrap=_clip_never,
+    ),
+    Fault(
+        name="unmarked-shards",
+        summary="the norm that a library clips by leaves out shards beyond the first tensor-parallel rank's",
+        source="docs/findings/deepspeed-zero0-norm.md",
+        seam="mark_cut_gradients",
+        stage="gradient norm",
+        loss_blind=True,
+        needs="zero0 with tp of 2 or more, in bf16 or fp16",
+        wrap=_not_called,
+    ),
+    Fault(
+        name="lost-loss-scale",
+        summary="gradients are divided by the loss scale of fp16, and the loss was never multiplied by it",
+        source="https://github.com/deepspeedai/DeepSpeed/pull/8393",
+        seam="forgotten_scale",
+        stage="gradients",
+        loss_blind=True,
+        needs="zero0 in fp16",
+        wrap=_lost_loss_scale,
+    ),
+    Fault(
+        name="step-at-setup",
+        summary="AdamW has counted a step before the first, so all its updates are scaled wrongly",
+        source="docs/findings/deepspeed-zero0-half.md",
+        seam="forget_steps",
+        stage="clipped update",
+        loss_blind=True,
+        needs="AdamW at zero0, in bf16 or fp16",
+        wrap=_not_called,
     ),
 )

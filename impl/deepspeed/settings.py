@@ -33,21 +33,28 @@ def engine_settings(config: StrategyConfig) -> dict[str, Any]:
         # Whole logits on every rank; a tied head would be cut along the vocabulary by default.
         settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
     if config.precision == "bf16":
-        # float32 masters in any case; gradients are added up and reduced in float32 as well.
-        settings |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        settings["bf16"] = {"enabled": True}
+    if config.precision == "fp16":
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    if config.precision in ("bf16", "fp16"):
+        # float32 masters in any case. Gradients are reduced in float32, and added up over micro-batches in float32 by
+        # all stages that offer it: at 0 they are the parameters' own, in half precision.
+        settings["communication_data_type"] = "fp32"
         if zero_stage(config) > 0:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if config.precision == "fp16":
-        settings |= {"fp16": {"enabled": True, "initial_scale_power": 12}, "communication_data_type": "fp32"}
     return settings
 
 
 def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The optimizer that DeepSpeed builds itself: its fused AdamW on GPUs, on the CPU torch's, to compile nothing."""
+    """The optimizer that DeepSpeed builds itself: on GPUs its fused AdamW, which it compiles at first use.
+
+    torch's AdamW, by its switch for that, where there is no such thing: on the CPU, and in float64.
+    """
     if optimizer.name == "sgd":
         return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
     params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
-    return {"type": "AdamW", "params": params | ({"torch_adam": True} if config.device == "cpu" else {})}
+    plain = config.device == "cpu" or config.precision == "exact"
+    return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
 
 
 def _zero(config: StrategyConfig) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from impl.models import load_model
 from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
 from impl.strategy import StrategyConfig
 
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class DeepspeedStrategy:
     """See impl.strategy.Strategy for the contract of each method."""
@@ -93,7 +95,7 @@ class DeepspeedStrategy:
         if layout.ulysses > 1:
             group = self.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
-        weights = {name: parameter.detach().clone() for name, parameter in self._rounded(model)}
+        weights = self._starting_weights(model)
         with process.any_dtype() if self.config.precision == "exact" else contextlib.nullcontext():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
@@ -116,13 +118,25 @@ class DeepspeedStrategy:
         if weights:
             self.tensors.set_weights(weights)
             if self.stage == 0:
-                # Its wrapper has made a step with gradients of zero: decay, undone above, and a count one ahead.
-                self.engine.basic_optimizer.state.clear()
+                self.forget_steps()
 
-    def _rounded(self, model: transformers.PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
-        """The weights that DeepSpeed would round: it casts the model first and copies the masters from that."""
-        mixed = self.config.precision in ("bf16", "fp16") and "shipped" not in self.options
-        return list(model.named_parameters()) if mixed else []
+    def _starting_weights(self, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+        """What has to be written over the masters that DeepSpeed makes; nothing where they are right.
+
+        It casts the model to half precision first and copies the masters from that. As shipped they stay so, but at
+        ZeRO-0 they have to be written then too: by a step with gradients of zero they have decayed.
+        """
+        if self.config.precision not in COMPUTE:
+            return {}
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        if "shipped" not in self.options:
+            return weights
+        compute = COMPUTE[self.config.precision]
+        return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
+
+    def forget_steps(self) -> None:
+        """At ZeRO-0 in half precision the wrapper has made a step, to allocate AdamW's state: its count is one ahead."""
+        self.engine.basic_optimizer.state.clear()
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         groups = self._parameter_groups(model, config)
@@ -165,13 +179,15 @@ class DeepspeedStrategy:
         return logp.view(inputs.labels.shape)
 
     def backward(self, loss: torch.Tensor) -> None:
-        scale = self.gradient_scale()
-        if self.stage == 0 and self.config.precision == "fp16" and "shipped" not in self.options:
-            scale *= self.engine.optimizer.loss_scale  # its step divides by it, but its backward forgets to multiply
-        self.engine.backward(loss * scale, scale_wrt_gas=False)
+        self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
 
-    def gradient_scale(self) -> float:
-        """How many ranks DeepSpeed averages gradients over."""
+    def forgotten_scale(self) -> float:
+        """At ZeRO-0 in fp16, its step divides by the loss scale, but its backward forgets to multiply."""
+        forgets = self.stage == 0 and self.config.precision == "fp16"
+        return float(self.engine.optimizer.loss_scale) if forgets else 1.0
+
+    def gradient_scale(self) -> int:
+        """By how much the loss is to be multiplied: how many ranks DeepSpeed averages gradients over."""
         layout = self.config.layout
         data = layout.dp * layout.sp
         if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
@@ -184,12 +200,16 @@ class DeepspeedStrategy:
         assert self.engine.is_gradient_accumulation_boundary()
 
     def optimizer_step(self) -> float:
-        # ZeRO-0 clips by the norm and forgets it (docs/findings/deepspeed-zero0-norm.md).
-        own = self._own_norm() if self.stage == 0 else None
-        if self.stage == 0 and "shipped" not in self.options:
-            self.tensors.mark_cut_gradients()
+        if self.stage > 0:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        # docs/findings/deepspeed-zero0-norm.md: in half precision its norm has the loss scale in it, and misses what
+        # is not marked; else it clips by a norm and forgets it.
+        self.tensors.mark_cut_gradients()
+        scale, own = getattr(self.engine.optimizer, "loss_scale", 1.0), self._own_norm()
         self.engine.step()
-        return float(self.engine.get_global_grad_norm()) if own is None else own
+        reported = self.engine.get_global_grad_norm()
+        return own if reported is None else float(reported) / scale
 
     def _own_norm(self) -> float:
         squares = [gradient.double().square().sum() for _, gradient in self.named_tensors("gradient")]
@@ -221,12 +241,19 @@ class DeepspeedStrategy:
     def resolved(self) -> dict[str, Any]:
         basic = self.engine.basic_optimizer
         group = basic.param_groups[0]
+        compute = next(self.engine.module.parameters()).dtype
         return {
             "model_class": type(self.engine.module).__name__,
             "attention": self.engine.module.config._attn_implementation,
+            "mesh": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            "ring": self.ring.resolved(self.config.device, compute) if self.ring else None,
             "zero_stage": self.engine.zero_optimization_stage(),
+            "offloads_optimizer": self.engine.zero_use_cpu_optimizer(),
+            "offloads_parameters": self.stage == 3 and self.engine.zero_offload_param() is not None,
+            "checkpointing": bool(self.engine.module.is_gradient_checkpointing),
             "cut_by_tensor_parallelism": self.tensors.cut_count(),
-            "compute_dtype": str(next(self.engine.module.parameters()).dtype),
+            "compute_dtype": str(compute),
+            "accumulation_dtype": str(self.engine.get_data_types()[1]),
             "optimizer": type(basic).__name__,
             "optimizer_wrapper": type(self.engine.optimizer).__name__,
             "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},

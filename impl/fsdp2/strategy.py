@@ -35,7 +35,6 @@ from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
 from impl.models import load_model
 from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
-from impl.ring.flash import kernel
 from impl.strategy import StrategyConfig
 
 GATHERED_AT_ONCE = 2**22  # elements
@@ -261,7 +260,7 @@ class Fsdp2Strategy:
         if self.ring is None:
             return None
         compute = _COMPUTE.get(self.config.precision, next(self.model.parameters()).dtype)
-        return {**vars(self.ring.config), "kernel": kernel(torch.device(self.config.device), compute)}
+        return self.ring.resolved(self.config.device, compute)
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

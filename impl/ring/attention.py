@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from conformance.layout import Layout
 from impl.collate import Inputs
 from impl.ring import placement
+from impl.ring.flash import kernel
 from impl.ring.placement import Placement
 
 NAME = "parity_ring"  # the attention implementation that models are loaded with
@@ -57,6 +58,10 @@ class RingAttention:
         self.group, self.config, self.slices = group, config, slices
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.function, self.varlen = _function(config)
+
+    def resolved(self, device: str, compute: torch.dtype) -> dict[str, Any]:
+        """What is really used, as JSON values."""
+        return {**vars(self.config), "kernel": kernel(torch.device(device), compute)}
 
     def shard(self, inputs: Inputs) -> tuple[Inputs, "Ring"]:
         """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
