@@ -239,11 +239,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield pool
 
 
-def in_ranks(pool: Pool, folder: Path, task: str, layout: str) -> list[Any]:
+def in_ranks(pool: Pool, folder: Path, task: str, layout: str, *, world: str = "shared") -> list[Any]:
     asked = cell("sft-padded", "qwen3", layout, "exact")
     inputs = prepare_inputs(asked.scenario, folder)
     outcome = pool.run(
-        key="shared",
+        key=world,
         config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
         task=f"deepspeed_tasks:{task}",
         kwargs={
@@ -273,8 +273,7 @@ def in_ranks(pool: Pool, folder: Path, task: str, layout: str) -> list[Any]:
     ],
 )
 def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) -> None:
-    in_ranks(pool, tmp_path, "train", layout)  # libraries open and patch some things at first use
-    for left in in_ranks(pool, tmp_path, "train", layout):
+    for left in in_ranks(pool, tmp_path, "train", layout, world=f"fresh {layout}"):
         assert left == {"changed": [], "attention": False, "groups": [], "autotp": False, "model_alive": False}
 
 
@@ -290,17 +289,17 @@ def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_pa
     fsdp2 = make_cell("sft-sgd", "qwen3", "tp2" if between.layout.tp > 1 else "dp2", "fp32")
     digests = []
     for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
-        outcome = train(pool, asked, tmp_path, name)
+        outcome = train(pool, asked, tmp_path, name, world=f"before {layout}")
         assert outcome.state == "done", outcome.reason
         record = read_record(tmp_path / name)
         digests.append([{k: t.numpy().tobytes() for k, t in step.tensors().items()} for step in record.steps])
     assert digests[0] == digests[2]
 
 
-def train(pool: Pool, asked: Cell, folder: Path, name: str) -> Outcome:
+def train(pool: Pool, asked: Cell, folder: Path, name: str, *, world: str) -> Outcome:
     inputs = prepare_inputs(asked.scenario, folder / "inputs")
     return pool.run(
-        key="shared",
+        key=world,
         config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
         task="conformance.cell:run_cell",
         kwargs=task_arguments(asked, inputs, folder / name),

@@ -135,7 +135,7 @@ class DeepspeedStrategy:
         return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
 
     def forget_steps(self) -> None:
-        """At ZeRO-0 in half precision the wrapper has made a step, to allocate AdamW's state: its count is one ahead."""
+        """At ZeRO-0 in half precision, the wrapper has made a step to allocate AdamW's state: undo its count."""
         self.engine.basic_optimizer.state.clear()
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
