@@ -100,8 +100,8 @@ def section(cell: Cell) -> dict[str, Any]:
     outside = [f for f in cell.findings if first and f.stage == first.stage and f.step == first.step]
     charts = []
     for stage, key, tensor in CURVES:
-        charts.append((stage, "per step", curves.value_chart(cell, key, stage)))
-        charts.append((f"{stage}: error", "relative, log axis", curves.error_chart(cell, stage, tensor)))
+        charts.append((stage, "per step", curves.value_chart([cell], key, stage)))
+        charts.append((f"{stage}: error", "relative, log axis", curves.error_chart([cell], stage, tensor)))
     maps = [
         ("Gradients", heatmap.heat_map(cell, "gradients")),
         ("Update, first step", heatmap.heat_map(cell, "clipped update")),
