@@ -17,6 +17,7 @@ from reports.words import number, ratio
 
 WIDTH, HEIGHT = 300, 176
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
+DRAWN = (("loss", "loss", "loss"), ("gradient norm", "grad_norm", "reported"))  # stage, key of a step, tensor
 KINDS = ("b0", "b1", "b2", "b3")  # backends; a fifth is drawn as the first
 LINES = 12  # of a read-out
 HOVERS = 60  # read-outs per chart; more would weigh more than they help
@@ -39,6 +40,15 @@ class Axes:
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / (self.high - self.low)
+
+
+def charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
+    """(title, remark, drawing) of all that can be drawn of these cells, in one chart together."""
+    drawn = []
+    for stage, key, tensor in DRAWN:
+        drawn.append((stage, "per step", value_chart(cells, key, stage)))
+        drawn.append((f"{stage}: error", "relative, log axis", error_chart(cells, stage, tensor)))
+    return [chart for chart in drawn if chart[2]]
 
 
 def value_chart(cells: Sequence[Cell], key: str, label: str) -> Markup:
@@ -110,8 +120,8 @@ def kinds(cells: Sequence[Cell]) -> list[str]:
     return [KINDS[backends.index(cell.backend) % len(KINDS)] for cell in cells]
 
 
-def key(kind: str) -> Markup:
-    """The mark of a kind, for a legend."""
+def mark(kind: str) -> Markup:
+    """How a kind is drawn, for a legend."""
     return Markup(f'<svg class="chart key" viewBox="0 0 12 10" aria-hidden="true">{_mark(kind, 6, 5)}</svg>')
 
 

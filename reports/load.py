@@ -153,6 +153,10 @@ class Report:
         return {state: sum(c.state == state for c in self.cells) for state in STATES}
 
     @property
+    def several_backends(self) -> bool:
+        return len({c.backend for c in self.cells if c.state != "unsupported"}) > 1
+
+    @property
     def verdict(self) -> str:
         """differs, incomplete or conforms; worked out from the cells, so that no file can claim more than they show."""
         if self.counts["differs"]:
