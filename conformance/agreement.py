@@ -111,10 +111,10 @@ class _Table:
 def _sentences(table: _Table, families: Sequence[Sequence[int]], missing: Sequence[Member]) -> list[str]:
     home = [number for number in families[0] if number != ORACLE]
     said = []
-    if len(table.compared) > 1 and len(families) == 1:
+    if len(table.compared) > 1 and not table.apart():
         said.append(_all_agree(table, home))
     elif len(home) > 1:
-        said.append(f"{table.names(home)} agree with each other and with the oracle.")
+        said.append(f"{table.names(home)} {_agree(table, families[0])} with each other and with the oracle.")
     elif home:
         said.append(f"{table.names(home)} agrees with the oracle.")
     alone = [family[0] for family in families[1:] if len(family) == 1]
@@ -157,25 +157,32 @@ def _family(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
         text = f"{names} stands alone: {column} {off:.1e} from the oracle{nearest}"
         advice = f"look first at {names}"
     else:
-        near = [d.observed for pair in combinations(family, 2) if (d := table.of(*pair).get(column))]
-        text = (
-            f"{names} agree with each other and not with the oracle: {column} {max(near):.1e} apart, {off:.1e} from it"
-        )
+        near = max(d.observed for pair in combinations(family, 2) if (d := table.of(*pair).get(column)))
+        agree = f"{names} {_agree(table, family)} with each other and not with the oracle"
+        text = f"{agree}: {column} {near:.1e} apart, {off:.1e} from it"
         backends = list(dict.fromkeys(table.members[number].backend for number in family))
         if len(backends) == 1:
             advice = f"look first at {backends[0]}"
         elif others:
-            advice = f"look first at what they share and {table.names(home or others)} does not"
+            advice = f"look first at what only they share, and not {table.names(home or others)}"
         else:
             advice = "look first at the oracle, the scenario, and the libraries that they share"
     return f"{text}; {'a known difference' if known else advice}."
 
 
+def _agree(table: _Table, family: Sequence[int]) -> str:
+    return "agree in part" if _apart_within(table, family) else "agree"
+
+
+def _apart_within(table: _Table, family: Sequence[int]) -> list[Pair]:
+    """Pairs of a family that do not agree directly, only through others."""
+    return [pair for pair in combinations(family, 2) if table.outside(*pair)]
+
+
 def _within(table: _Table, family: Sequence[int]) -> str:
-    """The worst two of a family that do not agree directly, only through others."""
-    pairs = [pair for pair in combinations(family, 2) if table.outside(*pair)]
+    """The worst two of a family that do not agree directly; empty if all do."""
     worst = max(
-        ((table.of(*pair)[column], column, pair) for pair in pairs for column in table.of(*pair)),
+        ((table.of(*p)[column], column, p) for p in _apart_within(table, family) for column in table.of(*p)),
         key=lambda found: found[0].ratio,
         default=None,
     )

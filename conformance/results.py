@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import conformance
-from conformance.judge import STATES, Verdict, judge_folder
+from conformance.judge import STATES, Finding, Verdict, judge_folder
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 1
@@ -118,9 +118,11 @@ def read_results(out: Path) -> tuple[dict[str, Any], list[Entry]]:
         details = _read(out / cell["folder"] / VERDICT)
         del details["schema"]
         try:
-            verdict = Verdict(**{name: details.pop(name) for name in Verdict.__dataclass_fields__})
+            findings = [Finding(**finding) for finding in details.pop("findings")]
+            fields = {name: details.pop(name) for name in Verdict.__dataclass_fields__ if name != "findings"}
         except KeyError as error:
             raise ValueError(f"{out / cell['folder'] / VERDICT} lacks {error}; it was changed") from None
+        verdict = Verdict(**fields, findings=findings)
         entries.append(Entry(details=details, verdict=verdict))
     return run, entries
 
