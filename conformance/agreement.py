@@ -15,6 +15,8 @@ from conformance.pairs import COLUMNS, Difference, Pair
 ORACLE = -1  # as a member's number
 LISTED = 4  # layouts of one backend that a sentence names
 
+Families = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -37,27 +39,29 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What is said of a group. ``families``: numbers of members that agree, one family with ORACLE in it.
+    """What is said of a group. ``families``, by column: numbers of members that agree, the family of ORACLE first.
 
     ``state``: ``conforms`` if all agree, ``infrastructure`` if a member could not be compared.
     """
 
     state: State
     text: str
-    families: tuple[tuple[int, ...], ...]
+    families: dict[str, Families]
 
 
 def agreement(members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]]) -> Agreement:
     """Say who agrees with whom. ``pairs`` holds the differences of every two members, by their numbers in order."""
     table = _Table(members, pairs)
-    families = table.families()
-    apart = table.apart()
-    unexpected = any(table.known(pair) == 0 for pair in apart) or any(m.state == "differs" for m in members)
-    missing = [m for m in members if m.problem]
-    state: State = (
-        "differs" if unexpected else "infrastructure" if missing else "expected_difference" if apart else "conforms"
-    )
-    return Agreement(state=state, text=" ".join(_sentences(table, families, missing)), families=families)
+    apart = [pair for column in COLUMNS for pair in table.apart(column)]
+    state: State = "conforms"
+    if any(m.state == "differs" for m in members) or not all(map(table.known, apart)):
+        state = "differs"
+    elif any(m.problem for m in members):
+        state = "infrastructure"
+    elif apart:
+        state = "expected_difference"
+    families = {column: table.families(column) for column in COLUMNS}
+    return Agreement(state=state, text=" ".join(_sentences(table)), families=families)
 
 
 class _Table:
@@ -65,132 +69,140 @@ class _Table:
 
     def __init__(self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]]) -> None:
         self.members, self._pairs = members, pairs
-        self.compared = [number for number, member in enumerate(members) if not member.problem]
 
-    def of(self, a: int, b: int) -> Mapping[str, Difference]:
-        """Differences of two members, or of a member and the oracle, by column."""
+    def nodes(self, column: str) -> list[int]:
+        """Who takes part in a column; a backend may have no gradient norm to report."""
+        return [ORACLE, *(n for n, m in enumerate(self.members) if not m.problem and column in m.oracle)]
+
+    def of(self, a: int, b: int, column: str) -> Difference | None:
+        """The difference of two members, or of a member and the oracle; None where neither has anything."""
         a, b = min(a, b), max(a, b)
-        return self.members[b].oracle if a == ORACLE else self._pairs[a, b]
+        return (self.members[b].oracle if a == ORACLE else self._pairs[a, b]).get(column)
 
-    def outside(self, a: int, b: int) -> str:
-        """The first column, in causal order, in which two are further apart than they may be; empty if they agree."""
-        differences = self.of(a, b)
-        return next((c for c in COLUMNS if c in differences and not differences[c].ratio <= 1), "")
+    def apart(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
+        """Pairs that are further apart than they may be, the worst first."""
+        pairs = combinations(self.nodes(column) if among is None else among, 2)
+        found = [(d.ratio, pair) for pair in pairs if (d := self.of(*pair, column)) and not d.ratio <= 1]
+        return [pair for _, pair in sorted(found, reverse=True)]
 
-    def apart(self) -> list[Pair]:
-        return [pair for pair in combinations([ORACLE, *self.compared], 2) if self.outside(*pair)]
-
-    def known(self, pair: Pair) -> int:
-        """How many of the two are known to differ."""
-        return sum(n != ORACLE and self.members[n].state == "expected_difference" for n in pair)
-
-    def families(self) -> tuple[tuple[int, ...], ...]:
+    def families(self, column: str) -> Families:
         """Everybody with all those whom they agree with, directly or through others; the oracle's family first."""
-        rest, families = [ORACLE, *self.compared], []
+        apart = set(self.apart(column))
+        rest, families = self.nodes(column), []
         while rest:
             family = [rest.pop(0)]
             for member in family:
-                near = [other for other in rest if not self.outside(member, other)]
+                near = [n for n in rest if (min(member, n), max(member, n)) not in apart]
                 family += near
-                rest = [other for other in rest if other not in near]
+                rest = [n for n in rest if n not in near]
             families.append(tuple(sorted(family)))
         return tuple(families)
 
+    def known(self, pair: Pair) -> bool:
+        """Whether one of the two is known to differ."""
+        return any(n != ORACLE and self.members[n].state == "expected_difference" for n in pair)
+
+    def name(self, number: int) -> str:
+        return "the oracle" if number == ORACLE else str(self.members[number])
+
     def names(self, numbers: Sequence[int]) -> str:
-        """Members by backend: ``deepspeed dp2, dp4 and fsdp2 dp2``."""
+        """Members by backend: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
         layouts: dict[str, list[str]] = {}
         for number in numbers:
             layouts.setdefault(self.members[number].backend, []).append(self.members[number].layout)
-        parts = [
-            f"{backend} {', '.join(held)}" if len(held) <= LISTED else f"{len(held)} layouts of {backend}"
-            for backend, held in layouts.items()
-        ]
-        return " and ".join(parts)
+        parts = []
+        for backend, held in layouts.items():
+            if len(held) > LISTED:
+                parts.append(f"{len(held)} layouts of {backend}")
+            else:
+                parts.append(f"{backend} {held[0]}" if len(held) == 1 else f"{backend} ({', '.join(held)})")
+        return _listed(parts)
 
 
-def _sentences(table: _Table, families: Sequence[Sequence[int]], missing: Sequence[Member]) -> list[str]:
-    home = [number for number in families[0] if number != ORACLE]
+def _sentences(table: _Table) -> list[str]:
+    compared = [number for number, member in enumerate(table.members) if not member.problem]
+    disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
+    for column in COLUMNS:
+        if table.apart(column):
+            disputed.setdefault(table.families(column), []).append(column)
+    agreed = [column for column in COLUMNS if not table.apart(column)]
     said = []
-    if len(table.compared) > 1 and not table.apart():
-        said.append(_all_agree(table, home))
-    elif len(home) > 1:
-        said.append(f"{table.names(home)} {_agree(table, families[0])} with each other and with the oracle.")
-    elif home:
-        said.append(f"{table.names(home)} agrees with the oracle.")
-    alone = [family[0] for family in families[1:] if len(family) == 1]
-    if len(alone) > 1 and len(alone) == len(table.compared):
-        said.append("No two agree.")
-    said += [_family(table, family, home) for family in families[1:]]
-    said += [text for family in families if (text := _within(table, family))]
-    for number in home:
+    if not disputed and len(compared) > 1:
+        said.append(_all_agree(table, compared))
+    elif not disputed and compared:
+        said.append(f"{table.names(compared)} agrees with the oracle.")
+    elif compared and agreed:
+        said.append(f"All agree in {_listed(agreed)}.")
+    for families, columns in disputed.items():
+        said += _dispute(table, families, columns)
+    for number in compared:
         member = table.members[number]
-        if member.elsewhere and not table.outside(ORACLE, number):
+        if member.elsewhere and not any((ORACLE, number) in table.apart(column) for column in COLUMNS):
             said.append(f"{member} differs from the oracle in what is not set side by side here: {member.elsewhere}.")
-    for problem in dict.fromkeys(member.problem for member in missing):
+    for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
         said.append(f"Not compared: {table.names(whose)}, {problem}")
     return said
 
 
-def _all_agree(table: _Table, home: Sequence[int]) -> str:
-    worst = [
-        (difference, column, pair) for pair in combinations(home, 2) for column, difference in table.of(*pair).items()
+def _all_agree(table: _Table, compared: Sequence[int]) -> str:
+    found = [
+        (difference.ratio, column, difference, pair)
+        for pair in combinations(compared, 2)
+        for column in COLUMNS
+        if (difference := table.of(*pair, column))
     ]
-    difference, column, (a, b) = max(worst, key=lambda found: found[0].ratio)
-    count = "Both" if len(home) == 2 else f"All {len(home)}"
+    ratio, column, difference, (a, b) = max(found, key=lambda one: one[0])
+    count = "Both" if len(compared) == 2 else f"All {len(compared)}"
     return (
-        f"{count} agree with the oracle and with each other. Furthest apart are {table.members[a]} and "
-        f"{table.members[b]}: {column} {difference.observed:.1e}, {difference.ratio:.2g} of what the two may show."
+        f"{count} agree with the oracle and with each other. Furthest apart are {table.name(a)} and {table.name(b)}: "
+        f"{column} {difference.observed:.1e}, {ratio:.2g} of what the two may show."
     )
 
 
-def _family(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
-    """Members that are not with the oracle: how far from it, how near each other, and what that points at."""
-    column = min((table.outside(ORACLE, number) for number in family), key=COLUMNS.index)
-    off = max(table.of(ORACLE, number)[column].observed for number in family)
-    names = table.names(family)
-    known = all(table.members[number].state == "expected_difference" for number in family)
-    others = [number for number in table.compared if number not in family]
-    if len(family) == 1:
-        near = [d.observed for other in others if (d := table.of(family[0], other).get(column))]
-        nearest = f" and {min(near):.1e} or more from every other" if near else ""
-        text = f"{names} stands alone: {column} {off:.1e} from the oracle{nearest}"
-        advice = f"look first at {names}"
+def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[str]:
+    """What is said of columns in which not all agree. The numbers are those of the first column."""
+    column = columns[0]
+    home = [number for number in families[0] if number != ORACLE]
+    agree = {
+        family: "agree in part" if table.apart(column, family) else "agree" for family in families if len(family) > 1
+    }
+    if len(home) > 1:
+        first = f"{table.names(home)} {agree[families[0]]} with each other and with the oracle."
     else:
-        near = max(d.observed for pair in combinations(family, 2) if (d := table.of(*pair).get(column)))
-        agree = f"{names} {_agree(table, family)} with each other and not with the oracle"
-        text = f"{agree}: {column} {near:.1e} apart, {off:.1e} from it"
-        backends = list(dict.fromkeys(table.members[number].backend for number in family))
-        if len(backends) == 1:
-            advice = f"look first at {backends[0]}"
-        elif others:
-            advice = f"look first at what only they share, and not {table.names(home or others)}"
-        else:
-            advice = "look first at the oracle, the scenario, and the libraries that they share"
-    return f"{text}; {'a known difference' if known else advice}."
+        first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
+    said = [f"In {_listed(columns)}, {first}"]
+    for family in families[1:]:
+        off = _largest(table, [(ORACLE, number) for number in family], column)
+        text, advice = f"{table.names(family)} stands alone: {column} {off} from the oracle", table.names(family)
+        if len(family) > 1:
+            near = _largest(table, list(combinations(family, 2)), column)
+            text = f"{table.names(family)} {agree[family]} with each other and not with the oracle: {column} {near} "
+            text += f"apart, {off} from it"
+            advice = _shared(table, family, home)
+        known = all(table.members[number].state == "expected_difference" for number in family)
+        said.append(f"{text}; {'a known difference' if known else f'look first at {advice}'}.")
+    for family in families:
+        if within := table.apart(column, family):
+            (a, b), far = within[0], _largest(table, within[:1], column)
+            said.append(f"Yet {table.name(b)} and {table.name(a)} are further apart than they may be: {column} {far}.")
+    return said
 
 
-def _agree(table: _Table, family: Sequence[int]) -> str:
-    return "agree in part" if _apart_within(table, family) else "agree"
+def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
+    """Where to look for what several members do alike, and the oracle does not."""
+    backends = list(dict.fromkeys(table.members[number].backend for number in family))
+    if len(backends) == 1:
+        return backends[0]
+    if home:
+        return f"what only they share, and not {table.names(home)}"
+    return "the oracle, the scenario, and the libraries that they share"
 
 
-def _apart_within(table: _Table, family: Sequence[int]) -> list[Pair]:
-    """Pairs of a family that do not agree directly, only through others."""
-    return [pair for pair in combinations(family, 2) if table.outside(*pair)]
+def _largest(table: _Table, pairs: Sequence[Pair], column: str) -> str:
+    return f"{max((d.observed for pair in pairs if (d := table.of(*pair, column))), default=0.0):.1e}"
 
 
-def _within(table: _Table, family: Sequence[int]) -> str:
-    """The worst two of a family that do not agree directly; empty if all do."""
-    worst = max(
-        ((table.of(*p)[column], column, p) for p in _apart_within(table, family) for column in table.of(*p)),
-        key=lambda found: found[0].ratio,
-        default=None,
-    )
-    if worst is None:
-        return ""
-    difference, column, (a, b) = worst
-    first = "the oracle" if a == ORACLE else str(table.members[a])
-    return (
-        f"Yet {table.members[b]} and {first} are further apart than they may be: {column} {difference.observed:.1e}, "
-        f"{difference.ratio:.2g} times what is allowed."
-    )
+def _listed(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.agreement import Member, agreement
+from conformance.agreement import ORACLE, Member, agreement
 from conformance.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.record import Record, RecordError, read_lines, read_record
 from conformance.results import Entry, read_results, replace_json
@@ -68,7 +68,10 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
         "group": name,
         "state": found.state,
         "text": found.text,
-        "families": [["oracle" if n < 0 else cells[n] for n in family] for family in found.families],
+        "families": {
+            column: [["oracle" if n == ORACLE else cells[n] for n in family] for family in families]
+            for column, families in found.families.items()
+        },
         "members": [
             {
                 "cell": cell,

@@ -16,6 +16,7 @@ from side_sample import GROUP, MEMBERS, NAMES, STEPS, Change, Tensors, Values, c
 
 from conformance import cli
 from conformance.compare import floor_of
+from conformance.pairs import COLUMNS
 from conformance.record import read_record
 from conformance.side_by_side import write_side_by_side
 from conformance.tolerance import EXACT
@@ -61,7 +62,7 @@ def pair_of(group: dict[str, Any], one: str, other: str) -> dict[str, Any]:
 def test_members_that_agree_are_one_family_with_the_oracle(sample: Path) -> None:
     group = group_of(sample)
     assert (group["group"], group["state"]) == (GROUP, "conforms")
-    assert group["families"] == [["oracle", *map(cell_id, MEMBERS)]]
+    assert group["families"] == {column: [["oracle", *map(cell_id, MEMBERS)]] for column in COLUMNS}
     assert group["text"].startswith("All 4 agree with the oracle and with each other. Furthest apart are ")
     assert len(group["pairs"]) == 6
     for pair in group["pairs"]:
@@ -86,11 +87,14 @@ def test_the_difference_of_a_pair_is_the_norm_of_the_difference_in_units_of_the_
 def test_one_wrong_member_is_named_as_the_outlier(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", {DEEPSPEED: WRONG}))
     assert group["state"] == "differs"
-    assert group["families"] == [["oracle", *map(cell_id, (FSDP2, FSDP2_TP, MEGATRON))], [cell_id(DEEPSPEED)]]
-    assert "fsdp2 dp2, dp2.tp2 and megatron tp2 agree with each other and with the oracle." in group["text"]
-    assert (
-        "deepspeed dp2 stands alone: gradients 1.0e-02 from the oracle and 1.0e-02 or more from every other; look "
-        "first at deepspeed dp2." in group["text"]
+    assert group["families"]["gradients"] == [
+        ["oracle", *map(cell_id, (FSDP2, FSDP2_TP, MEGATRON))],
+        [cell_id(DEEPSPEED)],
+    ]
+    assert group["text"] == (
+        "All agree in loss, gradient norm and update. In gradients, fsdp2 (dp2, dp2.tp2) and megatron tp2 agree with "
+        "each other and with the oracle. deepspeed dp2 stands alone: gradients 1.0e-02 from the oracle; look first at "
+        "deepspeed dp2."
     )
     for member in (FSDP2, FSDP2_TP, MEGATRON):
         worst = pair_of(group, DEEPSPEED, member)["gradients"]
@@ -101,7 +105,7 @@ def test_one_wrong_member_is_named_as_the_outlier(tmp_path: Path) -> None:
 def test_layouts_of_one_backend_that_are_wrong_alike_point_at_the_backend(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", {FSDP2: WRONG, FSDP2_TP: WRONG}))
     assert re.search(
-        r"fsdp2 dp2, dp2\.tp2 agree with each other and not with the oracle: gradients \S+e-15 apart, 1\.0e-02 from "
+        r"fsdp2 \(dp2, dp2\.tp2\) agree with each other and not with the oracle: gradients \S+e-15 apart, 1\.0e-02 from "
         r"it; look first at fsdp2\.",
         group["text"],
     )
@@ -116,25 +120,43 @@ def test_backends_that_are_wrong_alike_point_at_what_they_share(tmp_path: Path) 
 def test_when_all_agree_with_each_other_and_not_with_the_oracle_the_oracle_is_suspected(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", dict.fromkeys(MEMBERS, WRONG)))
     assert group["state"] == "differs"
-    assert group["families"] == [["oracle"], list(map(cell_id, MEMBERS))]
+    assert group["families"]["gradients"] == [["oracle"], list(map(cell_id, MEMBERS))]
     assert re.search(r"gradients \S+e-15 apart, 1\.0e-02 from it; look first at the oracle, the scen", group["text"])
     for one, other in combinations(MEMBERS, 2):
         assert pair_of(group, one, other)["gradients"]["ratio"] < 0.01
 
 
+def test_every_column_has_families_of_its_own(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        WRONG(step, values, tensors)
+        if step == 0:
+            values["loss"] *= 1.001
+
+    text = group_of(write_run(tmp_path / "out", {DEEPSPEED: change, FSDP2: WRONG}))["text"]
+    assert text.startswith(
+        "All agree in gradient norm and update. In loss, fsdp2 (dp2, dp2.tp2) and megatron tp2 agree"
+    )
+    assert "deepspeed dp2 stands alone: loss 1.0e-03 from the oracle; look first at deepspeed dp2." in text
+    assert (
+        "In gradients, fsdp2 dp2.tp2 and megatron tp2 agree with each other and with the oracle. deepspeed dp2 and f"
+        in text
+    )
+
+
 def test_when_no_two_agree_that_is_said(tmp_path: Path) -> None:
     changes = {member: scaled(GRADIENT, 1 + 0.01 * n) for n, member in enumerate(MEMBERS, start=1)}
     group = group_of(write_run(tmp_path / "out", changes))
-    assert "No two agree." in group["text"]
-    assert len(group["families"]) == 5
+    assert "In gradients, none agrees with the oracle. deepspeed dp2 stands alone: gradients 1.0e-02" in group["text"]
+    assert group["text"].count("stands alone") == 4
+    assert len(group["families"]["gradients"]) == 5
 
 
 def test_two_that_agree_through_others_only_are_said_to_be_too_far_apart(tmp_path: Path) -> None:
     changes = {DEEPSPEED: scaled(GRADIENT, 1 + 1.5 * EXACT), MEGATRON: scaled(GRADIENT, 1 - 0.9 * EXACT)}
     group = group_of(write_run(tmp_path / "out", changes))
-    assert (len(group["families"]), group["state"]) == (1, "differs")
-    everybody = "deepspeed dp2 and fsdp2 dp2, dp2.tp2 and megatron tp2"
-    assert group["text"].startswith(f"{everybody} agree in part with each other and with the oracle. Yet ")
+    assert (len(group["families"]["gradients"]), group["state"]) == (1, "differs")
+    everybody = "deepspeed dp2, fsdp2 (dp2, dp2.tp2) and megatron tp2"
+    assert f"In gradients, {everybody} agree in part with each other and with the oracle. Yet " in group["text"]
     assert "Yet deepspeed dp2 and the oracle are further apart than they may be: gradients 1.5e-11" in group["text"]
 
 
@@ -237,7 +259,7 @@ def test_where_tensors_are_missing_that_is_said_and_nothing_is_guessed(out: Path
     )
     assert list(pair_of(group, DEEPSPEED, FSDP2)) == ["loss", "gradient norm"]
     assert list(pair_of(group, FSDP2_TP, FSDP2)) == ["loss", "gradient norm", "gradients", "update"]
-    assert group["families"] == [["oracle", *map(cell_id, (FSDP2, FSDP2_TP, MEGATRON))]]
+    assert group["families"]["gradients"] == [["oracle", *map(cell_id, (FSDP2, FSDP2_TP, MEGATRON))]]
 
 
 def test_without_the_oracles_tensors_no_gradients_are_compared(out: Path) -> None:
