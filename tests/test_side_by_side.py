@@ -105,8 +105,8 @@ def test_one_wrong_member_is_named_as_the_outlier(tmp_path: Path) -> None:
 def test_layouts_of_one_backend_that_are_wrong_alike_point_at_the_backend(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", {FSDP2: WRONG, FSDP2_TP: WRONG}))
     assert re.search(
-        r"fsdp2 \(dp2, dp2\.tp2\) agree with each other and not with the oracle: gradients \S+e-15 apart, 1\.0e-02 from "
-        r"it; look first at fsdp2\.",
+        r"fsdp2 \(dp2, dp2\.tp2\) agree with each other and not with the oracle: gradients \S+e-15 apart, 1\.0e-02 "
+        r"from it; look first at fsdp2\.",
         group["text"],
     )
 
