@@ -5,7 +5,7 @@ One member alone points at that member, several layouts of one backend at the ba
 each other and not with the oracle at the oracle, the scenario, or a library that they share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -85,6 +85,11 @@ class _Table:
         found = [(d.ratio, pair) for pair in pairs if (d := self.of(*pair, column)) and not d.ratio <= 1]
         return [pair for _, pair in sorted(found, reverse=True)]
 
+    def since(self, column: str) -> int:
+        """The first step at which two of a column are further apart than they may be."""
+        seen = [self.of(*pair, column) for pair in self.apart(column)]
+        return min(d.since for d in seen if d and d.since is not None)
+
     def families(self, column: str) -> Families:
         """Everybody with all those whom they agree with, directly or through others; the oracle's family first."""
         apart = set(self.apart(column))
@@ -121,11 +126,10 @@ class _Table:
 
 def _sentences(table: _Table) -> list[str]:
     compared = [number for number, member in enumerate(table.members) if not member.problem]
-    disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
-    for column in COLUMNS:
-        if table.apart(column):
-            disputed.setdefault(table.families(column), []).append(column)
     agreed = [column for column in COLUMNS if not table.apart(column)]
+    disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
+    for column in sorted(set(COLUMNS) - set(agreed), key=lambda one: (table.since(one), COLUMNS.index(one))):
+        disputed.setdefault(table.families(column), []).append(column)
     said = []
     if not disputed and len(compared) > 1:
         said.append(_all_agree(table, compared))
@@ -161,32 +165,44 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
 
 
 def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[str]:
-    """What is said of columns in which not all agree. The numbers are those of the first column."""
+    """What is said of columns in which not all agree, the earliest first. The numbers are those of the earliest."""
     column = columns[0]
     home = [number for number in families[0] if number != ORACLE]
-    agree = {
-        family: "agree in part" if table.apart(column, family) else "agree" for family in families if len(family) > 1
-    }
     if len(home) > 1:
-        first = f"{table.names(home)} {agree[families[0]]} with each other and with the oracle."
+        first = f"{table.names(home)} {_agree(table, families[0], column)} with each other and with the oracle."
     else:
         first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
-    said = [f"In {_listed(columns)}, {first}"]
+    since = [f" (from step {step})" if (step := table.since(c)) else "" for c in columns]
+    said = [f"In {_listed([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
+    alone: dict[str, list[int]] = {}
     for family in families[1:]:
-        off = _largest(table, [(ORACLE, number) for number in family], column)
-        text, advice = f"{table.names(family)} stands alone: {column} {off} from the oracle", table.names(family)
-        if len(family) > 1:
-            near = _largest(table, list(combinations(family, 2)), column)
-            text = f"{table.names(family)} {agree[family]} with each other and not with the oracle: {column} {near} "
-            text += f"apart, {off} from it"
-            advice = _shared(table, family, home)
-        known = all(table.members[number].state == "expected_difference" for number in family)
-        said.append(f"{text}; {'a known difference' if known else f'look first at {advice}'}.")
+        if len(family) == 1:
+            alone.setdefault(table.members[family[0]].backend, []).append(family[0])
+        else:
+            near = _largest(table, combinations(family, 2), column)
+            text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle: "
+            text += f"{column} {near} apart, {_off(table, family, column)} from it"
+            said.append(f"{text}; {_advice(table, family, _shared(table, family, home))}.")
+    for backend, members in alone.items():
+        stands = "stands alone" if len(members) == 1 else "stand alone, each of them"
+        text = f"{table.names(members)} {stands}: {column} {_off(table, members, column)} from the oracle"
+        advice = _advice(table, members, backend if len(members) > 1 else table.names(members))
+        nobody = table.nodes(column) == [ORACLE, *members] and len(members) == 1
+        said.append(f"{text}; {'there is nobody to compare it with' if nobody else advice}.")
     for family in families:
         if within := table.apart(column, family):
             (a, b), far = within[0], _largest(table, within[:1], column)
             said.append(f"Yet {table.name(b)} and {table.name(a)} are further apart than they may be: {column} {far}.")
     return said
+
+
+def _agree(table: _Table, family: Sequence[int], column: str) -> str:
+    return "agree in part" if table.apart(column, family) else "agree"
+
+
+def _advice(table: _Table, members: Sequence[int], where: str) -> str:
+    known = all(table.members[number].state == "expected_difference" for number in members)
+    return "a known difference" if known else f"look first at {where}"
 
 
 def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
@@ -199,7 +215,11 @@ def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
     return "the oracle, the scenario, and the libraries that they share"
 
 
-def _largest(table: _Table, pairs: Sequence[Pair], column: str) -> str:
+def _off(table: _Table, members: Sequence[int], column: str) -> str:
+    return _largest(table, [(ORACLE, number) for number in members], column)
+
+
+def _largest(table: _Table, pairs: Iterable[Pair], column: str) -> str:
     return f"{max((d.observed for pair in pairs if (d := table.of(*pair, column))), default=0.0):.1e}"
 
 

@@ -27,12 +27,16 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The worst of one column, of a record against the oracle or of two records, and where it was seen."""
+    """The worst of one column, of a record against the oracle or of two records, and where it was seen.
+
+    ``since``: the first step at which something of the column is outside; None if nothing is.
+    """
 
     observed: float
     allowed: float
     tensor: str
     step: int
+    since: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -149,15 +153,17 @@ class _Worst:
         self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
         self.observed, self.allowed = torch.zeros_like(self.ratio), torch.zeros_like(self.ratio)
         self.at = torch.zeros_like(self.ratio, dtype=torch.long)
+        self.since = torch.full_like(self.at, -1)
         self.places: list[tuple[str, int]] = []
 
     def see(self, apart: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
-        """Take note of the distances in one tensor at one step."""
+        """Take note of the distances in one tensor at one step; steps come in order."""
         over = apart / allowed if allowed else torch.full_like(apart, math.inf)
         ratio = torch.where(apart > 0, over, apart)  # 0 and -1 are what they are, whatever is allowed
         worse = ratio > self.ratio
         self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], apart[worse], allowed
         self.at[worse] = len(self.places)
+        self.since[(ratio > 1) & (self.since < 0)] = step
         self.places.append((tensor, step))
 
     def leave_out(self, member: int) -> None:
@@ -168,8 +174,13 @@ class _Worst:
         if self.ratio[pair] < 0:
             return None
         tensor, step = self.places[int(self.at[pair])]
-        observed, allowed = self.observed[pair].item(), self.allowed[pair].item()
-        return Difference(observed=observed, allowed=allowed, tensor=tensor, step=step)
+        return Difference(
+            observed=self.observed[pair].item(),
+            allowed=self.allowed[pair].item(),
+            tensor=tensor,
+            step=step,
+            since=since if (since := int(self.since[pair])) >= 0 else None,
+        )
 
 
 def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:

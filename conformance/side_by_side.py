@@ -5,8 +5,9 @@ GPU, no backend and no ranks. Whoever has no complete record is listed with the 
 would need one.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,18 @@ def _read(path: Path) -> _Observed:
 
 
 def _member(entry: Entry, observed: _Observed) -> Member:
-    worst: dict[str, Difference] = {}
+    found: dict[str, list[Difference]] = defaultdict(list)
     for q in entry.verdict.quantities:
-        column = column_of(q["stage"], q["tensor"])
-        one = Difference(observed=q["observed"], allowed=q["allowed"], tensor=q["tensor"], step=q["step"])
-        if column and (column not in worst or one.ratio > worst[column].ratio):
-            worst[column] = one
+        if column := column_of(q["stage"], q["tensor"]):
+            one = Difference(observed=q["observed"], allowed=q["allowed"], tensor=q["tensor"], step=q["step"])
+            found[column].append(one)
+    worst = {
+        column: replace(
+            max(differences, key=lambda one: one.ratio),
+            since=min((one.step for one in differences if one.ratio > 1), default=None),
+        )
+        for column, differences in found.items()
+    }
     return Member(
         backend=entry.details["backend"],
         layout=entry.details["layout"],

@@ -153,10 +153,6 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
             lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
         squares = [_square(group.apart(column)) for column in COLUMNS]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
-        lines += [
-            "",
-            "Largest relative error against the oracle, or difference of two; in brackets, of what is allowed.",
-        ]
         if group.outside:
             lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
             lines += ["| :-- | :-- | --: | --: | --: | --: |"]

@@ -147,7 +147,10 @@ def test_when_no_two_agree_that_is_said(tmp_path: Path) -> None:
     changes = {member: scaled(GRADIENT, 1 + 0.01 * n) for n, member in enumerate(MEMBERS, start=1)}
     group = group_of(write_run(tmp_path / "out", changes))
     assert "In gradients, none agrees with the oracle. deepspeed dp2 stands alone: gradients 1.0e-02" in group["text"]
-    assert group["text"].count("stands alone") == 4
+    assert (
+        "fsdp2 (dp2, dp2.tp2) stand alone, each of them: gradients 3.0e-02 from the oracle; look first at fsdp2."
+        in (group["text"])
+    )
     assert len(group["families"]["gradients"]) == 5
 
 
@@ -174,6 +177,26 @@ def test_updates_are_compared_at_every_step(tmp_path: Path, tensor: str, at: int
     group = group_of(write_run(tmp_path / "out", {MEGATRON: scaled(tensor, 1.01, at=at)}))
     assert f"megatron tp2 stands alone: {column}" in group["text"]
     assert pair_of(group, MEGATRON, FSDP2)[column]["step"] == at
+
+
+def test_an_update_is_how_far_a_weight_moved_and_not_where_it_is(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        tensors[f"weight/{NAMES[0]}"] += 0.01  # as loaded, and ever after
+
+    group = group_of(write_run(tmp_path / "out", {MEGATRON: change}))
+    assert pair_of(group, MEGATRON, FSDP2)["update"]["ratio"] < 0.01
+    assert "megatron tp2 differs from the oracle in what is not set side by side here: weights." in group["text"]
+
+
+def test_what_differs_first_is_told_first(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        WRONG(step, values, tensors)
+        if step > 0:
+            values["loss"] *= 1.5
+
+    text = group_of(write_run(tmp_path / "out", {MEGATRON: change}))["text"]
+    assert "In gradients and loss (from step 1), deepspeed dp2" in text
+    assert "megatron tp2 stands alone: gradients 1.0e-02 from the oracle" in text
 
 
 @pytest.mark.parametrize(("key", "column"), [("loss", "loss"), ("grad_norm", "gradient norm")])
@@ -245,6 +268,15 @@ def test_a_known_difference_is_expected_here_too(out: Path) -> None:
 
 
 # What is not there
+
+
+def test_one_that_is_left_is_not_called_an_outlier(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", {DEEPSPEED: WRONG}, members=(DEEPSPEED, FSDP2))
+    shutil.rmtree(out / "cells" / "02" / "record")
+    write_side_by_side(out)
+    text = group_of(out)["text"]
+    assert "deepspeed dp2 stands alone: gradients 1.0e-02 from the oracle; there is nobody to compare it with." in text
+    assert "Not compared: fsdp2 dp2" in text
 
 
 def test_where_tensors_are_missing_that_is_said_and_nothing_is_guessed(out: Path) -> None:
