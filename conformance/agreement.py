@@ -2,7 +2,7 @@
 
 Serves claim 1 across backends. A cell's verdict says that it differs from the oracle; this says who differs with it.
 One member alone points at that member, several layouts of one backend at the backend, several backends that agree with
-each other and not with the oracle at the oracle, the scenario, or a library that they share.
+each other and not with the oracle at the oracle, the scenario, or code that they share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -212,7 +212,7 @@ def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
         return backends[0]
     if home:
         return f"what only they share, and not {table.names(home)}"
-    return "the oracle, the scenario, and the libraries that they share"
+    return "the oracle, the scenario, and the code that they share"
 
 
 def _off(table: _Table, members: Sequence[int], column: str) -> str:
