@@ -321,6 +321,15 @@ def test_a_comparison_of_other_records_is_not_believed(out: Path) -> None:
     assert "This comparison is not of" in write_markdown(out).read_text()
 
 
+def test_a_record_that_was_damaged_since_is_not_shown_as_agreeing(out: Path) -> None:
+    record = out / "cells" / "04" / "record" / "record.jsonl"
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:-1]))
+    text = section(out)
+    assert "This comparison is not of the verdicts and records that lie here now" in text
+    assert "not all compared" in text
+    assert "0 of 1 group agree" in (out / "report.html").read_text(encoding="utf-8")
+
+
 def _edited(group: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
     return [{**member, **changes} for member in group["members"]]
 
