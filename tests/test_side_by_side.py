@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chromium import Browser, find_chromium
-from report_sample import edit
+from report_sample import edit, set_state
 from side_sample import GROUP, MEMBERS, NAMES, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
 
 from conformance import cli
@@ -194,7 +194,9 @@ def test_what_differs_first_is_told_first(tmp_path: Path) -> None:
         if step > 0:
             values["loss"] *= 1.5
 
-    text = group_of(write_run(tmp_path / "out", {MEGATRON: change}))["text"]
+    group = group_of(write_run(tmp_path / "out", {MEGATRON: change}))
+    text = group["text"]
+    assert [pair_of(group, MEGATRON, FSDP2)[column]["since"] for column in COLUMNS] == [1, 0, None, None]
     assert "In gradients and loss (from step 1), deepspeed dp2" in text
     assert "megatron tp2 stands alone: gradients 1.0e-02 from the oracle" in text
 
@@ -328,6 +330,11 @@ def test_a_record_that_was_damaged_since_is_not_shown_as_agreeing(out: Path) -> 
     assert "This comparison is not of the verdicts and records that lie here now" in text
     assert "not all compared" in text
     assert "0 of 1 group agree" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_verdict_that_was_changed_since_is_not_shown_as_agreeing(out: Path) -> None:
+    set_state(out, cell_id(MEGATRON), "not_run")
+    assert "This comparison is not of the verdicts and records that lie here now" in section(out)
 
 
 def _edited(group: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
