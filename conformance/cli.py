@@ -1,4 +1,4 @@
-"""The command line: parity list | run | judge | report | doctor.
+"""The command line: parity list | run | judge | report | compare | doctor.
 
 Exit codes: 0 all cells conform (or differ as expected), 1 a cell differs, 2 wrong usage, 3 incomplete (infrastructure
 failure, or nothing could be judged).
@@ -24,6 +24,7 @@ from conformance.judge import STATES
 from conformance.matrix import Selection, load_profile, profile_names, select_cells
 from conformance.results import SUMMARY, dumps, read_results, rejudge
 from conformance.session import Result, Session, SessionConfig
+from conformance.side_by_side import write_side_by_side
 
 EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
 SYMBOLS = dict(zip(STATES, ("ok", "DIFFERS", "unsupported", "expected", "INFRASTRUCTURE", "not run"), strict=True))
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|doctor")
+    commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|compare|doctor")
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_selection(listing)
@@ -74,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("out", type=Path)
     report.add_argument("--json", action="store_true")
     report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="print the backends of an earlier run side by side, as Markdown")
+    compare.add_argument("out", type=Path)
+    compare.add_argument("--json", action="store_true")
+    compare.set_defaults(command=_compare)
 
     check = commands.add_parser("doctor", help="check this machine and what is installed")
     check.add_argument("--json", action="store_true")
@@ -148,6 +154,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise
     except KeyboardInterrupt:
         print(f"parity: interrupted after {done} of {len(cells)} cells", file=sys.stderr)
+    write_side_by_side(out)
     return _finish(out, as_json=options.json)
 
 
@@ -161,6 +168,7 @@ def _line(done: int, total: int, result: Result) -> str:
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
     rejudge(options.out)
+    write_side_by_side(options.out)
     for entry in read_results(options.out)[1]:
         if entry.verdict.state != "conforms":
             state, reason = SYMBOLS[entry.verdict.state], entry.verdict.reason.partition("\n")[0]
@@ -170,6 +178,18 @@ def _judge(options: argparse.Namespace, _: list[str]) -> int:
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
     return _finish(options.out, as_json=options.json)
+
+
+def _compare(options: argparse.Namespace, _: list[str]) -> int:
+    try:
+        from reports import side_by_side
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; run: pip install 'backend-parity[report]'") from None
+    text = side_by_side.to_markdown(options.out)
+    values = json.loads((options.out / side_by_side.FILE).read_text(encoding="utf-8"))
+    print(dumps(values) if options.json else text)
+    states = {group["state"] for group in values["groups"]}
+    return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
 
 
 def _finish(out: Path, *, as_json: bool) -> int:

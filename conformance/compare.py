@@ -35,7 +35,7 @@ def measure(record: Record, oracle: Record) -> list[Quantity]:
     """
     start, start_ref = record.initial.tensors(), oracle.initial.tensors()
     replicated = Layout.parse(record.header["layout"]).rep > 1
-    quantities = list(_tensors("weights", -1, _named(start, "weight/"), _named(start_ref, "weight/"), fixed=SETTING))
+    quantities = list(_tensors("weights", -1, named(start, "weight/"), named(start_ref, "weight/"), fixed=SETTING))
     for step, reference in zip(record.steps, oracle.steps, strict=False):
         quantities += _step(step, reference, start=start, start_ref=start_ref, replicated=replicated)
     quantities += _gaps(record)
@@ -62,15 +62,15 @@ def _step(
     step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Tensors, replicated: bool
 ) -> Iterator[Quantity]:
     number, tensors, reference = step.step, step.tensors(), oracle.tensors()
-    logprobs, logprobs_ref = _named(tensors, "logprob/"), _named(reference, "logprob/")
+    logprobs, logprobs_ref = named(tensors, "logprob/"), named(reference, "logprob/")
     if logprobs:
         yield _logprobs(number, logprobs, logprobs_ref)
     yield _scalar(
         "loss", "token_count", number, step.values["token_count"], oracle.values["token_count"], fixed=SETTING
     )
     yield _scalar("loss", "loss", number, step.values["loss"], oracle.values["loss"])
-    gradients = _named(tensors, "gradient/")
-    yield from _tensors("gradients", number, gradients, _named(reference, "gradient/"))
+    gradients = named(tensors, "gradient/")
+    yield from _tensors("gradients", number, gradients, named(reference, "gradient/"))
     replicas = step.values.get("replicas", {"offered": 0, "compared": 0, "differing": []})
     if replicated and replicas["offered"] and not replicas["compared"]:
         yield _infinite("replicas", "the layout has replicas, but no piece is named alike by two ranks", number)
@@ -87,11 +87,11 @@ def _step(
         yield _scalar("gradient norm", "reported against rebuilt", number, reported, rebuilt, fixed=bound)
     yield _scalar("clipped update", "lr", number, step.values["lr"], oracle.values["lr"], fixed=SETTING)
     stage = "clipped update" if number == 0 else "weights after N steps"
-    moved = _moved(_named(tensors, "weight/"), _named(start, "weight/"))
-    yield from _tensors(stage, number, moved, _moved(_named(reference, "weight/"), _named(start_ref, "weight/")))
+    update = movement(named(tensors, "weight/"), named(start, "weight/"))
+    yield from _tensors(stage, number, update, movement(named(reference, "weight/"), named(start_ref, "weight/")))
 
 
-def _moved(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
+def movement(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
     """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
     return {name: weight.double() - start[name].double() for name, weight in weights.items() if name in start}
 
@@ -99,8 +99,7 @@ def _moved(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
 def _tensors(
     stage: str, step: int, tensors: Tensors, reference: Tensors, *, fixed: float | None = None
 ) -> Iterator[Quantity]:
-    squares = [t.double().square().sum().item() for t in reference.values()]
-    floor = FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
+    floor = floor_of(reference)
     for name, ref in reference.items():
         if name not in tensors:
             yield _infinite(stage, f"{name} (missing)", step)
@@ -111,6 +110,12 @@ def _tensors(
             yield _tensor(stage, name, step, tensors[name], ref, floor=floor, fixed=fixed)
     for name in tensors.keys() - reference.keys():
         yield _infinite(stage, f"{name} (unexpected)", step)
+
+
+def floor_of(reference: Tensors) -> float:
+    """The least norm that an error of these tensors is relative to."""
+    squares = [t.double().square().sum().item() for t in reference.values()]
+    return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
 
 
 def _tensor(
@@ -173,5 +178,6 @@ def _finite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _named(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+def named(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of one kind (``gradient/``, ``weight/``, ``logprob/``), by name without it."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -116,8 +116,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def merge(out: Path) -> dict[str, Any]:
-    """Write ``summary.json`` anew from the verdicts of all cells that it lists, whoever wrote them, and return it."""
+    """Write ``summary.json`` anew from the verdicts of all cells that it lists, whoever wrote them, and return it.
+
+    Only now is there a record of every cell, so backends are compared with each other here.
+    """
     from conformance.results import SUMMARY, read_results, write_summary
+    from conformance.side_by_side import write_side_by_side
 
     run, entries = read_results(out)
     now = datetime.now(UTC)
@@ -125,6 +129,7 @@ def merge(out: Path) -> dict[str, Any]:
         run["finished"] = now.isoformat(timespec="seconds")
     run["seconds"] = round((now - datetime.fromisoformat(run["started"])).total_seconds(), 2)
     write_summary(out, run, entries)
+    write_side_by_side(out)
     summary: dict[str, Any] = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     return summary
 

@@ -8,6 +8,7 @@ Tensor names in a step's file: ``gradient/NAME`` (unclipped), ``weight/NAME`` (a
 -1, written before the first step, holds only the weights as loaded.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from conformance.digest import record_digest
@@ -53,6 +54,11 @@ class StepRecord:
         """All tensors of the step, on the CPU, in the dtype in which they were observed."""
         tensors: dict[str, torch.Tensor] = load_file(self.path)
         return tensors
+
+    def open(self) -> contextlib.AbstractContextManager[Any]:
+        """The step's file as safetensors opens it: names with ``keys()``, one tensor with ``get_tensor(name)``."""
+        handle: contextlib.AbstractContextManager[Any] = safe_open(self.path, framework="pt")
+        return handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +107,20 @@ def read_record(path: Path) -> Record:
 
     Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
     """
+    values = read_lines(path)
+    steps = [_read_step(path, value) for value in values[1:-1]]
+    if [s.step for s in steps] != list(range(-1, values[-1]["steps"])):
+        raise DigestMismatch(
+            f"{path / FILE} names steps {[s.step for s in steps]}, its footer {values[-1]['steps']}; run the cell again"
+        )
+    return Record(path=path, header=values[0], initial=steps[0], steps=tuple(steps[1:]), footer=values[-1])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read and verify the lines of the record in folder ``path``: header, steps, footer. Its tensors are not looked at.
+
+    Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
+    """
     file = path / FILE
     if not file.is_file():
         raise RecordError(f"{path} holds no {FILE}: this is not a record, or its cell ended before it wrote anything")
@@ -130,12 +150,7 @@ def read_record(path: Path) -> Record:
         )
     if record_digest(b"".join(lines[:-1]), values[-1]) != values[-1].get("sha256"):
         raise DigestMismatch(f"{file} does not match its own digest: it was edited; run the cell again")
-    steps = [_read_step(path, value) for value in values[1:-1]]
-    if [s.step for s in steps] != list(range(-1, values[-1]["steps"])):
-        raise DigestMismatch(
-            f"{file} names steps {[s.step for s in steps]}, its footer {values[-1]['steps']}; run the cell again"
-        )
-    return Record(path=path, header=values[0], initial=steps[0], steps=tuple(steps[1:]), footer=values[-1])
+    return values
 
 
 def _read_step(folder: Path, values: dict[str, Any]) -> StepRecord:

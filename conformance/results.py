@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import conformance
-from conformance.judge import STATES, Verdict, judge_folder
+from conformance.judge import STATES, Finding, Verdict, judge_folder
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 1
@@ -60,7 +60,7 @@ def write_entry(out: Path, entry: Entry) -> None:
     """Write the ``verdict.json`` of one cell."""
     folder = out / entry.details["folder"]
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / VERDICT, {"schema": SCHEMA, **entry.details, **asdict(entry.verdict)})
+    replace_json(folder / VERDICT, {"schema": SCHEMA, **entry.details, **asdict(entry.verdict)})
 
 
 def write_summary(out: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
@@ -80,7 +80,7 @@ def write_summary(out: Path, run: dict[str, Any], entries: Sequence[Entry]) -> N
     verdicts = [entry.verdict for entry in entries]
     counts = dict.fromkeys(STATES, 0) | Counter(verdict.state for verdict in verdicts)
     head = {"schema": SCHEMA, "suite_version": conformance.__version__, "verdict": overall(verdicts), "counts": counts}
-    _replace(out / SUMMARY, {**run, **head, "cells": cells})
+    replace_json(out / SUMMARY, {**run, **head, "cells": cells})
 
 
 def rejudge(out: Path) -> None:
@@ -118,9 +118,11 @@ def read_results(out: Path) -> tuple[dict[str, Any], list[Entry]]:
         details = _read(out / cell["folder"] / VERDICT)
         del details["schema"]
         try:
-            verdict = Verdict(**{name: details.pop(name) for name in Verdict.__dataclass_fields__})
+            findings = [Finding(**finding) for finding in details.pop("findings")]
+            fields = {name: details.pop(name) for name in Verdict.__dataclass_fields__ if name != "findings"}
         except KeyError as error:
             raise ValueError(f"{out / cell['folder'] / VERDICT} lacks {error}; it was changed") from None
+        verdict = Verdict(**fields, findings=findings)
         entries.append(Entry(details=details, verdict=verdict))
     return run, entries
 
@@ -143,7 +145,7 @@ def dumps(values: dict[str, Any], *, indent: int | None = None) -> str:
     return re.sub(r'("(?:[^"\\]|\\.)*")|\bInfinity\b', lambda match: match[1] or "1e999", text)
 
 
-def _replace(file: Path, values: dict[str, Any]) -> None:
+def replace_json(file: Path, values: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(dumps(values, indent=1), encoding="utf-8")

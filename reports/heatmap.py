@@ -87,11 +87,12 @@ def _square(square: tuple[float, str] | None, wide: bool) -> str:
         return "<td>"
     value, tip = square
     text = ratio(value) if wide else "\N{MULTIPLICATION SIGN}" if value > 1 else ""
-    return f'<td class="h{_class(value)}" data-tip="{escape(tip)}">{escape(text)}'
+    return f'<td class="{shade(value)}" data-tip="{escape(tip)}">{escape(text)}'
 
 
-def _class(value: float) -> int:
-    return 0 if value == 0 else 1 + next(i for i, top in enumerate(CLASSES) if value <= top)
+def shade(value: float) -> str:
+    """The class of the colour of a ratio."""
+    return "h0" if value == 0 else f"h{1 + next(i for i, top in enumerate(CLASSES) if value <= top)}"
 
 
 def _when(step: int | None) -> str:

@@ -19,12 +19,11 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from reports import curves, heatmap, words
+from reports import curves, grid, heatmap, side_by_side, words
 from reports.load import STAGES, STATES, Cell, Quantity, Report, Run, read_report, stage_order
 
 TEMPLATES = Path(__file__).with_name("templates")
 WORST = 15
-CURVES = (("loss", "loss", "loss"), ("gradient norm", "grad_norm", "reported"))  # stage, key of a step, tensor
 STRIP = (-4.0, 4.0)  # exponents of the ratio axis of the stage strip; what lies beyond stands at its end
 COLUMNS = ["cell", "stage", "tensor", "step", "observed", "allowed", "ratio"]
 
@@ -45,6 +44,8 @@ def write_html(out: Path) -> Path:
     environment.globals.update(STATES=STATES, anchor=anchor, explain=words.explain, bar=bar)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     title, text = words.headline(report)
+    groups = side_by_side.read_groups(out, report)
+    cells = {cell.id: cell for cell in report.cells}
     page = environment.get_template("page.html").render(
         report=report,
         title=title,
@@ -53,6 +54,7 @@ def write_html(out: Path) -> Path:
         known=[c for c in report.cells if c.state == "expected_difference"],
         matrix=matrix(report),
         sections=[section(cell) for cell in report.cells],
+        sides=None if groups is None else [grid.side(group, cells) for group in groups],
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -63,9 +65,9 @@ def write_html(out: Path) -> Path:
     return file
 
 
-def anchor(cell: Cell) -> str:
-    """The cell's id as the target of a link; readable, so that it can be typed."""
-    return "cell-" + re.sub(r"[^A-Za-z0-9._/-]", "-", cell.id)
+def anchor(cell: str) -> str:
+    """A cell's id as the target of a link; readable, so that it can be typed."""
+    return "cell-" + re.sub(r"[^A-Za-z0-9._/-]", "-", cell)
 
 
 def matrix(report: Report) -> dict[str, Any]:
@@ -98,10 +100,6 @@ def section(cell: Cell) -> dict[str, Any]:
     """Everything that the section of one cell shows."""
     first = words.first_finding(cell)
     outside = [f for f in cell.findings if first and f.stage == first.stage and f.step == first.step]
-    charts = []
-    for stage, key, tensor in CURVES:
-        charts.append((stage, "per step", curves.value_chart(cell, key, stage)))
-        charts.append((f"{stage}: error", "relative, log axis", curves.error_chart(cell, stage, tensor)))
     maps = [
         ("Gradients", heatmap.heat_map(cell, "gradients")),
         ("Update, first step", heatmap.heat_map(cell, "clipped update")),
@@ -113,8 +111,10 @@ def section(cell: Cell) -> dict[str, Any]:
         "first_stage": sorted(outside, key=lambda f: -f.ratio),
         "later": stage_order(list(dict.fromkeys(f.stage for f in cell.findings if first and f.stage != first.stage))),
         "stages": [(name, cell.stages.get(name)) for name in stage_order([*STAGES, *cell.stages])],
-        "charts": [chart for chart in charts if chart[2]],
-        "zeros": any(q.observed == 0 for stage, _, tensor in CURVES for q in curves.error_points(cell, stage, tensor)),
+        "charts": curves.charts([cell]),
+        "zeros": any(
+            q.observed == 0 for stage, _, tensor in curves.DRAWN for q in curves.error_points(cell, stage, tensor)
+        ),
         "maps": [(title, drawn) for title, drawn in maps if drawn],
         "worst": worst_quantities(cell),
         "config": configuration(cell.run, cell.oracle),

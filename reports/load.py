@@ -79,10 +79,11 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The lines of one record. ``problem`` says why it cannot be trusted; empty for a complete one."""
+    """The lines of one record, and its digest. ``problem`` says why it cannot be trusted; empty for a complete one."""
 
     header: dict[str, Any] = field(default_factory=dict)
     steps: tuple[dict[str, Any], ...] = ()
+    digest: str = ""
     problem: str = ""
 
 
@@ -152,6 +153,10 @@ class Report:
         return {state: sum(c.state == state for c in self.cells) for state in STATES}
 
     @property
+    def several_backends(self) -> bool:
+        return len({c.backend for c in self.cells if c.state != "unsupported"}) > 1
+
+    @property
     def verdict(self) -> str:
         """differs, incomplete or conforms; worked out from the cells, so that no file can claim more than they show."""
         if self.counts["differs"]:
@@ -174,7 +179,7 @@ def read_report(out: Path) -> Report:
             f"{out} holds no summary.json: not the output of `parity run`, or the run was killed before it could write "
             "one; run it again"
         )
-    summary = _read_json(out / "summary.json")
+    summary = read_json(out / "summary.json")
     entries = summary.get("cells")
     if not isinstance(entries, list) or not all(isinstance(e, dict) and {"id", "state"} <= e.keys() for e in entries):
         raise ValueError(f"{out / 'summary.json'} lists no cells: it was not written by `parity run`")
@@ -200,7 +205,7 @@ def stage_order(stages: list[str]) -> list[str]:
 def _read_cell(out: Path, entry: dict[str, Any]) -> Cell:
     folder = _inside(out, out / entry["folder"]) if entry.get("folder") else None
     if folder is not None and (folder / "verdict.json").is_file():
-        verdict = _read_json(folder / "verdict.json")
+        verdict = read_json(folder / "verdict.json")
     elif entry["state"] in ("unsupported", *NO_ANSWER):
         verdict = {"cell": entry["id"], "state": entry["state"]}
     else:
@@ -281,7 +286,7 @@ def _read_run(folder: Path) -> Run:
     elif record_digest(b"".join(lines[:-1]), footer) != footer.get("sha256"):
         problem = "its record does not match its own digest, so it was edited. Run it again."
     header = values[0] if values and values[0].get("type") == "header" else {}
-    return Run(header=header, steps=steps, problem=problem)
+    return Run(header=header, steps=steps, digest=footer.get("sha256", ""), problem=problem)
 
 
 def _read_logs(folder: Path) -> dict[str, str]:
@@ -312,7 +317,8 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A file of the output folder; raises ValueError for one that was cut short or is of another version."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:

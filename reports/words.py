@@ -1,6 +1,7 @@
 """The words and the number formats that every report shares, so that HTML, Markdown and JUnit say the same thing."""
 
 import math
+import re
 
 from reports.load import NO_ANSWER, STATES, Cell, Quantity, Report, stage_order
 
@@ -117,3 +118,15 @@ def headline(report: Report) -> tuple[str, str]:
             "allowed."
         )
     return f"{plural(counts['conforms'], 'cell')} of {total} conform{'s' if counts['conforms'] == 1 else ''}", text
+
+
+def plain(value: str) -> str:
+    """Markdown of plain text: nothing in it is markup, and it stays on one line of a table."""
+    flat = re.sub(r"\s+", " ", value)
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def code(value: str) -> str:
+    """Markdown of a code span, which cannot hold a backtick, nor a bar inside a table."""
+    flat = re.sub(r"\s+", " ", value).replace("`", "'").replace("|", "\\|")
+    return f"`{flat}`" if flat.strip() else ""

@@ -50,6 +50,7 @@ def test_run_leaves_summary_records_and_reports(out: Path) -> None:
     assert (out / cell["folder"] / "record" / "record.jsonl").is_file()
     assert "ncomplete" not in (out / "report.md").read_text()  # the reports believe the records that were just written
     assert all((out / name).stat().st_size > 500 for name in ("report.html", "report.md", "junit.xml"))
+    assert json.loads((out / "side_by_side.json").read_text())["groups"] == []  # of one backend only
 
 
 def test_the_reproduce_command_names_the_cell(out: Path) -> None:

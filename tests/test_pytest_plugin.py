@@ -140,7 +140,9 @@ def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) ->
     assert parallel.summary["verdict"] == "conforms"
     assert parallel.summary["finished"]
     assert len(list(parallel.out.glob("oracle/*/float64/record.jsonl"))) == 1
-    assert {"report.html", "report.md", "junit.xml"} <= {path.name for path in parallel.out.iterdir()}
+    assert {"report.html", "report.md", "junit.xml", "side_by_side.json"} <= {
+        path.name for path in parallel.out.iterdir()
+    }
     assert reports.load.read_report(parallel.out).verdict == "conforms"
 
 

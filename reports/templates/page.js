@@ -83,7 +83,7 @@ function show(element, x, y) {
   tip.style.top = `${Math.max(8, top)}px`;
   for (const other of all(".hover.on")) other.classList.remove("on");
   if (element.dataset.step) {
-    for (const other of all(`.hover[data-step="${element.dataset.step}"]`, element.closest(".cell"))) {
+    for (const other of all(`.hover[data-step="${element.dataset.step}"]`, element.closest(".cell, .side"))) {
       other.classList.add("on");
     }
   }

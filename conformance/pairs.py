@@ -1,0 +1,191 @@
+"""Pairs: how far every two of several records are from each other, in what they were trained to compute.
+
+Serves claim 1 across backends: losses, unclipped gradients, norms and updates of the same scenario. The oracle gives
+the unit of every error and is otherwise not asked, so two records that are wrong in the same way are found to agree.
+One unit for all pairs makes the error symmetric and a distance: two records are never further apart than their two
+errors against the oracle together, which is what a pair is allowed (docs/tolerances.md).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from conformance.compare import Tensors, floor_of, movement, named
+from conformance.record import Record, StepRecord
+
+COLUMNS = ("loss", "gradients", "gradient norm", "update")
+"""What is set side by side, in causal order."""
+
+Bounds = Mapping[tuple[str, str, int], float]
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The worst of one column, of a record against the oracle or of two records, and where it was seen.
+
+    ``since``: the first step at which something of the column is outside; None if nothing is.
+    """
+
+    observed: float
+    allowed: float
+    tensor: str
+    step: int
+    since: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Observed / allowed."""
+        if self.observed == 0:
+            return 0.0
+        return self.observed / self.allowed if self.allowed else math.inf
+
+
+def column_of(stage: str, tensor: str) -> str | None:
+    """The column in which a judged quantity is shown; None for settings and for what is compared within one cell."""
+    if tensor in ("token_count", "lr", "reported against rebuilt"):
+        return None
+    if stage in ("clipped update", "weights after N steps"):
+        return "update"
+    return stage if stage in COLUMNS else None
+
+
+def compare_lines(
+    members: Sequence[Sequence[dict[str, Any]]], oracle: Sequence[dict[str, Any]], *, bounds: Bounds
+) -> dict[Pair, dict[str, Difference]]:
+    """Loss and gradient norm of every two members, from the lines of their steps."""
+    found = {"loss": _Worst(len(members)), "gradient norm": _Worst(len(members))}
+    for column, key, tensor in (("loss", "loss", "loss"), ("gradient norm", "grad_norm", "reported")):
+        for number, reference in enumerate(oracle):
+            values = [steps[number].get(key) if number < len(steps) else None for steps in members]
+            held = [None if value is None else torch.tensor(value, dtype=torch.float64) for value in values]
+            allowed = 2 * bounds.get((column, tensor, number), 0.0)
+            found[column].see(_apart(held, unit=abs(reference[key])), allowed=allowed, tensor=tensor, step=number)
+        for member, steps in enumerate(members):
+            if all(line.get(key) is None for line in steps):  # a backend may have no norm of its own to report
+                found[column].leave_out(member)
+    return _by_pair(found)
+
+
+def compare_tensors(members: Sequence[Record], oracle: Record, *, bounds: Bounds) -> dict[Pair, dict[str, Difference]]:
+    """Gradients and updates of every two members. Of each member, one tensor at a time is in memory."""
+    found = {"gradients": _Worst(len(members)), "update": _Worst(len(members))}
+    start_ref = named(oracle.initial.tensors(), "weight/")
+    with _opened(member.initial for member in members) as starts:
+        for number, reference in enumerate(oracle.steps):
+            tensors = reference.tensors()
+            gradients = named(tensors, "gradient/")
+            moved = movement(named(tensors, "weight/"), start_ref)
+            stage = "clipped update" if number == 0 else "weights after N steps"
+            steps = [member.steps[number] if number < len(member.steps) else None for member in members]
+            with _opened(steps) as files:
+                for name, unit in _units(gradients, files, "gradient/"):
+                    held = [file.get(f"gradient/{name}") for file in files]
+                    allowed = 2 * bounds.get(("gradients", name, number), 0.0)
+                    found["gradients"].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=number)
+                for name, unit in _units(moved, files, "weight/"):
+                    held = [_moved(file, start, f"weight/{name}") for file, start in zip(files, starts, strict=True)]
+                    allowed = 2 * bounds.get((stage, name, number), 0.0)
+                    found["update"].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=number)
+    return _by_pair(found)
+
+
+class _File:
+    """The tensors of one step, read when they are asked for; a step that was not recorded holds none."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.names = set(handle.keys()) if handle else set()
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._handle.get_tensor(name) if name in self.names else None
+
+
+@contextlib.contextmanager
+def _opened(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
+    with contextlib.ExitStack() as stack:
+        yield [_File(stack.enter_context(step.open()) if step else None) for step in steps]
+
+
+def _moved(file: _File, start: _File, name: str) -> torch.Tensor | None:
+    weight, at_start = file.get(name), start.get(name)
+    return None if weight is None or at_start is None else weight.double() - at_start.double()
+
+
+def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tuple[str, float]]:
+    """(name, norm that an error is relative to) of all tensors that the oracle or a member has."""
+    floor = floor_of(reference)
+    names = {
+        name.removeprefix(prefix): None for file in files for name in sorted(file.names) if name.startswith(prefix)
+    }
+    norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
+    return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
+
+
+def _apart(held: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
+    """||x_i - x_j|| / unit for all i, j.
+
+    Infinite where only one has it, or shapes differ, or a number is not finite; -1, no distance, where neither has it.
+    """
+    apart = torch.full((len(held), len(held)), math.inf, dtype=torch.float64)
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in held]
+    for shape in set(shapes):
+        alike = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
+        values = [t.double().flatten() for i in alike if (t := held[i]) is not None]
+        if values:  # by differences: the faster way, by products, loses everything below 1e-8
+            stacked = torch.stack(values)
+            distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
+        else:
+            distances = torch.full((len(alike), len(alike)), -1.0, dtype=torch.float64)
+        apart[alike[:, None], alike] = distances
+    return apart.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+class _Worst:
+    """The worst of one column so far, for all pairs at once."""
+
+    def __init__(self, members: int) -> None:
+        self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
+        self.observed, self.allowed = torch.zeros_like(self.ratio), torch.zeros_like(self.ratio)
+        self.at = torch.zeros_like(self.ratio, dtype=torch.long)
+        self.since = torch.full_like(self.at, -1)
+        self.places: list[tuple[str, int]] = []
+
+    def see(self, apart: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
+        """Take note of the distances in one tensor at one step; steps come in order."""
+        over = apart / allowed if allowed else torch.full_like(apart, math.inf)
+        ratio = torch.where(apart > 0, over, apart)  # 0 and -1 are what they are, whatever is allowed
+        worse = ratio > self.ratio
+        self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], apart[worse], allowed
+        self.at[worse] = len(self.places)
+        self.since[(ratio > 1) & (self.since < 0)] = step
+        self.places.append((tensor, step))
+
+    def leave_out(self, member: int) -> None:
+        """Forget what was seen of a member."""
+        self.ratio[member, :] = self.ratio[:, member] = -1.0
+
+    def of(self, pair: Pair) -> Difference | None:
+        if self.ratio[pair] < 0:
+            return None
+        tensor, step = self.places[int(self.at[pair])]
+        return Difference(
+            observed=self.observed[pair].item(),
+            allowed=self.allowed[pair].item(),
+            tensor=tensor,
+            step=step,
+            since=since if (since := int(self.since[pair])) >= 0 else None,
+        )
+
+
+def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:
+    members = len(next(iter(found.values())).ratio)
+    return {
+        pair: {column: worst for column, worsts in found.items() if (worst := worsts.of(pair))}
+        for pair in combinations(range(members), 2)
+    }

@@ -1,0 +1,216 @@
+"""Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
+
+Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
+backend. The numbers and the words on who agrees with whom come from conformance.side_by_side; here they are read and,
+for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reports.load import STATES, Quantity, Report, read_json
+from reports.words import code, number, plain, plural, ratio
+
+FILE = "side_by_side.json"
+COLUMNS = ("loss", "gradients", "gradient norm", "update")  # in causal order
+WORST_OF = {"gradients": "worst parameter", "update": "worst parameter"}
+WORDS = {
+    "conforms": "all agree",
+    "differs": "not all agree",
+    "expected_difference": "not all agree, as expected",
+    "infrastructure": "not all compared",
+}
+SYMBOLS = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
+NOTE = (
+    "Numbers are the largest relative error against the oracle, in the last row the largest difference between two; in "
+    "brackets, the part of what is allowed."
+)
+PAIRS = 10  # that are outside, per group
+STALE = (
+    "This comparison is not of the verdicts and records that lie here now. Run `parity judge` on the folder to compare "
+    "them again."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One cell of a group. ``worst``: its worst difference from the oracle in each column.
+
+    ``problem``: why it is not compared with the others, or not in all columns.
+    """
+
+    cell: str
+    state: str
+    digest: str
+    problem: str
+    worst: dict[str, Quantity]
+
+    @property
+    def backend(self) -> str:
+        return self.cell.split("/")[2]
+
+    @property
+    def layout(self) -> str:
+        return self.cell.split("/")[3]
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.layout}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two members by their numbers, and their worst difference from each other in each column."""
+
+    a: int
+    b: int
+    worst: dict[str, Quantity]
+
+    @property
+    def furthest(self) -> Quantity | None:
+        """The column in which they come nearest to, or are furthest beyond, what the two may show."""
+        return max(self.worst.values(), key=lambda q: q.ratio, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The cells of one scenario, model and precision. ``text`` says who agrees with whom."""
+
+    name: str
+    state: str
+    text: str
+    members: tuple[Member, ...]
+    pairs: tuple[Pair, ...]
+
+    @property
+    def backends(self) -> list[str]:
+        return list(dict.fromkeys(member.backend for member in self.members))
+
+    @property
+    def outside(self) -> list[Pair]:
+        """Pairs further apart than the two may be, the worst first."""
+        beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
+        return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
+
+    def apart(self, column: str) -> Quantity | None:
+        """The worst of a column over all pairs."""
+        return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
+
+
+def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
+    """The groups, those in which not all agree first; None where the backends have not been compared.
+
+    With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
+    Raises ValueError for a file that cannot be trusted.
+    """
+    if not (out / FILE).is_file():
+        return None
+    try:
+        groups = [_group(values) for values in read_json(out / FILE)["groups"]]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{out / FILE} is not as the suite wrote it ({error!r}); judge again") from None
+    if report:
+        groups = [
+            group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
+        ]
+    return tuple(sorted(groups, key=lambda group: list(STATES).index(group.state)))
+
+
+def to_markdown(out: Path) -> str:
+    """All groups as Markdown, and what was run; raises ValueError where there is nothing to set side by side."""
+    if not (out / "summary.json").is_file():
+        raise ValueError(f"there is no {out / 'summary.json'}; give the --out folder of a parity run")
+    summary = read_json(out / "summary.json")
+    groups = read_groups(out)
+    if groups is None:
+        raise ValueError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
+    if not groups:
+        ids = [cell["id"] for cell in summary["cells"] if cell["state"] != "unsupported"]
+        found = ", ".join(dict.fromkeys(cell.split("/")[2] for cell in ids)) or "none"
+        raise ValueError(
+            f"nothing in {out} to set side by side: no scenario was run, with the same model and precision, by two "
+            f"backends (backends that ran: {found}); run the same cells with two or more of them"
+        )
+    facts = {"command": summary["command"], "device": summary["device"], **summary["environment"]}
+    return "".join(
+        [
+            f"{NOTE}\n",
+            *blocks(groups),
+            f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n",
+        ]
+    )
+
+
+def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
+    """Markdown of each group, to be kept or left out whole."""
+    for group in groups:
+        lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
+        heads = [f"{column}, {WORST_OF[column]}" if column in WORST_OF else column for column in COLUMNS]
+        lines += [f"| backend | layout | {' | '.join(heads)} |", f"| :-- | :-- |{' --: |' * len(COLUMNS)}"]
+        for member in group.members:
+            squares = [_square(member.worst.get(column)) for column in COLUMNS]
+            lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
+        squares = [_square(group.apart(column)) for column in COLUMNS]
+        lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
+        if group.outside:
+            lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
+            lines += ["| :-- | :-- | --: | --: | --: | --: |"]
+            lines += [_outside(group, pair) for pair in group.outside[:PAIRS]]
+        if len(group.outside) > PAIRS:
+            lines += ["", f"... and {plural(len(group.outside) - PAIRS, 'more pair')}."]
+        yield "\n".join(lines) + "\n"
+
+
+def _outside(group: Group, pair: Pair) -> str:
+    q = pair.furthest
+    assert q
+    where = q.stage if q.tensor in (q.stage, "reported") else f"{q.stage}: {q.tensor}"
+    values = f"{q.step} | {number(q.observed)} | {number(q.allowed)} | **{plain(ratio(q.ratio))}**"
+    return f"| {plain(f'{group.members[pair.a]} and {group.members[pair.b]}')} | {plain(where)} | {values} |"
+
+
+def _square(quantity: Quantity | None) -> str:
+    return f"{number(quantity.observed)} ({plain(ratio(quantity.ratio))})" if quantity else "not compared"
+
+
+def _is_of(group: Group, report: Report) -> bool:
+    cells = {cell.id: cell for cell in report.cells}
+    for member in group.members:
+        cell = cells.get(member.cell)
+        if cell is None or cell.state != member.state:
+            return False
+        if member.digest and cell.run and cell.run.digest != member.digest:
+            return False
+    return True
+
+
+def _group(values: dict[str, Any]) -> Group:
+    members = tuple(
+        Member(
+            cell=m["cell"],
+            state=m["state"],
+            digest=m["record"],
+            problem=m["problem"],
+            worst=_columns(m["oracle"]),
+        )
+        for m in values["members"]
+    )
+    pairs = tuple(Pair(a=p["members"][0], b=p["members"][1], worst=_columns(p["columns"])) for p in values["pairs"])
+    if values["state"] not in WORDS or any(pair.b >= len(members) for pair in pairs):
+        raise KeyError(values["state"])
+    group = Group(name=values["group"], state=values["state"], text=values["text"], members=members, pairs=pairs)
+    if group.state == "conforms" and group.outside:
+        raise ValueError(
+            f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
+        )
+    return group
+
+
+def _columns(values: dict[str, Any]) -> dict[str, Quantity]:
+    return {
+        column: Quantity(
+            stage=column, tensor=q["tensor"], step=q["step"], observed=float(q["observed"]), allowed=float(q["allowed"])
+        )
+        for column, q in values.items()
+    }

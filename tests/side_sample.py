@@ -1,0 +1,96 @@
+"""Writes the output folder of a run in which several backends trained one scenario: real records, made by hand.
+
+Every member computes what the oracle computes, with a rounding of its own; a test gives some of them a ``Change``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.judge import Verdict
+from conformance.record import RecordWriter
+from conformance.results import Entry, rejudge, write_entry, write_summary
+from conformance.scenario import parse_scenario, scenario_to_json
+from conformance.side_by_side import write_side_by_side
+
+Values = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[int, Values, Tensors], None]
+
+STEPS = 3
+GROUP = "sft-tiny/pangu/exact"
+MEMBERS = ("deepspeed/dp2", "fsdp2/dp2", "fsdp2/dp2.tp2", "megatron/tp2")
+NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias")
+ROUNDING = 1e-15
+
+
+def cell_id(member: str) -> str:
+    return f"sft-tiny/pangu/{member}/exact"
+
+
+def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members: tuple[str, ...] = MEMBERS) -> Path:
+    """Write records and verdicts of ``members`` (backend/layout) into ``out``, compare them, and return it."""
+    _record(out / "oracle" / "tiny" / "float64", _unchanged, layout="dp1", rounding=0.0)
+    entries = []
+    for number, member in enumerate(members, start=1):
+        backend, layout = member.split("/")
+        folder = f"cells/{number:02d}"
+        change = (changes or {}).get(member, _unchanged)
+        _record(out / folder / "record", change, layout=layout, rounding=ROUNDING, seed=number)
+        details = {
+            **{"cell": cell_id(member), "scenario": "sft-tiny", "model": "pangu", "backend": backend, "layout": layout},
+            **{"precision": "exact", "world_size": 2, "seconds": 1.0, "folder": folder, "completed": True},
+            **{"record": "record", "oracle": "../../oracle/tiny/float64", "expected": None},
+            "reproduce": f"parity run --cells {cell_id(member)}",
+        }
+        entries.append(Entry(details=details, verdict=Verdict(state="not_run", reason="")))
+    for entry in entries:
+        write_entry(out, entry)
+    run = {"started": "2026-08-14T03:12:40+00:00", "finished": "2026-08-14T03:14:00+00:00", "seconds": 80.1}
+    facts = {"profile": "quick", "device": "cpu", "command": "parity run", "environment": {"torch": "2.13.0+cpu"}}
+    write_summary(out, {**run, **facts}, entries)
+    rejudge(out)
+    write_side_by_side(out)
+    return out
+
+
+def scaled(tensor: str, by: float, *, at: int = 0) -> Change:
+    """A change of one tensor at one step."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == at:
+            tensors[tensor] *= by
+
+    return change
+
+
+def _unchanged(step: int, values: Values, tensors: Tensors) -> None:
+    """Leave the step as it is."""
+
+
+def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: int = 0) -> None:
+    scenario = {"name": "sft-tiny", "model": "pangu", "precision": "exact", "optimizer": {"name": "sgd", "lr": 0.1}}
+    values: Values = scenario_to_json(parse_scenario({**scenario, "steps": STEPS}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = RecordWriter(path, {"cell": "tiny", "scenario": values, "layout": layout})
+    training, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
+    for step in range(-1, STEPS):
+        values = {}
+        tensors = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
+        if step >= 0:
+            gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
+            for name, gradient in gradients.items():
+                weights[name] = weights[name] - 0.1 * gradient
+                error = rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
+                tensors |= {f"gradient/{name}": gradient + error, f"weight/{name}": weights[name] + error}
+            norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+            loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
+            values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}
+            values["replicas"] = {"offered": 6, "compared": 6, "differing": []}
+        change(step, values, tensors)
+        writer.step(step, values, tensors)
+    writer.finish({"seconds": 0.0, "leaks": []})
