@@ -16,6 +16,7 @@ from conformance.layout import Layout
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext
 from impl.deepspeed.adapter import DeepspeedBackend
+from impl.models import load_model
 from impl.ring.attention import register
 
 PATCHED = ("torch", "torch.nn.functional", "torch.nn.modules.module.Module", "torch.Tensor", "torch.optim.Optimizer")
@@ -69,6 +70,22 @@ def optimizer_state(
             errors[key] = max(float((state[n] - w).norm() / w.norm()) for n, w in wanted.items())
         backend.teardown()
     return errors
+
+
+def save_model(context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str) -> list[str]:
+    """Names of parameters that a saved model has, and that differ from the folder that it was loaded from."""
+    backend = DeepspeedBackend()
+    folder = Path(batches).with_name("saved")
+    with exact_tier():
+        backend.setup(parse_scenario(scenario), Layout.parse(layout), Path(weights), context.device)
+        backend.strategy.save_model(folder)
+        backend.teardown()
+    saved, source = (
+        dict(load_model(path, dtype=torch.float64, attention="eager").named_parameters())
+        for path in (folder, Path(weights))
+    )
+    assert saved.keys() == source.keys()
+    return [name for name, parameter in saved.items() if not torch.equal(parameter, source[name])]
 
 
 def _attributes(path: str) -> dict[str, Any]:

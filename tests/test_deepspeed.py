@@ -283,6 +283,11 @@ def test_optimizer_state_has_canonical_names_and_is_whole(pool: Pool, tmp_path: 
         assert max(errors.values()) < HONEST
 
 
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero3.shardinit", "tp2.zero1"])
+def test_a_saved_model_is_what_was_loaded(pool: Pool, tmp_path: Path, layout: str) -> None:
+    assert in_ranks(pool, tmp_path, "save_model", layout) == [[], []]
+
+
 @pytest.mark.parametrize("layout", ["dp2.zero1", "dp2.zero3.shardinit", "tp2.zero2", "ulysses2.zero3"])
 def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_path: Path, layout: str) -> None:
     between = cell("sft-sgd", "qwen3", layout, "fp32")
