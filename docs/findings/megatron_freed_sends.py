@@ -23,7 +23,7 @@ def present(rank: int) -> bool:
         "REMEDY overlap, rank 1 slower": errors(rank, 0.002, overlap=True, deallocate=False),
     }
     if rank == 0:
-        print(f"gradients against one process, relative error, the same step {STEPS} times (inf: not a number):")
+        print(f"gradients against one process, relative error, the same step {STEPS} times (inf: not finite):")
         for name, found in runs.items():
             print(f"{name}: {' '.join(f'{error:.0e}' for error in found)}")
     _, wrong, waits, mended = runs.values()

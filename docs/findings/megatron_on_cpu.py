@@ -1,9 +1,10 @@
 """No finding, but what the megatron_* findings share: megatron-core on the CPU, two gloo ranks, and a toy pipeline.
 
 megatron-core asks for CUDA by name. Importing this answers with the CPU: it moves tensors, and no arithmetic. It has to
-be imported before megatron. A machine with GPUs computes the same, on its CPU.
+be imported before megatron. GPUs are hidden, so that a machine with GPUs computes the same.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ def type_name(self: Tensor, *args: Any, own: Any = torch.Tensor.type, **kwargs: 
     return found
 
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")  # Transformer Engine and Apex are not installed
 torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
 torch.cuda.synchronize = lambda device=None: None
