@@ -11,11 +11,11 @@ from conformance.faults.fault import Fault, Function
 def _copied_micro_batch(backward: Function) -> Function:
     calls = itertools.count()
 
-    def faulty(strategy: Any, loss: torch.Tensor) -> None:
+    def faulty(strategy: Any, loss: torch.Tensor) -> Any:
         # What the second micro-batch overwrites might as well have been zero.
         count = strategy.config.accumulation
         overwritten = count > 1 and next(calls) % count == 0
-        backward(strategy, loss * 0 if overwritten else loss)
+        return backward(strategy, loss * 0 if overwritten else loss)
 
     return faulty
 

@@ -46,10 +46,17 @@ class MegatronBackend(StrategyBackend):
         "count_targets": "impl.trainer:count_targets",
         "backward": "impl.megatron.strategy:MegatronStrategy.backward",
         "gradient_scale": "impl.megatron.strategy:MegatronStrategy.gradient_scale",
+        "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.settings:clip_threshold",
         "advance_schedule": "impl.megatron.strategy:MegatronStrategy.advance_schedule",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
+        "qkv_runs": "impl.megatron.convert:qkv_runs",
+        "project_output": "impl.megatron.model:BiasedRowParallelLinear.forward",
+        "layer_numbers": "impl.megatron.tensors:layer_numbers",
+        "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+        "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
     @classmethod

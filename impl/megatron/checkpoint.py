@@ -32,9 +32,11 @@ def write(path: Path, tensors: NamedTensors) -> None:
 
 def save(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> None:
     (only,) = optimizer.chained_optimizers
-    mine = next(iter(only.optimizer.state.values()), {})
+    mine: dict[str, Any] = next(iter(only.optimizer.state.values()), {})
     known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(known, {"states": [key for key in _STATES if key in mine], "step": _number(mine.get("step"))})
+    dist.all_gather_object(
+        known, {"states": [key for key in _STATES if key in mine], "step": _number(mine.get("step"))}
+    )
     some = max(known, key=lambda rank: len(rank["states"]))  # a rank may own no optimizer state
     write(path / "weights", tensors.named("weight"))
     for key in some["states"]:
@@ -51,10 +53,10 @@ def load(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> N
         raise ValueError(f"{path} has no training state; give the folder that save_ckpt got")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     (only,) = optimizer.chained_optimizers
-    with SliceReader(path / "weights") as read, torch.no_grad():
+    with _reader(path / "weights") as read, torch.no_grad():
         tensors.write_masters(read)
     for key in state["states"]:
-        with SliceReader(path / key) as read, torch.no_grad():
+        with _reader(path / key) as read, torch.no_grad():
             tensors.write_optimizer_state(key, read)
     if state["step"] is not None:
         tensors.set_steps(state["step"])
@@ -63,6 +65,10 @@ def load(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> N
         only.grad_scaler.load_state_dict(
             {key: torch.tensor(value) if key == "scale" else value for key, value in state["scaler"].items()}
         )
+
+
+def _reader(folder: Path) -> SliceReader:
+    return SliceReader(sorted(folder.glob("*.safetensors")))
 
 
 def _number(step: torch.Tensor | None) -> float | None:

@@ -2,29 +2,29 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from conformance.weights import INDEX, weight_files
+from conformance.weights import INDEX
 
 FILE_SIZE = 2**30  # bytes; a file is written when it is larger
 
 
 class SliceReader:
-    """Slices of the tensors of a folder, by name. Use it in a ``with`` statement."""
+    """Slices of the tensors of some files, by name. Use it in a ``with`` statement."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
         self._where: dict[str, Any] = {}
 
     def __enter__(self) -> "SliceReader":
         self._files = contextlib.ExitStack()
-        for path in weight_files(self._folder):
+        for path in self._paths:
             file = self._files.enter_context(safe_open(path, framework="pt"))
             self._where |= dict.fromkeys(file.keys(), file)
         return self
@@ -35,7 +35,8 @@ class SliceReader:
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """``[start:stop]`` along ``dim`` of a tensor, in the dtype of the file."""
         if name not in self._where:
-            raise ValueError(f"{self._folder} has no tensor {name!r}, which its config.json promises")
+            files = ", ".join(map(str, self._paths))
+            raise ValueError(f"no tensor {name!r} in {files}, though the model's config.json promises it")
         piece = self._where[name].get_slice(name)
         tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
         return tensor
@@ -64,7 +65,7 @@ class TensorWriter:
         self._files.append((path, list(self._pending)))
         self._pending = {}
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return
         if self._pending or not self._files:
@@ -73,10 +74,9 @@ class TensorWriter:
         if count == 1:
             self._files[0][0].rename(self._folder / "model.safetensors")
             return
-        where = {}
+        where: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, start=1):
             name = f"model-{number:05d}-of-{count:05d}.safetensors"
             path.rename(self._folder / name)
             where |= dict.fromkeys(names, name)
         (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")
-

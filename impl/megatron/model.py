@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class ValueHead(torch.nn.Linear):
@@ -52,9 +52,9 @@ class ValueHead(torch.nn.Linear):
         device = torch.cuda.current_device()
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
         self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         values = super().forward(hidden)
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)

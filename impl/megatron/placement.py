@@ -1,4 +1,4 @@
-"""Where megatron-core's tensors live: it asks for CUDA by name, in a hundred places. Here these go to the rank's device.
+"""Where megatron-core's tensors live: it asks for CUDA by name, in a hundred places. Here it gets the rank's device.
 
 On a machine without CUDA, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered; nothing is changed
 for good, and nothing that is computed (tests/test_megatron.py). Streams and events, which order work on a GPU, do

@@ -58,9 +58,7 @@ def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> Me
     )
 
 
-def scheduler(
-    made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig
-) -> OptimizerParamScheduler:
+def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
     """The learning rate, and the weight decay: without it parameters that are exempt would decay."""
     return OptimizerParamScheduler(
         made,

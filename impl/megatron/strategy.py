@@ -22,11 +22,11 @@ from megatron.core.transformer.module import Float16Module
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from conformance.weights import NOT_COPIED
+from conformance.weights import NOT_COPIED, weight_files
 from impl.collate import NO_TARGET, Inputs
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
-from impl.megatron.files import SliceReader, TensorWriter
+from impl.megatron.files import SliceReader
 from impl.megatron.model import build_chunk, mask_padding, transformer_config
 from impl.megatron.placement import placed
 from impl.megatron.process import ModelParallel
@@ -84,7 +84,7 @@ class MegatronStrategy:
         self.shape = read_shape(path)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
         self.model_config = transformer_config(self.shape, layout, self.config.precision, self.stages)
-        with self._placed(), SliceReader(path) as read, torch.no_grad():
+        with self._placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
             for chunk in chunks:
                 names = parameter_names(chunk)
@@ -108,7 +108,7 @@ class MegatronStrategy:
         self.tensors = ModelTensors(list(model), only, self.shape, self.stages)
         if half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
-            with SliceReader(self.source) as read, torch.no_grad():
+            with SliceReader(weight_files(self.source)) as read, torch.no_grad():
                 self.tensors.write_masters(read)
         self._configure_schedule()
 
@@ -128,7 +128,7 @@ class MegatronStrategy:
             config.microbatch_group_size_per_vp_stage = self._micro_batch_group()
 
     def _micro_batch_group(self) -> int:
-        """Micro-batches that run through one chunk before the next: at least pp, and so are those that are left over."""
+        """Micro-batches that run through a chunk before the next: at least pp, and so are those that are left over."""
         count, pp = self.config.accumulation, self.config.layout.pp
         return next(size for size in range(pp, count + 1) if not 0 < count % size < pp)
 
@@ -183,12 +183,13 @@ class MegatronStrategy:
         index: int,
         inputs: Inputs,
         own: Inputs,
-        ring: Ring,
+        ring: Ring | None,
         loss: Loss,
         found: dict[int, torch.Tensor],
         logits: torch.Tensor,  # (rows, length, part of the vocabulary)
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """On the last stage: the number that gradients are taken of, by how many tokens to divide it, and no more."""
+        assert ring is not None
         scores = mask_padding(logits, vocab=self.shape.vocab)
         target = own.labels != NO_TARGET
         negative = vocab_parallel_cross_entropy(scores, own.labels.where(target, 0))  # (rows, length)

@@ -69,7 +69,7 @@ class Held:
     """A parameter of this rank, under its name with the layer's number in the whole model."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: Any  # a torch.nn.Parameter with megatron-core's attributes
 
 
 class ModelTensors:
@@ -141,7 +141,7 @@ class ModelTensors:
         for state in self._optimizer.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    def _named(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> NamedTensors:
+    def _named(self, of: Callable[[Any], torch.Tensor]) -> NamedTensors:
         mine = {held.name: held.parameter for held in self.held()}
         for name in all_parameters(self._shape):
             stage = self._stage(name)
@@ -175,12 +175,12 @@ class ModelTensors:
             dist.broadcast(full, src=dist.get_global_rank(group, stage), group=group)
         return full
 
-    def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _master(self, parameter: Any) -> torch.Tensor:
         if getattr(parameter, "main_param", None) is None and not getattr(parameter, "main_param_sharded", False):
             return parameter  # its own master
         return self._whole(parameter, getattr(parameter, "main_param", None))
 
-    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _gradient(self, parameter: Any) -> torch.Tensor:
         gradient = parameter.main_grad
         if self._cut:
             stretch = self._stretch(parameter)
@@ -193,7 +193,7 @@ class ModelTensors:
         gradient = gradient.to(torch.get_default_dtype())
         return gradient / scaler.scale if scaler else gradient
 
-    def _stretch(self, parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    def _stretch(self, parameter: Any) -> tuple[int, int] | None:
         """Which flat stretch of a parameter this rank owns; None where it owns nothing of it."""
         if not self._cut:
             return 0, parameter.numel()
@@ -202,11 +202,11 @@ class ModelTensors:
         stretch = self._optimizer._get_model_param_range_map(parameter)["param"]
         return stretch.start, stretch.end
 
-    def _part_of(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, parameter: Any, full: torch.Tensor) -> torch.Tensor:
         """What this rank owns of a tensor that is like ``parameter``."""
         return full.flatten()[slice(*(self._stretch(parameter) or (0, 0)))] if self._cut else full
 
-    def _whole(self, parameter: torch.nn.Parameter, own: torch.Tensor | None) -> torch.Tensor:
+    def _whole(self, parameter: Any, own: torch.Tensor | None) -> torch.Tensor:
         """A tensor like ``parameter`` from the stretches that data ranks own of it; collective over these."""
         if not self._cut:
             assert own is not None
@@ -217,7 +217,7 @@ class ModelTensors:
         dist.all_reduce(full, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return full.view_as(parameter)
 
-    def _inner(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def _inner(self, parameter: Any) -> torch.Tensor | None:
         """The tensor that torch's optimizer knows the parameter by; None where this rank owns nothing of it."""
         if not self._cut:
             inner: torch.Tensor = getattr(parameter, "main_param", parameter)
@@ -228,7 +228,7 @@ class ModelTensors:
         stretch: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][position]
         return stretch
 
-    def _states(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor | None:
+    def _states(self, parameter: Any, key: str) -> torch.Tensor | None:
         inner = self._inner(parameter)
         return None if inner is None else self._optimizer.optimizer.state[inner][key]
 
