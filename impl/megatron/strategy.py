@@ -243,6 +243,7 @@ class MegatronStrategy:
         return values
 
     def named_tensors(self, kind: Kind) -> NamedTensors:
+        self._complete_weights()
         return self.tensors.named(kind)
 
     def named_optimizer_state(self, key: str) -> NamedTensors:
@@ -250,7 +251,15 @@ class MegatronStrategy:
         return self.tensors.optimizer_state(key)
 
     def local_shards(self, kind: Kind) -> Iterator[Shard]:
+        self._complete_weights()
         return self.tensors.local(kind)
+
+    def _complete_weights(self) -> None:
+        """With overlap a rank gathers what others have updated when the next forward pass needs it; here, at once."""
+        if "overlap" in self.options and cuts_optimizer(self.config):
+            with self._placed():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
 
     def resolved(self) -> dict[str, Any]:
         config = self.model_config
@@ -272,10 +281,12 @@ class MegatronStrategy:
         }
 
     def save_ckpt(self, path: Path) -> None:
+        self._complete_weights()
         checkpoint.save(path, self.tensors, self.optimizer, self.scheduler)
 
     def load_ckpt(self, path: Path) -> None:
-        checkpoint.load(path, self.tensors, self.optimizer, self.scheduler)
+        with self._placed():
+            checkpoint.load(path, self.tensors, self.optimizer, self.scheduler)
 
     def save_model(self, path: Path) -> None:
         first = dist.get_rank() == 0

@@ -177,7 +177,8 @@ class ModelTensors:
 
     def _master(self, parameter: Any) -> torch.Tensor:
         if getattr(parameter, "main_param", None) is None and not getattr(parameter, "main_param_sharded", False):
-            return parameter  # its own master
+            own: torch.Tensor = parameter  # its own master
+            return own
         return self._whole(parameter, getattr(parameter, "main_param", None))
 
     def _gradient(self, parameter: Any) -> torch.Tensor:
