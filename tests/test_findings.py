@@ -32,6 +32,8 @@ def test_there_are_findings() -> None:
 def test_script_shows_the_defect(script: Path) -> None:
     if script.stem.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
+    if script.stem.startswith("megatron"):
+        pytest.importorskip("megatron.core")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
 
