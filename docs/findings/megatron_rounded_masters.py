@@ -51,7 +51,8 @@ def masters_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def present(precision: str, distributed: bool) -> bool:
-    half = {precision: True, "params_dtype": torch.bfloat16 if precision == "bf16" else torch.float16}
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    half: dict[str, Any] = {precision: True, "params_dtype": dtype}
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, pipeline_dtype=None, **half)
     model = Model(config)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -60,7 +61,7 @@ def present(precision: str, distributed: bool) -> bool:
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0, use_distributed_optimizer=distributed, **half)
     optimizer = get_megatron_optimizer(settings, [chunk])
     wrong = error(masters_of(chunk, optimizer), weights)
-    rounded = all(torch.equal(m, m.to(half["params_dtype"]).float()) for m in masters_of(chunk, optimizer).values())
+    rounded = all(torch.equal(m, m.to(dtype).float()) for m in masters_of(chunk, optimizer).values())
     for name, master in masters_of(chunk, optimizer).items():  # the remedy
         master.copy_(weights[name])
     right = error(masters_of(chunk, optimizer), weights)
@@ -78,8 +79,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        stack.enter_context(mock.patch("torch.cuda.current_device", lambda: CPU))
-        stack.enter_context(OnCpu())  # type: ignore[no-untyped-call]
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value=CPU))
+        stack.enter_context(OnCpu())
         there = [present(precision, cut) for precision in ("bf16", "fp16") for cut in (False, True)]
         dist.destroy_process_group()
     print("defect present" if all(there) else "defect not as described")
