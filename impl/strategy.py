@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
@@ -61,11 +60,11 @@ class Strategy(Protocol):
         """Prepare sequence shards and ring communication; ValueError where the backend has none."""
         ...
 
-    def prepare(self, model: PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+    def prepare(self, model: Any, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
         """Shard the model and build its optimizer and learning-rate schedule."""
         ...
 
-    def create_optimizer(self, model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer: ...
+    def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
         """This rank's micro-batches of an optimizer step."""
@@ -118,8 +117,9 @@ class Strategy(Protocol):
         """Hugging Face folder: config and safetensors."""
         ...
 
-    def load_model(self, path: Path) -> PreTrainedModel:
-        """Whole model from a Hugging Face folder, in the dtype of the master weights, not yet sharded."""
+    def load_model(self, path: Path) -> Any:
+        """What ``prepare`` takes, from a Hugging Face folder: the whole model in the dtype of the master weights, not
+        yet sharded, or only this rank's parts of it."""
         ...
 
     def teardown(self) -> None: ...

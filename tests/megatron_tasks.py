@@ -61,21 +61,24 @@ def save(context: RankContext, *, scenario: dict[str, Any], layout: str, weights
 def optimizer_state(
     context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str
 ) -> dict[str, float]:
-    """Largest error, by state, of AdamW's moments after one step: they follow from its gradients."""
+    """Largest error, by state, of AdamW's moments after one step: they follow from its clipped gradients."""
     gradients: dict[str, torch.Tensor] = {}
     config = parse_scenario(scenario)
     with exact_tier():
         backend = _backend(scenario, layout, weights, context.device)
-        backend.train_step(
+        metrics = backend.train_step(
             read_batches(Path(batches))[0],
             lambda: gradients.update({name: g.clone() for name, g in backend.named_gradients()}),
         )
+        assert metrics.grad_norm is not None
+        assert config.optimizer.max_grad_norm is not None
+        clip = min(1.0, config.optimizer.max_grad_norm / (metrics.grad_norm + 1e-6))
         first, second = config.optimizer.betas
         errors = {}
         for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
             state = dict(backend.strategy.named_optimizer_state(key))  # type: ignore[attr-defined]
             assert state.keys() == gradients.keys()
-            wanted = {name: (1 - beta) * g**power for name, g in gradients.items()}
+            wanted = {name: (1 - beta) * (clip * g) ** power for name, g in gradients.items()}
             errors[key] = max(float((state[n] - w).norm() / w.norm()) for n, w in wanted.items())
         backend.teardown()
     return errors

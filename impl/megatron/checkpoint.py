@@ -37,6 +37,8 @@ def save(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> N
     dist.all_gather_object(
         known, {"states": [key for key in _STATES if key in mine], "step": _number(mine.get("step"))}
     )
+    if "exp_avg" in mine and "step" not in mine:
+        raise ValueError("TransformerEngine's and Apex's Adam keep their step elsewhere, which is not built in here")
     some = max(known, key=lambda rank: len(rank["states"]))  # a rank may own no optimizer state
     write(path / "weights", tensors.named("weight"))
     for key in some["states"]:
