@@ -169,13 +169,12 @@ class MegatronStrategy:
 
     def _shard(self, inputs: Sequence[Inputs]) -> list[MicroBatch]:
         """This rank's part of each micro-batch; all of one length, because stages receive into buffers of one size."""
-        placed_alike = [self.ring.shard(micro_batch) for micro_batch in inputs]
+        sharded = [self.ring.shard(micro_batch) for micro_batch in inputs]
         if self.config.layout.pp > 1:
-            longest = max(own.tokens.shape[1] for own, _ in placed_alike)
-            placed_alike = [self.ring.shard(micro_batch, multiple=longest) for micro_batch in inputs]
+            longest = max(own.tokens.shape[1] for own, _ in sharded)
+            sharded = [self.ring.shard(micro_batch, multiple=longest) for micro_batch in inputs]
         return [
-            (index, own, Documents(positions=own.positions, ring=ring))
-            for index, (own, ring) in enumerate(placed_alike)
+            (index, own, Documents(positions=own.positions, ring=ring)) for index, (own, ring) in enumerate(sharded)
         ]
 
     def _loss(
