@@ -5,6 +5,8 @@ The sweep over all families, world sizes and scenarios is the full profile; here
 
 import json
 import re
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from safetensors.torch import load_file
 from conformance.backend import BackendEntry
 from conformance.cell import Cell
 from conformance.judge import Verdict
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
 from conformance.record import read_record
 from conformance.references import prepare_inputs
-from conformance.scenario import Precision, scenario_to_json
+from conformance.scenario import Precision, load_scenario, scenario_to_json
 from conformance.session import Session, task_arguments
 from conformance.world import Outcome, Pool, WorldConfig
 
@@ -78,6 +82,37 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
 @pytest.mark.parametrize("layout", ["dp2.tp2.pp2", "dp2.tp2.pp2.vpp2.seqpar.zero1"])
 def test_eight_ranks(session: Session, model: str, layout: str) -> None:
     verdict = run(session, cell("sft-packed", model, layout, "exact", steps=2))
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "layout", "accumulation"),
+    [
+        ("llama", 8, "pp4.vpp2", 8),
+        ("llama", 8, "pp2.vpp4.zero1", 6),
+        ("qwen3", 7, "pp2.vpp3", 4),
+        ("pangu", 5, "tp2.pp2.vpp3.seqpar", 3),
+    ],
+)
+def test_deeper_models_than_the_fixtures(
+    session: Session, tmp_path: Path, model: str, layers: int, layout: str, accumulation: int
+) -> None:
+    make = runpy.run_path(str(FIXTURES / "make.py"))
+    folder = tmp_path / f"{model}-of-{layers}"
+    make["write_config"](folder, make["TINY"][model] | {"num_hidden_layers": layers})
+    for code in (FIXTURES / "models" / model).glob("*.py"):
+        shutil.copyfile(code, folder / code.name)
+    make["write_weights"](folder, norm_centre=1.0)
+    make["make_tokenizer"]().save_pretrained(folder)
+    scenario = load_scenario(
+        FIXTURES / "scenarios" / "sft-packed.toml",
+        model=str(folder),
+        precision="exact",
+        accumulation=accumulation,
+        steps=2,
+    )
+    verdict = run(session, Cell(scenario=scenario, backend=MEGATRON, layout=Layout.parse(layout)))
     assert verdict.state == "conforms", verdict.reason
     assert max(quantity["observed"] for quantity in verdict.quantities) < HONEST
 
