@@ -61,6 +61,8 @@ def run(session: Session, cell: Cell) -> Verdict:
         ("sft-padded", "llama", "sp2.torchcp"),
         ("sft-packed", "pangu", "sp2.tp2.seqpar"),
         ("sft-packed", "qwen3", "sp2.pp2"),
+        ("sft-padded", "llama", "sp2.pp2.zigzag"),
+        ("sft-packed", "pangu", "sp2.pp2.ring"),
         ("sft-packed", "pangu", "tp2.pp2.zero1"),
         ("sft-packed", "qwen3", "dp2.pp2.zero1"),
         ("sft-resume", "qwen3", "dp2.zero1"),

@@ -12,8 +12,6 @@ pytest.importorskip("megatron.core")
 
 from impl.megatron.placement import _REPLACEMENTS, placed
 
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is CUDA, nothing is placed elsewhere")
-
 
 def step(device: str | None) -> dict[str, torch.Tensor]:
     """Forward, backward through a custom function and a checkpoint, and an update of a small network."""
@@ -30,7 +28,6 @@ def step(device: str | None) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), "random": torch.rand(4, device=device), **gradients, **model.state_dict()}
 
 
-@needs_no_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_no_number_changes(dtype: torch.dtype) -> None:
     with default_dtype(dtype):
