@@ -145,6 +145,13 @@ def test_rounded_masters_are_an_expected_difference(session: Session, layout: st
     assert verdict.state == "expected_difference", verdict.reason
 
 
+@pytest.mark.parametrize(("layout", "precision"), [("dp1.shipped", "exact"), ("tp2.shipped", "fp32")])
+def test_padding_in_the_softmax_is_an_expected_difference(session: Session, layout: str, precision: Precision) -> None:
+    verdict = run(session, cell("sft-padded", "llama", layout, precision))
+    assert verdict.state == "expected_difference", verdict.reason
+    assert verdict.first_stage == "log-probs"
+
+
 FAULTS = {
     "dropped-o-bias": ("sft-padded", "pangu", "dp2"),
     "leaking-documents": ("sft-packed", "llama", "tp2"),

@@ -10,7 +10,7 @@ from conformance.scenario import Scenario
 from impl.adapter import StrategyBackend
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
-from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.ring.support import RING_MODULES, ring_support
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
@@ -38,7 +38,13 @@ class MegatronBackend(StrategyBackend):
             )
             for precision in ("bf16", "fp16")
         ),
-        *RING_DIFFERENCES,
+        ExpectedDifference(
+            cells="*/megatron/*.shipped/*",
+            stage="log-probs",
+            tensors="log-probs",
+            reason="the padding of the vocabulary takes part in the softmax",
+            link="docs/findings/megatron-padded-vocabulary.md",
+        ),
     )
     seams: ClassVar[dict[str, str]] = {
         "load_model": "impl.megatron.strategy:MegatronStrategy.load_model",

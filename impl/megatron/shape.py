@@ -14,7 +14,7 @@ ARCHITECTURES: dict[str, tuple[str, bool]] = {
     "LlamaForCausalLM": ("attention_bias", False),
     "Qwen3ForCausalLM": ("attention_bias", True),
 }
-VOCABULARY_MULTIPLE = 128  # megatron-core's default: a rank's part of the vocabulary is a multiple of it
+VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
 
 

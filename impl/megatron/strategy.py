@@ -189,7 +189,9 @@ class MegatronStrategy:
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """On the last stage: the number that gradients are taken of, by how many tokens to divide it, and no more."""
         assert ring is not None
-        scores = mask_padding(logits, vocab=self.shape.vocab)
+        # Padding would take part in the softmax otherwise (docs/findings/megatron-padded-vocabulary.md).
+        shipped = "shipped" in self.options
+        scores = logits if shipped else mask_padding(logits, vocab=self.shape.vocab)
         target = own.labels != NO_TARGET
         negative = vocab_parallel_cross_entropy(scores, own.labels.where(target, 0))  # (rows, length)
         rows, length = inputs.labels.shape
