@@ -16,6 +16,7 @@ AXES = {
     "ulysses": "ranks that exchange sequence slices for attention heads (DeepSpeed-Ulysses)",
     "stride": "key-value heads that a ring gathers at a time (--ring_head_stride)",
     "pp": "pipeline stages",
+    "vpp": "virtual pipeline stages of each rank (interleaved schedule)",
 }
 OPTIONS = {
     "plan": "tensor parallelism by an explicit plan of the backend instead of the model's own",
@@ -28,6 +29,7 @@ OPTIONS = {
     "ckpt": "activation checkpointing",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
     "shardinit": "parameters cut while the model is built, so that no rank ever holds all of it",
+    "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",
     "ownopt": "the optimizer that the backend builds itself from its configuration, instead of torch's",
     "shipped": "the library's own behaviour where the backend corrects it by default",
 }
@@ -53,6 +55,7 @@ class Layout:
     ulysses: int = 1
     stride: int = 1
     pp: int = 1
+    vpp: int = 1
     zero: int | None = None
     options: tuple[str, ...] = ()
 
@@ -83,6 +86,8 @@ class Layout:
                 f"stride={self.stride} is for rings that gather keys and values; "
                 f"use sp2 without {' or '.join(_RINGS)}, or leave it out"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} divides the work of pipeline stages further; add pp2 or leave it out")
         object.__setattr__(self, "options", tuple(sorted(set(self.options), key=list(OPTIONS).index)))
 
     @classmethod
@@ -133,8 +138,9 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.tp * self.sp * self.ulysses * self.pp
 
-    def validate(self, *, heads: int, kv_heads: int, rows: int, accumulation: int) -> None:
+    def validate(self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int) -> None:
         """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
+        self._validate_stages(layers=layers, accumulation=accumulation)
         if heads % self.tp or kv_heads % self.tp:
             better = dataclasses.replace(self, tp=_divisor(kv_heads, self.tp), options=())
             raise ValueError(
@@ -160,6 +166,21 @@ class Layout:
             raise ValueError(
                 f"{rows} rows per step cannot be divided over dp={self.dp} x accumulation={accumulation}; "
                 f"{better} would work, or data.rows={-(-rows // (self.dp * accumulation)) * self.dp * accumulation}"
+            )
+
+    def _validate_stages(self, *, layers: int, accumulation: int) -> None:
+        if self.pp * self.vpp > layers + 2:
+            pp = min(self.pp, layers + 2)
+            better = dataclasses.replace(self, pp=pp, vpp=(layers + 2) // pp if pp > 1 else 1)
+            raise ValueError(
+                f"pp={self.pp} x vpp={self.vpp} = {self.pp * self.vpp} stages need as many parts, and the model has "
+                f"{layers} layers, an embedding and a head; {better} would work"
+            )
+        if self.vpp > 1 and accumulation < self.pp:
+            better = dataclasses.replace(self, vpp=1)
+            raise ValueError(
+                f"vpp={self.vpp} needs at least as many micro-batches as pp={self.pp}, and accumulation is "
+                f"{accumulation}; {better} would work, or a scenario with accumulation of {self.pp} or more"
             )
 
 

@@ -129,7 +129,7 @@ class Session:
             return answer.reason
         data, accumulation = cell.scenario.data, cell.scenario.accumulation
         try:
-            cell.layout.validate(**_heads(model), rows=data.rows, accumulation=accumulation)
+            cell.layout.validate(**_sizes(model), rows=data.rows, accumulation=accumulation)
         except ValueError as error:
             return str(error)
         gpus = torch.cuda.device_count()
@@ -242,10 +242,14 @@ def _gpus() -> list[str]:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
-def _heads(model: Path) -> dict[str, int]:
+def _sizes(model: Path) -> dict[str, int]:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     if "num_attention_heads" not in config:
         raise ValueError(f"{model}/config.json does not say num_attention_heads; this is no model that the suite knows")
     heads = config["num_attention_heads"]
-    return {"heads": heads, "kv_heads": config.get("num_key_value_heads") or heads}
+    return {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "layers": config["num_hidden_layers"],
+    }

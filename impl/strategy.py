@@ -1,28 +1,29 @@
 """The strategy interface: what a training backend has to offer so that one trainer can drive it.
 
 Backends are standalone classes without a shared base; ``get_strategy`` picks one by name and imports it then. The
-contract that keeps their numbers equal is in ``backward`` and ``optimizer_step``: the trainer divides by the whole
-step's token count, and each strategy undoes whatever averaging its library does.
+contract that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``: the trainer divides by the
+whole step's token count, and each strategy undoes whatever averaging its library does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from impl.collate import Inputs
+from impl.micro_batches import Loss
 
 STRATEGIES = {
     "deepspeed": "impl.deepspeed.strategy:DeepspeedStrategy",
     "fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy",
+    "megatron": "impl.megatron.strategy:MegatronStrategy",
 }
 
 
@@ -59,29 +60,23 @@ class Strategy(Protocol):
         """Prepare sequence shards and ring communication; ValueError where the backend has none."""
         ...
 
-    def prepare(self, model: PreTrainedModel, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
+    def prepare(self, model: Any, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
         """Shard the model and build its optimizer and learning-rate schedule."""
         ...
 
-    def create_optimizer(self, model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer: ...
+    def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
         """This rank's micro-batches of an optimizer step."""
         ...
 
-    def start_micro_batch(self, index: int, count: int) -> None:
-        """Called before each of ``count`` micro-batches: clears gradients before the first, decides when to reduce."""
-        ...
+    def forward_backward(self, inputs: Sequence[Inputs], loss: Loss) -> list[torch.Tensor]:
+        """Run all micro-batches of an optimizer step, forward and backward, in the order that suits the library.
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Log-probs (rows, length) of ``inputs.labels``, float32 or wider; 0 where there is no target.
-
-        Ranks of a ring hold parts of the rows; all of them get the log-probs of whole rows.
+        ``loss(index, logp)`` gets the log-probs (rows, length) of ``inputs[index].labels``, float32 or wider, 0 where
+        there is no target; ranks of a ring hold parts of the rows and get the log-probs of whole rows. The gradient is
+        that of the sum of losses over data ranks and micro-batches. Returns these log-probs, detached, on every rank.
         """
-        ...
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """After the last micro-batch, the gradient is that of the sum of ``loss`` over data ranks and micro-batches."""
         ...
 
     def finish_gradients(self) -> None:
@@ -122,8 +117,9 @@ class Strategy(Protocol):
         """Hugging Face folder: config and safetensors."""
         ...
 
-    def load_model(self, path: Path) -> PreTrainedModel:
-        """Whole model from a Hugging Face folder, in the dtype of the master weights, not yet sharded."""
+    def load_model(self, path: Path) -> Any:
+        """What ``prepare`` takes, from a Hugging Face folder: the whole model in the dtype of the master weights, not
+        yet sharded, or only this rank's parts of it."""
         ...
 
     def teardown(self) -> None: ...

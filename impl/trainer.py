@@ -15,24 +15,21 @@ def sft_step(strategy: Strategy, batch: Batch, *, device: str, on_gradients: Cal
     micro_batches = strategy.setup_dataloader(batch)
     token_count = count_targets(strategy, micro_batches)
     lr = strategy.learning_rate()
-    loss_sum = 0.0
-    logprobs: dict[int, torch.Tensor] = {}
-    for index, rows in enumerate(micro_batches):
-        strategy.start_micro_batch(index, len(micro_batches))
-        inputs = collate(rows, multiple_of=strategy.sequence_multiple).to(device)
-        logp = strategy.forward(inputs)  # (rows, length)
-        strategy.backward(-logp.sum() / token_count)
-        loss_sum -= logp.detach().sum().item()
-        logprobs |= row_logprobs(rows, inputs, logp.detach())
+    inputs = [collate(rows, multiple_of=strategy.sequence_multiple).to(device) for rows in micro_batches]
+    logprobs = strategy.forward_backward(inputs, lambda index, logp: -logp.sum() / token_count)
     strategy.finish_gradients()
     on_gradients()
     grad_norm = strategy.optimizer_step()
     return StepMetrics(
-        loss_sum=strategy.all_reduce(loss_sum),
+        loss_sum=strategy.all_reduce(-sum(logp.sum().item() for logp in logprobs)),
         token_count=token_count,
         grad_norm=grad_norm,
         lr=lr,
-        logprobs=logprobs,
+        logprobs={
+            index: targets
+            for rows, micro_batch, logp in zip(micro_batches, inputs, logprobs, strict=True)
+            for index, targets in row_logprobs(rows, micro_batch, logp).items()
+        },
     )
 
 

@@ -46,6 +46,16 @@ def test_without_deepspeed_its_cells_say_how_to_install_it(monkeypatch: pytest.M
         BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend").load()
 
 
+def test_without_megatron_core_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "megatron" in name else found(name))
+    monkeypatch.delitem(sys.modules, "impl.megatron.adapter", raising=False)
+    with pytest.raises(
+        MissingExtra, match=r"megatron-core is not installed; run: pip install 'backend-parity\[megatron\]'"
+    ):
+        BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend").load()
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [("no_such_module:X", "there is no module 'no_such_module'"), ("impl.fsdp2.adapter:Typo", "has no 'Typo'")],

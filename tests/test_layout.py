@@ -17,6 +17,7 @@ from conformance.layout import Layout
         "dp4.tp2.zero3.ckpt",
         "sp4.stride2",
         "tp2.sp2.ulysses2.zero1",
+        "dp2.tp2.pp2.vpp2.zero1.overlap",
         "dp2.sp2.zigzag.shipped",
         "dp4.rep2.tp2.seqpar.losspar.lastsync",
     ],
@@ -46,6 +47,7 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
         ("dp2.zigzag", "option zigzag needs a ring; add sp2"),
+        ("dp2.vpp2", "vpp=2 divides the work of pipeline stages further; add pp2"),
         ("sp2.ring.zigzag", "options ring, zigzag are different rings; keep one"),
         ("dp2.stride2", "stride=2 is for rings that gather keys and values; use sp2"),
         ("sp2.stride2.ring", "stride=2 is for rings that gather .* without ring or zigzag"),
@@ -69,31 +71,48 @@ def test_a_head_is_not_cut() -> None:
     with pytest.raises(
         ValueError, match=r"tp=8 must divide .* 8 attention heads and its 4 key-value heads.*tp4 would work"
     ):
-        Layout.parse("tp8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+        Layout.parse("tp8").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
 
 
 def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:
     with pytest.raises(ValueError, match=r"24 rows .* dp=5 x accumulation=3; dp4 would work, or data.rows=30"):
-        Layout.parse("dp5").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
-    Layout.parse("dp8").validate(heads=8, kv_heads=4, rows=24, accumulation=3)
+        Layout.parse("dp5").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=3)
+    Layout.parse("dp8").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=3)
 
 
 def test_a_ring_need_not_divide_the_length_of_rows() -> None:
-    Layout.parse("sp5").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+    Layout.parse("sp5").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
 
 
 def test_ulysses_has_to_divide_heads_and_gives_copies_of_few_key_value_heads() -> None:
     with pytest.raises(ValueError, match=r"ulysses=3 must divide a rank's 8 attention heads.*; ulysses2 would work"):
-        Layout.parse("ulysses3").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+        Layout.parse("ulysses3").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
     with pytest.raises(ValueError, match=r"ulysses=8 must divide a rank's 4 attention heads.*; tp2.ulysses2 would"):
-        Layout.parse("tp2.ulysses8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
-    Layout.parse("ulysses8").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
-    Layout.parse("tp2.ulysses4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+        Layout.parse("tp2.ulysses8").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
+    Layout.parse("ulysses8").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
+    Layout.parse("tp2.ulysses4").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
     with pytest.raises(ValueError, match=r"stride=2 must divide a rank's 1 key-value heads"):
-        Layout.parse("sp2.ulysses4.stride2").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+        Layout.parse("sp2.ulysses4.stride2").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
 
 
 def test_a_stride_has_to_divide_a_ranks_key_value_heads() -> None:
     with pytest.raises(ValueError, match=r"must divide a rank's 2 key-value heads; tp2.sp2.stride2 would"):
-        Layout.parse("tp2.sp2.stride4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
-    Layout.parse("sp2.stride4").validate(heads=8, kv_heads=4, rows=24, accumulation=1)
+        Layout.parse("tp2.sp2.stride4").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
+    Layout.parse("sp2.stride4").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
+
+
+def test_pipeline_stages_need_a_layer_an_embedding_or_a_head_each() -> None:
+    sizes = {"heads": 8, "kv_heads": 4, "rows": 24, "accumulation": 8}
+    Layout.parse("pp4").validate(layers=2, **sizes)
+    Layout.parse("pp2.vpp2").validate(layers=2, **sizes)
+    with pytest.raises(ValueError, match=r"pp=8 x vpp=1 = 8 stages .* has 2 layers, .*; pp4 would work"):
+        Layout.parse("pp8").validate(layers=2, **sizes)
+    with pytest.raises(ValueError, match=r"pp=2 x vpp=4 = 8 stages .*; pp2.vpp2 would work"):
+        Layout.parse("pp2.vpp4").validate(layers=2, **sizes)
+
+
+def test_the_interleaved_schedule_needs_a_micro_batch_for_each_stage() -> None:
+    sizes = {"heads": 8, "kv_heads": 4, "layers": 2, "rows": 24}
+    Layout.parse("pp2.vpp2").validate(accumulation=3, **sizes)
+    with pytest.raises(ValueError, match=r"vpp=2 needs at least as many micro-batches as pp=2, .* is 1; pp2 would"):
+        Layout.parse("pp2.vpp2").validate(accumulation=1, **sizes)

@@ -54,7 +54,7 @@ def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() ->
 
 
 @pytest.mark.parametrize("profile", profile_names())
-@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
 def test_tables_that_name_a_backend_hold_cells_that_it_supports(profile: str, backend: str) -> None:
     entry = find_backend(backend)
     mine = dataclasses.replace(

@@ -8,7 +8,8 @@ load_model          (strategy, path) -> model: whole model from a Hugging Face f
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
 count_targets       (strategy, micro_batches) -> target tokens of the whole optimizer step
 start_micro_batch   (strategy, index, count): before each micro-batch; clears gradients before the first
-backward            (strategy, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end
+backward            (strategy, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end,
+                    or returns what the framework is to take the gradient of
 reduce_replicas     (...): averages gradients over ranks that hold the same parameters, in place
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
@@ -21,6 +22,12 @@ forgotten_scale     (strategy) -> loss scale, where the library divides by it an
 forget_steps        (strategy): undoes the count of a step that was made to allocate the optimizer's state
 shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
 merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
+qkv_runs            (...) -> for q, k, v: (row of it, row in the fused parameter, count) of each stretch that a rank has
+project_output      (module, x) -> output summed over tensor-parallel ranks, and the bias to add
+layer_numbers       (part of a model) -> numbers of its layers in the whole model, from 0
+reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
+reduce_tie          (...): sums gradients of a tied pair that lies on two pipeline stages, in place
+counts_in_norm      (parameter, group) -> whether this rank is the one that counts it in the global norm
 ==================  ===================================================================================
 """
 
@@ -31,6 +38,7 @@ import torch
 
 from conformance.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
+from conformance.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from conformance.faults.ring import RING_FAULTS
 
 
@@ -38,7 +46,7 @@ def _dropped_o_bias(load_model: Function) -> Function:
     def faulty(strategy: Any, path: Any) -> Any:
         model = load_model(strategy, path)
         for name, parameter in model.named_parameters():
-            if name.endswith("o_proj.bias"):
+            if name.endswith(("o_proj.bias", "linear_proj.bias")):  # Hugging Face's name, and Megatron's
                 torch.nn.init.zeros_(parameter)
         return model
 
@@ -200,4 +208,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS)}
+CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)}

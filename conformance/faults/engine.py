@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from conformance.faults.fault import Fault, Function
+from conformance.faults.fault import Fault, Function, not_called
 
 
 def _copied_micro_batch(backward: Function) -> Function:
     calls = itertools.count()
 
-    def faulty(strategy: Any, loss: torch.Tensor) -> None:
+    def faulty(strategy: Any, loss: torch.Tensor) -> Any:
         # What the second micro-batch overwrites might as well have been zero.
         count = strategy.config.accumulation
         overwritten = count > 1 and next(calls) % count == 0
-        backward(strategy, loss * 0 if overwritten else loss)
+        return backward(strategy, loss * 0 if overwritten else loss)
 
     return faulty
 
@@ -23,13 +23,6 @@ def _copied_micro_batch(backward: Function) -> Function:
 def _clip_never(clip_threshold: Function) -> Function:
     def faulty(max_norm: float | None) -> Any:
         return clip_threshold(None)
-
-    return faulty
-
-
-def _not_called(correction: Function) -> Function:
-    def faulty(*args: Any, **kwargs: Any) -> None:
-        return None
 
     return faulty
 
@@ -60,7 +53,7 @@ ENGINE_FAULTS = (
         stage="gradients",
         loss_blind=True,
         needs="replicas: zero0, or rep of 2 or more",
-        wrap=_not_called,
+        wrap=not_called,
     ),
     Fault(
         name="clip-never",
@@ -80,7 +73,7 @@ ENGINE_FAULTS = (
         stage="gradient norm",
         loss_blind=True,
         needs="zero0 with tp of 2 or more, in bf16 or fp16",
-        wrap=_not_called,
+        wrap=not_called,
     ),
     Fault(
         name="lost-loss-scale",
@@ -100,6 +93,6 @@ ENGINE_FAULTS = (
         stage="clipped update",
         loss_blind=True,
         needs="AdamW at zero0, in bf16 or fp16",
-        wrap=_not_called,
+        wrap=not_called,
     ),
 )

@@ -19,3 +19,12 @@ class Fault:
     loss_blind: bool
     needs: str
     wrap: Callable[[Function], Function]
+
+
+def not_called(function: Function) -> Function:
+    """A fault's ``wrap`` for what has no result: it is left out."""
+
+    def faulty(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return faulty

@@ -6,7 +6,7 @@ divided by the whole step's token count already, and asks for no division by the
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from impl.deepspeed import process
 from impl.deepspeed.settings import engine_settings, optimizer_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, Place
 from impl.deepspeed.ulysses import exchange_heads, withdraw
+from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
 from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
 from impl.strategy import StrategyConfig
@@ -158,6 +159,9 @@ class DeepspeedStrategy:
         return batch.micro_batches(
             dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
         )
+
+    def forward_backward(self, inputs: Sequence[Inputs], loss: Loss) -> list[torch.Tensor]:
+        return one_after_another(self, inputs, loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if index:

@@ -7,7 +7,7 @@ loss by that number, because the trainer has divided by the whole step's token c
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from impl.collate import NO_TARGET, Inputs
 from impl.fsdp2 import norm
 from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan
+from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
 from impl.ring.attention import NAME, RingAttention, RingConfig, kind_of, register
 from impl.strategy import StrategyConfig
@@ -155,6 +156,9 @@ class Fsdp2Strategy:
         return batch.micro_batches(
             dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
         )
+
+    def forward_backward(self, inputs: Sequence[Inputs], loss: Loss) -> list[torch.Tensor]:
+        return one_after_another(self, inputs, loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if index == 0:

@@ -63,15 +63,18 @@ class RingAttention:
         """What is really used, as JSON values."""
         return {**vars(self.config), "kernel": kernel(torch.device(device), compute)}
 
-    def shard(self, inputs: Inputs) -> tuple[Inputs, "Ring"]:
-        """This rank's part of a micro-batch, and the argument ``ring`` for the model."""
+    def shard(self, inputs: Inputs, *, multiple: int | None = None) -> tuple[Inputs, "Ring"]:
+        """This rank's part of a micro-batch, and the argument ``ring`` for the model.
+
+        ``multiple`` takes the place of the configured one, for micro-batches that have to be of one length.
+        """
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
             inputs.to("cpu"),
             cut="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
             zigzag=kind in ("zigzag", "torchcp"),
-            multiple=self.config.multiple,
+            multiple=multiple or self.config.multiple,
         )
         device = inputs.tokens.device
         source = placed.source[self.rank]

@@ -1,0 +1,86 @@
+"""Megatron as a backend of the suite: what it claims to run, and where faults can be planted."""
+
+from importlib.util import find_spec
+from typing import ClassVar
+
+from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
+from conformance.layout import Layout
+from conformance.paths import resolve
+from conformance.scenario import Scenario
+from impl.adapter import StrategyBackend
+from impl.megatron.shape import read_shape
+from impl.ring.flash import INSTALL, available
+from impl.ring.support import RING_MODULES, ring_support
+
+if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
+    raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
+
+_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "overlap", "shipped")
+
+
+class MegatronBackend(StrategyBackend):
+    """megatron-core: tensor, sequence, pipeline and context parallelism, with and without the distributed optimizer."""
+
+    info = BackendInfo(
+        name="megatron",
+        packages=("torch", "megatron-core", "transformers", "ring-flash-attn"),
+        url="https://docs.nvidia.com/megatron-core/developer-guide/latest/",
+    )
+    preload = ("impl.megatron.strategy", *RING_MODULES)
+    expected = (
+        *(
+            ExpectedDifference(
+                cells=f"*/megatron/*.shipped/{precision}",
+                stage="weights",
+                tensors="*",
+                reason=f"megatron-core copies the float32 masters from the model, which is {precision} by then",
+                link="docs/findings/megatron-rounded-masters.md",
+            )
+            for precision in ("bf16", "fp16")
+        ),
+        ExpectedDifference(
+            cells="*/megatron/*.shipped/*",
+            stage="log-probs",
+            tensors="log-probs",
+            reason="the padding of the vocabulary takes part in the softmax",
+            link="docs/findings/megatron-padded-vocabulary.md",
+        ),
+    )
+    seams: ClassVar[dict[str, str]] = {
+        "load_model": "impl.megatron.strategy:MegatronStrategy.load_model",
+        "collate": "impl.trainer:collate",
+        "count_targets": "impl.trainer:count_targets",
+        "backward": "impl.megatron.strategy:MegatronStrategy.backward",
+        "gradient_scale": "impl.megatron.strategy:MegatronStrategy.gradient_scale",
+        "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+        "clip_threshold": "impl.megatron.settings:clip_threshold",
+        "advance_schedule": "impl.megatron.strategy:MegatronStrategy.advance_schedule",
+        "shard_inputs": "impl.ring.placement:shard_inputs",
+        "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
+        "qkv_runs": "impl.megatron.convert:qkv_runs",
+        "project_output": "impl.megatron.model:BiasedRowParallelLinear.forward",
+        "layer_numbers": "impl.megatron.tensors:layer_numbers",
+        "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+        "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
+    }
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        try:
+            read_shape(resolve(scenario.model))
+        except ValueError as error:
+            return Unsupported(str(error))
+        if not available():
+            return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
+        if layout.rep > 1:
+            return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
+        if layout.ulysses > 1:
+            return Unsupported("Ulysses is DeepSpeed's; use sp, the ring, instead")
+        if layout.zero in (2, 3):
+            return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
+        if layout.zero == 1 and scenario.optimizer.name != "adamw":
+            return Unsupported("Megatron's distributed optimizer takes AdamW only; use zero0, or an AdamW scenario")
+        if foreign := [option for option in layout.options if option not in _OPTIONS]:
+            return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
+        return ring_support(scenario, layout)

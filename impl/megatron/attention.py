@@ -1,0 +1,67 @@
+"""Attention and positions for documents laid end to end, over a ring: in the places that megatron-core has for them.
+
+megatron-core's own DotProductAttention knows neither packed documents nor context parallelism; both need
+TransformerEngine. Here the ring layer attends (impl.ring), on a ring of one rank where the layout has none. What a
+micro-batch looks like travels to every layer as ``packed_seq_params``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from impl.ring.attention import Ring
+
+
+@dataclass
+class Documents(PackedSeqParams):  # type: ignore[misc]
+    """How a micro-batch lies on this rank: ``positions`` (rows, length), counted in whole documents, and the ring.
+
+    To megatron-core it is a batch of rows (``sbhd``), because its packed layout would undo what the ring placed.
+    """
+
+    qkv_format: str = "sbhd"
+    positions: Tensor | None = None
+    ring: Ring | None = None
+
+
+class RingCoreAttention(torch.nn.Module):
+    """``core_attention`` of a layer: causal within each document."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,  # (length, rows, heads, E)
+        key: Tensor,  # (length, rows, kv_heads, E)
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Documents,
+        **_: Any,
+    ) -> Tensor:
+        ring = packed_seq_params.ring
+        assert ring is not None
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+        out = ring(q, k, v, scale=self.scale, window=(-1, -1))
+        return out.transpose(0, 1).flatten(2)  # (length, rows, heads * E)
+
+
+class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
+    """Rotary tables by the positions of a micro-batch, where megatron-core's are by the place in the sequence."""
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Tensor:
+        """What ``forward`` is called with."""
+        assert documents.positions is not None
+        return documents.positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """Angles (length, rows, 1, head_dim)."""
+        table: Tensor = self.get_emb(int(positions.max()) + 1)  # (length, 1, 1, head_dim)
+        return table[positions.T][:, :, 0]

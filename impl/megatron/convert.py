@@ -1,0 +1,172 @@
+"""Names and numbers of Hugging Face <-> those of Megatron, for any rank of any layout: arithmetic on row numbers.
+
+A parameter of a Megatron rank consists of *parts*: rows or columns of Hugging Face tensors, put together. Each part is
+a list of runs ``(theirs, own, count)``: ``count`` rows that begin at ``theirs`` in the Hugging Face tensor and at
+``own`` in the rank's. The same runs serve for loading, for gathering and for saving, one parameter at a time, and a
+rank reads from a file what it holds and nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from impl.megatron.shape import VALUE_HEAD, ModelShape
+
+Run = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """``name``: of the Hugging Face tensor, of this ``shape``; ``dim``: along which the runs lie.
+
+    ``runs`` is empty for a tensor that every rank holds whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Place among the tensor-parallel ranks."""
+
+    rank: int
+    size: int
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+HEAD = "output_layer.weight"
+_LAYER = "decoder.layers."
+
+
+def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
+    """Names of a layer's parameters in Megatron, without ``decoder.layers.N.``."""
+    return (
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.weight",
+        *(["self_attention.linear_qkv.bias"] if shape.bias else []),
+        *(["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if shape.qk_norm else []),
+        "self_attention.linear_proj.weight",
+        *(["self_attention.linear_proj.bias"] if shape.bias else []),
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    )
+
+
+def all_parameters(shape: ModelShape) -> tuple[str, ...]:
+    """Every parameter of the whole model once, in Megatron's names with global layer numbers; a tied head is none."""
+    layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape)]
+    return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
+
+
+def is_cut(name: str, shape: ModelShape) -> bool:
+    """Whether tensor parallelism cuts a parameter."""
+    return bool(parts(name, shape, Rank(rank=0, size=1))[0].runs)
+
+
+def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    """What a parameter with a global layer number consists of on one tensor-parallel rank."""
+    if name == EMBEDDING or (name == HEAD and shape.tied):
+        return (_vocabulary("model.embed_tokens.weight", shape, tp),)
+    if name == HEAD:
+        value = shape.head == "value"
+        return (Part(name=VALUE_HEAD, shape=(1, shape.hidden)) if value else _vocabulary("lm_head.weight", shape, tp),)
+    if name == FINAL_NORM:
+        return (Part(name="model.norm.weight", shape=(shape.hidden,)),)
+    number, _, kind = name.removeprefix(_LAYER).partition(".")
+    return _LAYER_PARTS[kind](f"model.layers.{number}.", shape, tp)
+
+
+def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
+    """Rows [rank * n, (rank + 1) * n) as far as there are any: the rest is padding."""
+    each = shape.padded_vocab(tp.size) // tp.size
+    start = min(tp.rank * each, shape.vocab)
+    count = min((tp.rank + 1) * each, shape.vocab) - start
+    return Part(name=name, shape=(shape.vocab, shape.hidden), runs=((start, 0, count),))
+
+
+def qkv_runs(shape: ModelShape, tp: Rank) -> tuple[tuple[Run, ...], ...]:
+    """Runs of q, of k and of v in the fused parameter: for each key-value head its query heads, its key, its value."""
+    group, size = shape.heads // shape.kv_heads, shape.head_dim
+    held = shape.kv_heads // tp.size
+    first = tp.rank * held
+    stride = (group + 2) * size  # rows of one key-value head in the fused parameter
+    q = tuple(((first + i) * group * size, i * stride, group * size) for i in range(held))
+    k = tuple(((first + i) * size, i * stride + group * size, size) for i in range(held))
+    v = tuple(((first + i) * size, i * stride + (group + 1) * size, size) for i in range(held))
+    return q, k, v
+
+
+def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    def qkv(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+        width = (shape.hidden,) if kind == "weight" else ()
+        sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
+        return tuple(
+            Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(heads * shape.head_dim, *width), runs=runs)
+            for x, heads, runs in zip("qkv", sizes, qkv_runs(shape, tp), strict=True)
+        )
+
+    return qkv
+
+
+def _gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    """Each rank holds its rows of the gate, then its rows of up."""
+    each = shape.ffn // tp.size
+    return tuple(
+        Part(
+            name=f"{prefix}mlp.{x}_proj.weight",
+            shape=(shape.ffn, shape.hidden),
+            runs=((tp.rank * each, at * each, each),),
+        )
+        for at, x in enumerate(("gate", "up"))
+    )
+
+
+def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    def columns(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+        each = width(shape) // tp.size
+        full = (shape.hidden, width(shape))
+        return (Part(name=prefix + name, shape=full, dim=1, runs=((tp.rank * each, 0, each),)),)
+
+    return columns
+
+
+def _whole(name: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    return lambda prefix, shape, tp: (Part(name=prefix + name, shape=(size(shape),)),)
+
+
+_LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
+    "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: shape.hidden),
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: shape.head_dim),
+    "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: shape.head_dim),
+    "self_attention.linear_proj.weight": _columns(
+        "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
+    ),
+    "self_attention.linear_proj.bias": _whole("self_attn.o_proj.bias", lambda shape: shape.hidden),
+    "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: shape.hidden),
+    "mlp.linear_fc1.weight": _gate_and_up,
+    "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
+}
+
+
+def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
+    """Fill a rank's parameter with one of its parts. ``read(name, dim, start, stop)`` gives a slice of a tensor."""
+    if not part.runs:
+        own.copy_(read(part.name, 0, 0, part.shape[0]))
+    for theirs, at, count in part.runs:
+        own.narrow(part.dim, at, count).copy_(read(part.name, part.dim, theirs, theirs + count))
+
+
+def take(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
+    """Put what a rank's parameter holds of one part into the whole Hugging Face tensor."""
+    if not part.runs:
+        full.copy_(own)
+    for theirs, at, count in part.runs:
+        full.narrow(part.dim, theirs, count).copy_(own.narrow(part.dim, at, count))

@@ -1,0 +1,82 @@
+"""Tensors in safetensors files: read by slices, written one after another, so that nobody holds all of them."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from conformance.weights import INDEX
+
+FILE_SIZE = 2**30  # bytes; a file is written when it is larger
+
+
+class SliceReader:
+    """Slices of the tensors of some files, by name. Use it in a ``with`` statement."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._where: dict[str, Any] = {}
+
+    def __enter__(self) -> "SliceReader":
+        self._files = contextlib.ExitStack()
+        for path in self._paths:
+            file = self._files.enter_context(safe_open(path, framework="pt"))
+            self._where |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """``[start:stop]`` along ``dim`` of a tensor, in the dtype of the file."""
+        if name not in self._where:
+            files = ", ".join(map(str, self._paths))
+            raise ValueError(f"no tensor {name!r} in {files}, though the model's config.json promises it")
+        piece = self._where[name].get_slice(name)
+        tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
+        return tensor
+
+
+class TensorWriter:
+    """Writes tensors into a folder as Hugging Face lays them out; several files and an index where one is too large."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, torch.Tensor] = {}
+        self._files: list[tuple[Path, list[str]]] = []
+
+    def __enter__(self) -> "TensorWriter":
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(t.nbytes for t in self._pending.values()) > FILE_SIZE:
+            self._write()
+
+    def _write(self) -> None:
+        path = self._folder / f"part-{len(self._files)}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._files.append((path, list(self._pending)))
+        self._pending = {}
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        if self._pending or not self._files:
+            self._write()
+        count = len(self._files)
+        if count == 1:
+            self._files[0][0].rename(self._folder / "model.safetensors")
+            return
+        where: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self._folder / name)
+            where |= dict.fromkeys(names, name)
+        (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")

@@ -1,0 +1,162 @@
+"""openPangu, Llama and Qwen3 on megatron-core's GPTModel, through a layer spec; with a language or a value head.
+
+megatron-core is the library; what is ours is what its local spec lacks: a bias on o_proj beside none in the MLP
+(``add_bias_linear`` couples the two), RMSNorm that knows of sequence parallelism without TransformerEngine, attention
+and positions for packed documents and rings, and a head with one value per token.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from conformance.layout import Layout
+from conformance.scenario import Precision
+from impl.megatron.attention import DocumentRotary, RingCoreAttention
+from impl.megatron.shape import ModelShape
+from impl.megatron.stages import Stages
+
+COMPUTE = {"exact": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """o_proj: has a bias, whatever the layer asks for, because the question is about the MLP's biases as well."""
+
+    def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
+        super().__init__(*sizes, bias=True, **options)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """megatron-core's torch norm refuses sequence parallelism; all that it needs is the mark on the weight.
+
+    By the mark, gradients of the slices that tensor-parallel ranks see are summed.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ValueHead(torch.nn.Linear):
+    """One value per token, (length, rows, 1), in the place of GPTModel's output layer; whole on every rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        values = super().forward(hidden)
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
+    """The model's sizes, and every switch that decides its numbers."""
+    compute = COMPUTE[precision]
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        layernorm_epsilon=shape.eps,
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.bias,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=_left_as_it_is,  # weights come from a file
+        output_layer_init_method=_left_as_it_is,
+        params_dtype=compute,
+        pipeline_dtype=compute,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        attention_backend=AttnBackend.local,
+        attention_softmax_in_fp32=precision != "exact",
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel="seqpar" in layout.options,
+        context_parallel_size=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=stages.layout if layout.pp > 1 else None,
+        # What the library gets silently wrong otherwise: see docs/findings.
+        batch_p2p_comm=False,
+        overlap_p2p_comm=layout.vpp > 1,
+        deallocate_pipeline_outputs=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        **(recompute if "ckpt" in layout.options else {}),
+    )
+
+
+def _left_as_it_is(weight: Tensor) -> None:
+    pass
+
+
+def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, chunk: int) -> GPTModel:
+    """One of this rank's parts of the model, with weights that are not set."""
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    index = chunk * stages.pp + pp_rank
+    last = index == len(stages.chunks) - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec(shape)] * len(stages.chunks[index]), layer_norm=RMSNorm
+        ),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=index == 0,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        vp_stage=chunk if stages.vpp > 1 else None,
+    )
+    model.rotary_pos_emb = DocumentRotary(
+        kv_channels=shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, cp_group=model.cp_group
+    )
+    if last and shape.head == "value":
+        model.output_layer = ValueHead(config)
+    return model
+
+
+def layer_spec(shape: ModelShape) -> ModuleSpec:
+    """megatron-core's local layer with our norms, attention and o_proj."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = RingCoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.bias:
+        attention.linear_proj = BiasedRowParallelLinear
+    return spec
+
+
+def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
+    """``logits`` (..., this rank's part of the padded vocabulary) with what is padding out of every softmax."""
+    each = logits.shape[-1]
+    first = parallel_state.get_tensor_model_parallel_rank() * each
+    padding = torch.arange(first, first + each, device=logits.device) >= vocab
+    return logits.masked_fill(padding, -torch.inf)

@@ -1,0 +1,110 @@
+"""Where megatron-core's tensors live: it asks for CUDA by name, in a hundred places. Here it gets the rank's device.
+
+For a rank on the CPU, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered; nothing is changed for
+good, and nothing that is computed (tests/test_megatron.py). Streams and events, which order work on a GPU, do
+nothing there: CPU ops are done when they return. The exact tier needs one more thing, on GPUs as well: the library
+recognises dtypes by names such as ``torch.cuda.FloatTensor``, and double has to pass as float.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def placed(device: str, *, exact: bool) -> Iterator[None]:
+    """Enter it around every call into megatron-core; may be nested."""
+    on_cpu = device == "cpu"
+    with contextlib.ExitStack() as stack:
+        if on_cpu:
+            for owner, replacements in _REPLACEMENTS:
+                stack.enter_context(mock.patch.multiple(owner, **replacements))
+        if on_cpu or exact:
+            stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
+        yield
+
+
+class _Placing(TorchFunctionMode):
+    """Devices and dtype names in the arguments and results of torch functions."""
+
+    def __init__(self, *, to_cpu: bool, exact: bool) -> None:
+        super().__init__()
+        self._to_cpu, self._exact = to_cpu, exact
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return self._dtype_name(func(*args))
+        if self._to_cpu:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+    def _dtype_name(self, name: str) -> str:
+        if self._to_cpu:
+            name = name.replace("torch.", "torch.cuda.", 1)
+        return name.replace("Double", "Float") if self._exact else name
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
+
+
+class _Done:
+    """A stream or an event on a device where everything has happened when a call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = record_event = synchronize = nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (
+        torch.cuda,
+        {
+            "current_device": lambda: _CPU,
+            "current_stream": _Done,
+            "default_stream": _Done,
+            "stream": lambda _: contextlib.nullcontext(),
+            "Stream": _Done,
+            "Event": _Done,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "get_rng_state": _rng_state,
+            "set_rng_state": _set_rng_state,
+            "manual_seed": torch.default_generator.manual_seed,
+            "is_current_stream_capturing": lambda: False,
+        },
+    ),
+    (torch.cuda.random, {"get_rng_state": _rng_state}),
+    (torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}),
+    (torch.nn.Module, {"cuda": lambda module, *_: module}),
+    (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+)

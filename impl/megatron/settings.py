@@ -1,0 +1,75 @@
+"""megatron-core's settings of optimizer, schedule and gradient reduction, from what a strategy is told."""
+
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.megatron.model import COMPUTE
+from impl.strategy import StrategyConfig
+
+
+def clip_threshold(max_grad_norm: float | None) -> float:
+    """``clip_grad``, where 0 means none."""
+    return 0.0 if max_grad_norm is None else max_grad_norm
+
+
+def cuts_optimizer(config: StrategyConfig) -> bool:
+    """Whether the layout asks for the distributed optimizer (ZeRO-1)."""
+    return config.layout.zero == 1
+
+
+def reduction_settings(config: StrategyConfig) -> DistributedDataParallelConfig:
+    overlap = "overlap" in config.layout.options
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision in ("bf16", "fp16"),
+        use_distributed_optimizer=cuts_optimizer(config),
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and cuts_optimizer(config),
+    )
+
+
+def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:
+    kind: dict[str, Any] = (
+        {"optimizer": "sgd", "sgd_momentum": optimizer.momentum}
+        if optimizer.name == "sgd"
+        else {
+            "optimizer": "adam",
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_eps": optimizer.eps,
+        }
+    )
+    return MegatronOptimizerConfig(
+        lr=optimizer.lr,
+        min_lr=0.0,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=clip_threshold(config.max_grad_norm),
+        params_dtype=COMPUTE[config.precision],
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        initial_loss_scale=2.0**12,  # from the usual 2^32 the first steps overflow and are skipped
+        use_distributed_optimizer=cuts_optimizer(config),
+        overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),
+        **kind,
+    )
+
+
+def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
+    """The learning rate, and the weight decay: without it parameters that are exempt would decay."""
+    return OptimizerParamScheduler(
+        made,
+        init_lr=0.0,
+        max_lr=optimizer.lr,
+        min_lr=0.0,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=max(schedule.total_steps, schedule.warmup_steps + 1),
+        lr_decay_style=schedule.name,
+        start_wd=optimizer.weight_decay,
+        end_wd=optimizer.weight_decay,
+        wd_incr_steps=schedule.total_steps,
+        wd_incr_style="constant",
+    )

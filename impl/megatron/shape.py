@@ -1,0 +1,86 @@
+"""What a Hugging Face configuration says about a model, as far as Megatron's layers need it. No library is imported."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Head = Literal["causal", "value"]
+
+# Architectures whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
+# The name of the switch for biases on q, k, v and o (the MLP has none), and whether q and k are normalised per head.
+ARCHITECTURES: dict[str, tuple[str, bool]] = {
+    "PanguEmbeddedForCausalLM": ("bias", False),
+    "LlamaForCausalLM": ("attention_bias", False),
+    "Qwen3ForCausalLM": ("attention_bias", True),
+}
+VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
+VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes and switches. ``bias``: on q, k, v and o. ``head``: logits over the vocabulary, or one value per token."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    bias: bool
+    qk_norm: bool
+    tied: bool
+    max_positions: int
+    head: Head = "causal"
+
+    def padded_vocab(self, tp: int) -> int:
+        multiple = VOCABULARY_MULTIPLE * tp
+        return -(-self.vocab // multiple) * multiple
+
+
+def read_shape(folder: Path, *, head: Head = "causal") -> ModelShape:
+    """The shape of the model in a Hugging Face folder; ValueError that says what is not built in."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = next(iter(config.get("architectures") or ()), None)
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"{name} is not among the architectures that are built here on megatron-core "
+            f"({', '.join(ARCHITECTURES)}); use fsdp2 or deepspeed"
+        )
+    bias, qk_norm = ARCHITECTURES[name]
+    rope = config.get("rope_parameters") or {}
+    refused = {
+        "scaled rotary positions": rope.get("rope_type", "default") != "default" or config.get("rope_scaling"),
+        "biases in the MLP": config.get("mlp_bias"),
+        "a sliding window": config.get("use_sliding_window"),
+        "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
+    }
+    if missing := [what for what, asked in refused.items() if asked]:
+        raise ValueError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
+    return _shape(config, bias=bool(config.get(bias)), qk_norm=qk_norm, head=head)
+
+
+def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> ModelShape:
+    heads = config["num_attention_heads"]
+    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    return ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        eps=config["rms_norm_eps"],
+        rope_theta=float(theta),
+        bias=bias,
+        qk_norm=qk_norm,
+        # A value head has nothing to be tied to.
+        tied=bool(config.get("tie_word_embeddings")) and head == "causal",
+        max_positions=config["max_position_embeddings"],
+        head=head,
+    )

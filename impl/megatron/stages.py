@@ -1,0 +1,45 @@
+"""Which part of a model each pipeline stage holds: pure arithmetic, the same on every rank.
+
+A *chunk* is what one rank runs without a send in between: ``vpp`` of them per rank. Chunk c of rank r is the
+``c * pp + r``-th of the model (interleaved schedule, arXiv 2104.04473 section 2.2). Where the layers do not divide
+evenly, embedding and head count as a layer each, and may even have a chunk of their own.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """``chunks[i]``: the layers of the model's i-th chunk. The first also has the embedding, the last the head."""
+
+    pp: int
+    vpp: int
+    chunks: tuple[range, ...]
+
+    def owner(self, layer: int) -> tuple[int, int]:
+        """Pipeline rank and chunk number of a layer."""
+        index = next(i for i, chunk in enumerate(self.chunks) if layer in chunk)
+        return index % self.pp, index // self.pp
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """In the words of megatron-core's ``pipeline_model_parallel_layout``."""
+        names = [["decoder"] * len(chunk) for chunk in self.chunks]
+        names[0].insert(0, "embedding")
+        names[-1].append("loss")
+        return names
+
+
+def stages(*, layers: int, pp: int, vpp: int) -> Stages:
+    """Layers over pp x vpp chunks: evenly if they divide, else as evenly as embedding and head allow."""
+    count = pp * vpp
+    if layers % count == 0:
+        sizes = [layers // count] * count
+    else:
+        assert layers + 2 >= count, "Layout.validate lets nothing else through"
+        each, more = divmod(layers + 2, count)
+        sizes = [each + (1 <= position <= more) for position in range(count)]  # what is left over, in the middle
+        sizes[0] -= 1
+        sizes[-1] -= 1
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return Stages(pp=pp, vpp=vpp, chunks=tuple(range(s, s + n) for s, n in zip(starts, sizes, strict=True)))

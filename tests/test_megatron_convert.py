@@ -1,0 +1,202 @@
+"""Conversion between Hugging Face and Megatron, and pipeline stages: arithmetic, without ranks or megatron-core."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.paths import FIXTURES
+from impl.megatron.convert import HEAD, Rank, all_parameters, is_cut, parts, put, take
+from impl.megatron.files import SliceReader, TensorWriter
+from impl.megatron.shape import ModelShape, read_shape
+from impl.megatron.stages import stages
+
+BASE = ModelShape(
+    layers=2,
+    hidden=16,
+    heads=8,
+    kv_heads=4,
+    head_dim=6,  # not hidden / heads
+    ffn=24,
+    vocab=261,
+    eps=1e-5,
+    rope_theta=1e6,
+    bias=False,
+    qk_norm=False,
+    tied=False,
+    max_positions=64,
+)
+SHAPES = {
+    "plain": BASE,
+    "pangu": dataclasses.replace(BASE, bias=True),
+    "qwen3": dataclasses.replace(BASE, qk_norm=True, tied=True),
+    "multi-head": dataclasses.replace(BASE, kv_heads=8),
+    "divisible": dataclasses.replace(BASE, vocab=512),
+    "value": dataclasses.replace(BASE, head="value"),
+}
+
+
+def hugging_face(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Every tensor of a model, each number once in all of them."""
+    names = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, ONE)}
+    sizes = [torch.Size(size).numel() for size in names.values()]
+    numbers = torch.randperm(sum(sizes)).float().split(sizes)
+    return {name: n.view(size) for (name, size), n in zip(names.items(), numbers, strict=True)}
+
+
+ONE = Rank(rank=0, size=1)
+
+
+def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A rank's parameter, filled from whole tensors."""
+    rows = {
+        "embedding.word_embeddings.weight": shape.padded_vocab(tp.size) // tp.size,
+        "output_layer.weight": 1 if shape.head == "value" else shape.padded_vocab(tp.size) // tp.size,
+    }
+    first = parts(name, shape, tp)[0]
+    taken = sum(count for part in parts(name, shape, tp) for _, _, count in part.runs)
+    size = list(first.shape)
+    if first.runs:
+        size[first.dim] = taken
+    if name in rows:
+        size[0] = rows[name]
+    tensor = torch.zeros(size)
+    for part in parts(name, shape, tp):
+        put(part, tensor, lambda n, dim, start, stop: full[n].narrow(dim, start, stop - start))
+    return tensor
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_round_trip_gives_every_bit_back(shape: ModelShape, tp: int) -> None:
+    full = hugging_face(shape)
+    back = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
+    for name, rank in itertools.product(all_parameters(shape), range(tp)):
+        place = Rank(rank=rank, size=tp)
+        tensor = own(name, shape, place, full)
+        for part in parts(name, shape, place):
+            take(part, tensor, back[part.name])
+    assert all(torch.equal(back[name], full[name]) for name in full)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_ranks_hold_each_number_of_a_cut_tensor_once(shape: ModelShape, tp: int) -> None:
+    full = hugging_face(shape)
+    for name in all_parameters(shape):
+        held = [own(name, shape, Rank(rank=rank, size=tp), full) for rank in range(tp)]
+        wanted = torch.cat([full[part.name].flatten() for part in parts(name, shape, ONE)])
+        if not is_cut(name, shape):
+            assert all(torch.equal(tensor.flatten(), wanted) for tensor in held)
+            continue
+        found = Counter(torch.cat([tensor.flatten() for tensor in held]).tolist())
+        padding = sum(tensor.numel() for tensor in held) - wanted.numel()
+        assert found - Counter(wanted.tolist()) == Counter({0.0: padding} if padding else {})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_query_key_and_value_lie_together_for_each_key_value_head(kv_heads: int, tp: int) -> None:
+    shape = dataclasses.replace(BASE, bias=True, kv_heads=kv_heads)
+    full = hugging_face(shape)
+    for kind in ("weight", "bias"):
+        prefix, group = "model.layers.1.self_attn.", shape.heads // kv_heads
+        q, k, v = (full[f"{prefix}{x}_proj.{kind}"] for x in "qkv")
+        # megatron-core's own order, written another way than in the code: by reshaping.
+        fused = torch.cat(
+            [x.reshape(kv_heads, -1, *x.shape[1:]) for x in (q, k, v)],
+            dim=1,
+        ).flatten(0, 1)
+        assert fused.shape[0] == kv_heads * (group + 2) * shape.head_dim
+        for rank, piece in enumerate(fused.chunk(tp)):
+            name = f"decoder.layers.1.self_attention.linear_qkv.{kind}"
+            assert torch.equal(own(name, shape, Rank(rank=rank, size=tp), full), piece)
+
+
+def test_gate_and_up_are_cut_before_they_are_put_together() -> None:
+    full = hugging_face(BASE)
+    gate, up = (full[f"model.layers.0.mlp.{x}_proj.weight"].chunk(2) for x in ("gate", "up"))
+    for rank in range(2):
+        found = own("decoder.layers.0.mlp.linear_fc1.weight", BASE, Rank(rank=rank, size=2), full)
+        assert torch.equal(found, torch.cat([gate[rank], up[rank]]))
+
+
+def test_the_vocabulary_is_padded_at_its_end() -> None:
+    full = hugging_face(BASE)
+    held = [own(HEAD, BASE, Rank(rank=rank, size=4), full) for rank in range(4)]
+    assert [len(piece) for piece in held] == [128] * 4
+    whole = torch.cat(held)
+    assert torch.equal(whole[:261], full["lm_head.weight"])
+    assert not whole[261:].any()
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    shape = SHAPES["qwen3"]
+    assert HEAD not in all_parameters(shape)
+    assert parts(HEAD, shape, ONE)[0].name == "model.embed_tokens.weight"
+
+
+CUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp"), [(n, pp, vpp) for n in range(1, 9) for pp, vpp in CUTS if pp * vpp <= n + 2]
+)
+def test_stages_hold_each_layer_once_in_order(layers: int, pp: int, vpp: int) -> None:
+    made = stages(layers=layers, pp=pp, vpp=vpp)
+    assert [layer for chunk in made.chunks for layer in chunk] == list(range(layers))
+    parts_of = [*made.layout]
+    assert all(parts_of)
+    assert (parts_of[0][0], parts_of[-1][-1]) == ("embedding", "loss")
+    assert max(map(len, parts_of)) - min(map(len, parts_of)) <= 2
+    for layer in range(layers):
+        rank, number = made.owner(layer)
+        assert layer in made.chunks[number * pp + rank]
+
+
+def test_layers_that_divide_are_spread_evenly_and_others_make_room_for_embedding_and_head() -> None:
+    assert [len(chunk) for chunk in stages(layers=8, pp=4, vpp=1).chunks] == [2, 2, 2, 2]
+    assert [len(chunk) for chunk in stages(layers=34, pp=4, vpp=1).chunks] == [8, 9, 9, 8]
+    assert [len(chunk) for chunk in stages(layers=2, pp=2, vpp=2).chunks] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("model", ["pangu", "llama", "qwen3"])
+def test_names_and_shapes_are_those_of_the_file(model: str) -> None:
+    folder = FIXTURES / "models" / model
+    shape = read_shape(folder)
+    with SliceReader([folder / "model.safetensors"]) as read:
+        for name in all_parameters(shape):
+            for part in parts(name, shape, ONE):
+                assert read(part.name, 0, 0, part.shape[0]).shape == part.shape
+                assert len(part.shape) == 1 or read(part.name, 1, 1, 3).shape == (part.shape[0], 2)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_folder_of_tensors_is_read_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr("impl.megatron.files.FILE_SIZE", 1000)
+    full = hugging_face(SHAPES["pangu"])
+    with TensorWriter(tmp_path) as writer:
+        for name, tensor in full.items():
+            writer.add(name, tensor)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1, (tmp_path / "model.safetensors.index.json").exists()) == (large, large)
+    with SliceReader(files) as read:
+        for name, tensor in full.items():
+            assert torch.equal(read(name, 0, 0, len(tensor)), tensor)
+        with pytest.raises(ValueError, match="no tensor 'other'"):
+            read("other", 0, 0, 1)
+
+
+def test_what_is_not_built_in_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM is not among the architectures"):
+        read_shape(FIXTURES / "models" / "gemma3")
+    text = (FIXTURES / "models" / "llama" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"default"', '"llama3"').replace('bias": false', 'bias": true'))
+    with pytest.raises(ValueError, match="scaled rotary positions and biases in the MLP not built in"):
+        read_shape(tmp_path)
