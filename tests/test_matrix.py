@@ -111,7 +111,9 @@ def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
 
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no profile 'slow'; known: full, gpu, quick, or give a .toml file"):
+    with pytest.raises(
+        ValueError, match=r"no profile 'slow'; known: full, gpu, quick, side-by-side, or give a .toml file"
+    ):
         load_profile("slow")
 
 

@@ -1,0 +1,28 @@
+"""The README says what was measured: its table of backends is what ``parity compare`` prints for a published run."""
+
+import re
+from pathlib import Path
+
+from reports.side_by_side import to_markdown
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_side_by_side_table_is_generated() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- parity compare (\S+) -->\n(.*?)<!-- end -->", readme, re.DOTALL)
+    assert found, "README has no table of backends side by side"
+    published, table = found.groups()
+    assert table.strip() == to_markdown(ROOT / published).strip(), "run scripts/readme-table"
+
+
+def test_it_holds_every_backend_and_all_agree() -> None:
+    from reports.side_by_side import read_groups
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    published = readme.partition("<!-- parity compare ")[2].partition(" -->")[0]
+    groups = read_groups(ROOT / published)
+    assert groups
+    for group in groups:
+        assert set(group.backends) == {"deepspeed", "fsdp2", "megatron"}
+        assert group.state == "conforms"
