@@ -7,6 +7,7 @@ behaves, whoever's it is; docs/findings/deepspeed-global-state.md lists what tha
 import contextlib
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,9 @@ def enter(device: str) -> None:
         set_accelerator(CPU_Accelerator())
         # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
         deepspeed.ops.__compatible_ops__ = {}
+    else:
+        # For ops that are compiled at first use. Its builder cannot read "9.0a" in this variable (DeepSpeed#8619).
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
     accelerator = get_accelerator()
     assert accelerator.device_name() == torch.device(device).type
     # ZeRO-0 reduces gradients of the listed dtypes only, and float64 is not among them.
