@@ -10,6 +10,7 @@ from conformance.backend import Supported, find_backend
 from conformance.cell import Cell
 from conformance.matrix import Overrides, expand, load_profile, profile_names, select
 
+BACKENDS = ("fsdp2", "deepspeed", "megatron")
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
 
 
@@ -53,8 +54,23 @@ def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() ->
     assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "ulysses"))
 
 
+def test_quick_runs_pipelines_sequence_parallelism_a_ring_and_the_distributed_optimizer_on_megatron() -> None:
+    layouts = [c.layout for c in expand(load_profile("quick"), [find_backend("megatron")], Overrides())]
+    assert any(layout.zero == 1 for layout in layouts)
+    assert any("seqpar" in layout.options for layout in layouts)
+    assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "pp", "vpp"))
+
+
+def test_quick_sets_all_three_backends_side_by_side() -> None:
+    groups = [
+        {(str(c.layout), c.scenario.name, c.scenario.model, c.scenario.precision) for c in cells}
+        for cells in (expand(load_profile("quick"), [find_backend(b)], Overrides()) for b in BACKENDS)
+    ]
+    assert set.intersection(*groups)
+
+
 @pytest.mark.parametrize("profile", profile_names())
-@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tables_that_name_a_backend_hold_cells_that_it_supports(profile: str, backend: str) -> None:
     entry = find_backend(backend)
     mine = dataclasses.replace(

@@ -166,6 +166,7 @@ FAULTS = {
     "merged-in-bf16": ("sft-packed", "llama", "sp2.ring"),
     "concatenated-qkv": ("sft-padded", "llama", "dp1"),
     "o-bias-per-rank": ("sft-padded", "pangu", "tp2"),
+    "batched-p2p": ("sft-packed", "llama", "pp2.vpp2"),
     "stage-local-layers": ("sft-padded", "llama", "pp2"),
     "norms-not-summed": ("sft-sgd", "llama", "tp2.seqpar"),
     "broken-tie": ("sft-sgd", "qwen3", "pp2"),

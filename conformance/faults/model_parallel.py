@@ -30,6 +30,15 @@ def _bias_per_rank(project_output: Function) -> Function:
     return faulty
 
 
+def _batched_p2p(pipeline_config: Function) -> Function:
+    def faulty(*arguments: Any) -> Any:
+        config = pipeline_config(*arguments)
+        config.batch_p2p_comm, config.overlap_p2p_comm = True, False  # the library's defaults
+        return config
+
+    return faulty
+
+
 def _stage_local_layers(layer_numbers: Function) -> Function:
     def faulty(chunk: Any) -> list[int]:
         return list(range(len(layer_numbers(chunk))))
@@ -71,6 +80,16 @@ MODEL_PARALLEL_FAULTS = (
         loss_blind=False,
         needs="tp of 2 or more and a model with a bias on o_proj",
         wrap=_bias_per_rank,
+    ),
+    Fault(
+        name="batched-p2p",
+        summary="two pipeline ranks batch several sends to each other, and activations arrive as gradients",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/750",
+        seam="pipeline_config",
+        stage="log-probs",
+        loss_blind=False,
+        needs="pp of 2 and vpp of 2 or more",
+        wrap=_batched_p2p,
     ),
     Fault(
         name="stage-local-layers",

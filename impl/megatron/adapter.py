@@ -57,6 +57,7 @@ class MegatronBackend(StrategyBackend):
         "advance_schedule": "impl.megatron.strategy:MegatronStrategy.advance_schedule",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
+        "pipeline_config": "impl.megatron.strategy:transformer_config",
         "qkv_runs": "impl.megatron.convert:qkv_runs",
         "project_output": "impl.megatron.model:BiasedRowParallelLinear.forward",
         "layer_numbers": "impl.megatron.tensors:layer_numbers",
