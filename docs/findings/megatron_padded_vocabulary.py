@@ -4,19 +4,11 @@ Two ranks, CPU, each with half of the padded vocabulary. Exit code 0: defect pre
 from those over the real vocabulary), and masking the padding mends it. 1: gone. See megatron-padded-vocabulary.md.
 """
 
-import sys
-import tempfile
-import warnings
-from importlib.metadata import version
-from typing import Any
-
+import megatron_on_cpu as on_cpu
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-
-warnings.simplefilter("ignore")  # Transformer Engine and Apex are not installed
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 ROWS, HIDDEN, VOCABULARY, RANKS = 32, 64, 1000, 2
 MULTIPLE = 128 * RANKS  # Megatron-LM's --make-vocab-size-divisible-by 128, for each rank
@@ -50,26 +42,18 @@ def errors(rank: int, filling: str, masked: bool) -> tuple[float, float]:
     return float((losses - right).abs().max().detach()), float(off)
 
 
-def main(rank: int, store: str, verdict: Any) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def present(rank: int) -> bool:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     there = True
     for filling in ("zeros", "last row"):
         wrong, mended = errors(rank, filling, masked=False), errors(rank, filling, masked=True)
         if rank == 0:
             print(f"padded with {filling}: log-probs {wrong[0]:.1e} off, gradient {wrong[1]:.1e} off;", end=" ")
-            print(f"REMEDY masked: {mended[0]:.1e}, {mended[1]:.1e}")
+            print(f"REMEDY masked: {mended[0]:.1e}, {mended[1]:.1e}", flush=True)
         there = there and wrong[0] > 1e-3 and wrong[1] > 1e-3 and max(mended) < 1e-5
-    if rank == 0:
-        verdict.put(there)
+    return there
 
 
 if __name__ == "__main__":
-    print(*(f"{name} {version(name)}" for name in ("megatron-core", "torch")), sep=", ", end="; 2 ranks, ")
-    print(f"vocabulary {VOCABULARY}, padded to {PADDED}", flush=True)
-    result = mp.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(main, (f"{folder}/store", result), RANKS, start_method="fork")
-    present = result.get()
-    print("defect present" if present else "defect not as described")
-    sys.exit(0 if present else 1)
+    print(f"vocabulary {VOCABULARY}, padded to {PADDED}")
+    on_cpu.two_ranks(present)

@@ -4,38 +4,19 @@ One rank, CPU. Exit code 0: defect present (masters differ from the float32 weig
 once more mends it). 1: gone. See megatron-rounded-masters.md.
 """
 
-import contextlib
 import sys
 import tempfile
-import warnings
 from importlib.metadata import version
 from typing import Any
-from unittest import mock
 
+import megatron_on_cpu  # noqa: F401  (before megatron)
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
-
-warnings.simplefilter("ignore")  # Transformer Engine and Apex are not installed
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.module import Float16Module, MegatronModule  # noqa: E402
-
-CPU = torch.device("cpu")
-
-
-class OnCpu(TorchFunctionMode):
-    """megatron-core asks for CUDA by name, of devices and of dtypes; this answers with the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = {**kwargs, "device": CPU}
-        return func(*args, **kwargs)
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
 
 
 class Model(MegatronModule):  # type: ignore[misc]
@@ -76,11 +57,9 @@ def error(x: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
 
 if __name__ == "__main__":
     print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch")), "; masters against the weights")
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        stack.enter_context(mock.patch("torch.cuda.current_device", return_value=CPU))
-        stack.enter_context(OnCpu())
         there = [present(precision, cut) for precision in ("bf16", "fp16") for cut in (False, True)]
         dist.destroy_process_group()
     print("defect present" if all(there) else "defect not as described")
