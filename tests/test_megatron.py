@@ -78,6 +78,24 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
     assert "gradient norm" in verdict.stages
     footer = (session.config.out / "cells" / asked.slug / "record" / "record.jsonl").read_text().splitlines()[-1]
     assert json.loads(footer)["leaks"] == []
+    assert_is_what_it_says(session, asked)
+
+
+def assert_is_what_it_says(session: Session, asked: Cell) -> None:
+    """A layout changes no number, so what really runs has to be asked of the library's objects."""
+    resolved = read_record(session.config.out / "cells" / asked.slug / "record").header["resolved"]
+    layout, options = asked.layout, asked.layout.options
+    distributed = layout.zero == 1
+    assert resolved["optimizer_wrapper"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
+    assert resolved["overlaps_reduction"] == ("overlap" in options)
+    assert resolved["overlaps_gathering"] == ("overlap" in options and distributed)
+    assert resolved["sequence_parallel"] == ("seqpar" in options)
+    assert resolved["recompute"] == ("full" if "ckpt" in options else None)
+    schedules = {(False, False): "no_pipelining", (True, False): "pipelining_without_interleaving"}
+    schedule = schedules.get((layout.pp > 1, layout.vpp > 1), "pipelining_with_interleaving")
+    assert resolved["schedule"] == f"forward_backward_{schedule}"
+    assert len(resolved["layers"]) == layout.pp * layout.vpp
+    assert resolved["mesh"] == {axis: getattr(layout, axis) for axis in ("pp", "vpp", "dp", "sp", "tp")}
 
 
 @pytest.mark.parametrize("model", ["pangu", "llama", "qwen3"])

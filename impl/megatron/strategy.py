@@ -267,7 +267,13 @@ class MegatronStrategy:
         group = only.param_groups[0]
         return {
             "model_class": "GPTModel",
-            "mesh": {axis: getattr(self.config.layout, axis) for axis in ("pp", "vpp", "dp", "sp", "tp")},
+            "mesh": {
+                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+                "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+                "dp": parallel_state.get_data_parallel_world_size(),
+                "sp": parallel_state.get_context_parallel_world_size(),
+                "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            },
             "layers": [[*chunk] for chunk in self.stages.chunks],
             "padded_vocabulary": self.shape.padded_vocab(self.config.layout.tp),
             "ring": self.ring.resolved(self.config.device, config.params_dtype),
@@ -275,9 +281,11 @@ class MegatronStrategy:
             "optimizer": type(only.optimizer).__name__,
             "optimizer_wrapper": type(only).__name__,
             "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
-            "distributed_optimizer": cuts_optimizer(self.config),
+            "schedule": get_forward_backward_func().__name__,
+            "overlaps_reduction": self.chunks[0].ddp_config.overlap_grad_reduce,
+            "overlaps_gathering": self.chunks[0].ddp_config.overlap_param_gather,
             "max_grad_norm": self.config.max_grad_norm,
-            "sequence_parallel": config.sequence_parallel,
+            "sequence_parallel": self.chunks[0].config.sequence_parallel,
             "recompute": config.recompute_granularity,
         }
 
