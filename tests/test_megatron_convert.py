@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -200,3 +201,58 @@ def test_what_is_not_built_in_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text.replace('"default"', '"llama3"').replace('bias": false', 'bias": true'))
     with pytest.raises(ValueError, match="scaled rotary positions and biases in the MLP not built in"):
         read_shape(tmp_path)
+
+
+def changed(folder: Path, model: str, **values: object) -> Path:
+    """A folder whose configuration is a fixture's with other values; None takes one out."""
+    config = json.loads((FIXTURES / "models" / model / "config.json").read_text()) | values
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "advice"),
+    [
+        ("llama", {"rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "scaled rotary positions not built in"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled rotary positions not built in"),
+        ("llama", {"attention_dropout": 0.1}, "dropout in attention not built in"),
+        ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
+        (
+            "qwen3",
+            {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2},
+            "a head with more than one value per token not built in",
+        ),
+    ],
+)
+def test_a_configuration_that_would_make_another_model_is_refused(
+    tmp_path: Path, model: str, values: dict[str, object], advice: str
+) -> None:
+    with pytest.raises(ValueError, match=advice):
+        read_shape(changed(tmp_path, model, **values))
+
+
+def test_where_a_configuration_does_not_say_it_is_as_transformers_has_it(tmp_path: Path) -> None:
+    assert read_shape(changed(tmp_path, "pangu", bias=None)).bias  # openPangu's own default
+    assert not read_shape(changed(tmp_path, "llama", attention_bias=None)).bias
+    assert read_shape(changed(tmp_path, "llama", rope_scaling={"rope_type": "default"})).head == "causal"
+
+
+@pytest.mark.parametrize(("model", "family"), [("pangu", "PanguEmbedded"), ("llama", "Llama"), ("qwen3", "Qwen3")])
+def test_each_family_has_a_language_model_and_a_value_model(tmp_path: Path, model: str, family: str) -> None:
+    folder = changed(tmp_path, model, architectures=[f"{family}ForSequenceClassification"], num_labels=1)
+    value, causal = read_shape(folder), read_shape(FIXTURES / "models" / model)
+    assert (value.head, causal.head) == ("value", "causal")
+    assert {part.name for part in parts(HEAD, value, ONE)} == {"score.weight"}
+    assert read_shape(FIXTURES / "models" / model, head="value").head == "value"
+
+
+def test_a_folder_that_is_written_again_holds_nothing_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, fill in ((1000, 1.0), (10**9, 2.0)):  # several files and an index, then one file
+        monkeypatch.setattr("impl.megatron.files.FILE_SIZE", size)
+        with TensorWriter(tmp_path) as writer:
+            for name in ("a", "b"):
+                writer.add(name, torch.full((300,), fill))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

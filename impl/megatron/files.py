@@ -52,6 +52,8 @@ class TensorWriter:
 
     def __enter__(self) -> "TensorWriter":
         self._folder.mkdir(parents=True, exist_ok=True)
+        for old in (*self._folder.glob("*.safetensors"), self._folder / INDEX):  # of another number of files
+            old.unlink(missing_ok=True)
         return self
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

@@ -95,11 +95,11 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=stages.layout if layout.pp > 1 else None,
-        # What the library gets silently wrong otherwise: see docs/findings.
+        # Silently wrong otherwise: docs/findings, megatron-batched-p2p and megatron-freed-sends.
         batch_p2p_comm=False,
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=False,
-        cross_entropy_loss_fusion=False,
+        # Kernels that are fused or compiled need Apex or minutes, and change what is compared.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

@@ -1,7 +1,7 @@
 """Where megatron-core's tensors live: it asks for CUDA by name, in a hundred places. Here it gets the rank's device.
 
 For a rank on the CPU, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered; nothing is changed for
-good, and nothing that is computed (tests/test_megatron.py). Streams and events, which order work on a GPU, do
+good, and nothing that is computed (tests/test_megatron_placement.py). Streams and events, which order work on a GPU, do
 nothing there: CPU ops are done when they return. The exact tier needs one more thing, on GPUs as well: the library
 recognises dtypes by names such as ``torch.cuda.FloatTensor``, and double has to pass as float.
 """

@@ -22,11 +22,13 @@ def cuts_optimizer(config: StrategyConfig) -> bool:
     return config.layout.zero == 1
 
 
-def reduction_settings(config: StrategyConfig) -> DistributedDataParallelConfig:
+def reduction_settings(config: StrategyConfig, *, parameters: int) -> DistributedDataParallelConfig:
+    """``parameters``: of this rank. Overlap needs several buckets; by default models of this size make one."""
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision in ("bf16", "fp16"),
         use_distributed_optimizer=cuts_optimizer(config),
+        bucket_size=parameters // 4 if overlap else None,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and cuts_optimizer(config),
     )

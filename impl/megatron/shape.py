@@ -8,12 +8,15 @@ from typing import Any, Literal
 Head = Literal["causal", "value"]
 
 # Architectures whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
-# The name of the switch for biases on q, k, v and o (the MLP has none), and whether q and k are normalised per head.
-ARCHITECTURES: dict[str, tuple[str, bool]] = {
-    "PanguEmbeddedForCausalLM": ("bias", False),
-    "LlamaForCausalLM": ("attention_bias", False),
-    "Qwen3ForCausalLM": ("attention_bias", True),
+# The switch for biases on q, k, v and o (the MLP has none) and what it is where a configuration does not say; whether q
+# and k are normalised per head.
+FAMILIES: dict[str, tuple[str, bool, bool]] = {
+    "PanguEmbedded": ("bias", True, False),
+    "Llama": ("attention_bias", False, False),
+    "Qwen3": ("attention_bias", False, True),
 }
+HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
+ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
 
@@ -42,8 +45,11 @@ class ModelShape:
         return -(-self.vocab // multiple) * multiple
 
 
-def read_shape(folder: Path, *, head: Head = "causal") -> ModelShape:
-    """The shape of the model in a Hugging Face folder; ValueError that says what is not built in."""
+def read_shape(folder: Path, *, head: Head | None = None) -> ModelShape:
+    """The shape of the model in a Hugging Face folder; ValueError that says what is not built in.
+
+    ``head``: another one than the architecture's, such as the value model of a language model's folder.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or ()), None)
     if name not in ARCHITECTURES:
@@ -51,17 +57,24 @@ def read_shape(folder: Path, *, head: Head = "causal") -> ModelShape:
             f"{name} is not among the architectures that are built here on megatron-core "
             f"({', '.join(ARCHITECTURES)}); use fsdp2 or deepspeed"
         )
-    bias, qk_norm = ARCHITECTURES[name]
-    rope = config.get("rope_parameters") or {}
+    family, own_head = ARCHITECTURES[name]
+    bias, default, qk_norm = FAMILIES[family]
+    ropes = [rope for key in ("rope_parameters", "rope_scaling") if (rope := config.get(key))]
+    values = own_head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
-        "scaled rotary positions": rope.get("rope_type", "default") != "default" or config.get("rope_scaling"),
+        "scaled rotary positions": any(r.get("rope_type", r.get("type", "default")) != "default" for r in ropes),
+        "dropout in attention": config.get("attention_dropout"),
+        "a head with more than one value per token": values,
         "biases in the MLP": config.get("mlp_bias"),
         "a sliding window": config.get("use_sliding_window"),
         "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
     }
     if missing := [what for what, asked in refused.items() if asked]:
         raise ValueError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
-    return _shape(config, bias=bool(config.get(bias)), qk_norm=qk_norm, head=head)
+    try:
+        return _shape(config, bias=bool(config.get(bias, default)), qk_norm=qk_norm, head=head or own_head)
+    except KeyError as lacking:
+        raise ValueError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
 
 
 def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> ModelShape:

@@ -94,11 +94,11 @@ class MegatronStrategy:
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
         half = self.config.precision in ("bf16", "fp16")
         with self._placed():
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            reduction = reduction_settings(self.config, parameters=parameters)
             modules = [Float16Module(self.model_config, chunk) if half else chunk for chunk in model]
             self.chunks = [
-                DistributedDataParallel(
-                    self.model_config, reduction_settings(self.config), module, disable_bucketing=number > 0
-                )
+                DistributedDataParallel(self.model_config, reduction, module, disable_bucketing=number > 0)
                 for number, module in enumerate(modules)
             ]
             self.optimizer = self.create_optimizer(model, optimizer)
@@ -282,6 +282,7 @@ class MegatronStrategy:
             "optimizer_wrapper": type(only).__name__,
             "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
             "schedule": get_forward_backward_func().__name__,
+            "buckets": len(self.chunks[0].bucket_groups),
             "overlaps_reduction": self.chunks[0].ddp_config.overlap_grad_reduce,
             "overlaps_gathering": self.chunks[0].ddp_config.overlap_param_gather,
             "max_grad_norm": self.config.max_grad_norm,
