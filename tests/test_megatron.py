@@ -89,7 +89,8 @@ def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     assert resolved["optimizer_wrapper"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
     assert resolved["overlaps_reduction"] == ("overlap" in options)
     assert resolved["overlaps_gathering"] == ("overlap" in options and distributed)
-    assert (resolved["buckets"] > 1) == ("overlap" in options)
+    if layout.pp == 1:  # a stage may hold a single parameter, and a tied one has a bucket of its own
+        assert (resolved["buckets"] > 1) == ("overlap" in options)
     assert resolved["sequence_parallel"] == ("seqpar" in options)
     assert resolved["recompute"] == ("full" if "ckpt" in options else None)
     schedules = {(False, False): "no_pipelining", (True, False): "pipelining_without_interleaving"}
