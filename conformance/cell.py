@@ -6,7 +6,7 @@ The task only observes; it writes a record and judges nothing. It asks the backe
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,10 +64,23 @@ def run_cell(
     observer = _Observer(rank, header(cell, target, config, layout), Path(record))
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
-        stack.enter_context(faults.plant(planted, adapter))
+        calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
             stack.enter_context(exact_tier())
         _train(rank, adapter, config, Layout.parse(layout), Path(weights), read_batches(Path(batches)), observer)
+        _check_faults(rank, planted, calls)
+
+
+def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int]) -> None:
+    """Raises ValueError for a planted fault that no rank ever ran into: its cell would conform, and prove nothing."""
+    if not planted:
+        return
+    of_all: list[Mapping[str, int]] = [{} for _ in range(rank.world_size)]
+    dist.all_gather_object(of_all, dict(calls))
+    for name in planted:
+        if not any(of_one.get(name) for of_one in of_all):
+            needs = faults.find_fault(name).needs
+            raise ValueError(f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}")
 
 
 def header(cell: str, target: str, scenario: Scenario, layout: str) -> dict[str, Any]:

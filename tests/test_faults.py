@@ -63,6 +63,13 @@ def test_faults_of_other_layouts_are_caught_on_a_ring(session: Session, name: st
     assert verdict.first_stage == CATALOGUE[name].stage, verdict.reason
 
 
+def test_a_fault_that_is_never_called_is_no_pass(session: Session) -> None:
+    verdict = session.run(make_cell("sft-packed", "llama", "dp2", "exact", faults=("merged-in-bf16",))).verdict
+    assert verdict.state == "infrastructure"
+    assert "'merged-in-bf16' was never called in this cell" in verdict.reason
+    assert "it needs" in verdict.reason
+
+
 @pytest.mark.parametrize("cell", sorted(set(CELLS.values())))
 def test_the_same_cells_conform_without_a_fault(session: Session, cell: tuple[str, str, str]) -> None:
     verdict = session.run(make_cell(*cell, "exact")).verdict

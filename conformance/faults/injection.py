@@ -1,6 +1,7 @@
 """Planting a fault: wrap a seam for as long as a cell runs, and put everything back."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -17,8 +18,12 @@ def find_fault(name: str) -> Fault:
 
 
 @contextlib.contextmanager
-def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[None]:
-    """Wrap the seams that the faults ask for; undone on exit. ValueError where the backend lacks a seam."""
+def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]]:
+    """Wrap the seams that the faults ask for; undone on exit. ValueError where the backend lacks a seam.
+
+    Gives how often each fault was called so far in this process.
+    """
+    calls: Counter[str] = Counter()
     seams: dict[str, str] = getattr(adapter, "seams", {})
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -28,19 +33,25 @@ def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[None]:
                     f"fault {name!r} needs the seam {fault.seam!r}, which {adapter.__name__} does not name; "
                     f"its seams: {', '.join(seams) or 'none'}"
                 )
-            stack.enter_context(_wrapped(seams[fault.seam], fault))
-        yield
+            stack.enter_context(_wrapped(seams[fault.seam], fault, calls))
+        yield calls
 
 
 @contextlib.contextmanager
-def _wrapped(seam: str, fault: Fault) -> Iterator[None]:
+def _wrapped(seam: str, fault: Fault, calls: Counter[str]) -> Iterator[None]:
     module, _, path = seam.partition(":")
     *parents, attribute = path.split(".")
     owner: Any = import_module(module)
     for parent in parents:
         owner = getattr(owner, parent)
     original = getattr(owner, attribute)
-    setattr(owner, attribute, fault.wrap(original))
+    faulty = fault.wrap(original)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[fault.name] += 1
+        return faulty(*args, **kwargs)
+
+    setattr(owner, attribute, counted)
     try:
         yield
     finally:
