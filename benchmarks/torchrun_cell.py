@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from conformance.cell import run_cell
+from conformance.plan.cell import run_cell
 from conformance.world import RankContext
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance.backend import find_backend
-from conformance.cell import Cell
+from conformance.plan.cell import Cell
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.record import read_record
-from conformance.references import prepare_inputs
+from conformance.record.tensors import read_record
+from conformance.run.oracles import prepare_inputs
 from conformance.scenario import load_scenario
-from conformance.session import task_arguments, world_config
+from conformance.run.session import task_arguments, world_config
 from conformance.world import Pool
 
 
@@ -81,7 +81,7 @@ def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
             outcome = pool.run(
                 key="benchmark",
                 config=world_config(cell, "cpu"),
-                task="conformance.cell:run_cell",
+                task="conformance.plan.cell:run_cell",
                 kwargs=task_arguments(cell, inputs, record),
                 log_dir=out / f"logs-{i}",
                 budget_s=300,

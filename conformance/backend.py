@@ -3,13 +3,13 @@
 An adapter runs in every rank of a world. torch.distributed is already initialised (gloo on the CPU, NCCL on GPUs), the
 default dtype is float64 in the exact tier, and the calls come in this order on all ranks together::
 
-    setup -> (train_step)* -> teardown            # train_step calls on_gradients() once, see there
+    setup -> (train_step)* -> teardown            # train_step calls on_gradients(model) once per trained model
 
 The protocol is coarse on purpose, so that frameworks which own their training step fit. One thing departs from
 "train, then ask": gradients are asked for *during* the step, because afterwards they are clipped, freed or stale.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -74,21 +74,19 @@ class ExpectedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What a backend reports of one optimizer step, the same on all ranks unless said otherwise.
+    """What a backend reports of one optimizer step. The names are the keys of observables (conformance.observable).
 
-    loss_sum: sum of -log p over the step's target tokens, over all ranks and micro-batches.
-    token_count: number of these tokens.
-    grad_norm: global 2-norm of the gradients before clipping, as the framework reports it; None if it reports none.
-    lr: learning rate that this step used.
-    logprobs: per global row index, float tensor (row.target_count,) of log p of the row's target tokens in order; each
-        rank gives the rows that it has. Leave empty if the framework does not show them.
+    values: numbers of the whole step, the same on all ranks. Of every trained model: ``lr``, the learning rate that this
+        step used, and ``grad_norm``, the global 2-norm of its gradients before clipping as the framework reports it;
+        leave it out if it reports none. Of SFT: ``token_count``, the target tokens of the step over all ranks and
+        micro-batches, and ``loss``, the sum of -log p over them divided by their number.
+    rows: by key, for each row by its index in the whole step, a float tensor (row.target_count,) of a number per target
+        token in order: ``logprob`` is log p of the target. Each rank gives the rows that it has. Leave a key out if the
+        framework does not show it.
     """
 
-    loss_sum: float
-    token_count: int
-    grad_norm: float | None
-    lr: float
-    logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,19 +102,21 @@ class Shard:
     tensor: torch.Tensor
 
 
-Kind = Literal["weight", "gradient"]
+TensorKind = Literal["weight", "gradient"]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Backend(Protocol):
-    """One instance trains one cell, in each rank.
+    """One instance trains the models of one leg of a cell, in each rank.
 
-    Names are the parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are
-    full (gathered), on any device, float32 (float64 in the exact tier), yielded one at a time so that memory is bounded
-    by the largest; every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
+    ``model`` is the name of a role of the scenario's objective: ``policy`` where there is only one. Tensors have the
+    parameter names of the Hugging Face model; a tied pair appears once, under its first name. They are full (gathered),
+    on any device, float32 (float64 in the exact tier), yielded one at a time so that memory is bounded by the largest;
+    every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
 
-    Optional class attributes: ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), and
-    ``preload`` (names of modules that are slow to import, loaded once before ranks are forked).
+    Optional class attributes: ``objectives`` (a container of the kinds of objective that it trains; ``sft`` alone where
+    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), and ``preload``
+    (names of modules that are slow to import, loaded once before ranks are forked).
     """
 
     @classmethod
@@ -127,8 +127,8 @@ class Backend(Protocol):
         """Whether the backend claims this cell; called without ranks, must not need a GPU."""
         ...
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
-        """Build model and optimizer from the Hugging Face folder ``weights``, never from a seed.
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        """Build every model and its optimizer from its Hugging Face folder ``weights[model]``, never from a seed.
 
         ``device`` is ``cpu``, or ``cuda:N`` with this rank's GPU.
 
@@ -136,32 +136,34 @@ class Backend(Protocol):
         """
         ...
 
-    def train_step(self, batch: Batch, on_gradients: Callable[[], None]) -> StepMetrics:
-        """Run one optimizer step.
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        """Run one optimizer step of every trained model.
 
-        Call ``on_gradients()`` exactly once, on all ranks, when the step's gradients are complete and reduced but not
-        clipped and not consumed. The suite then walks ``named_gradients()`` and ``local_shards("gradient")``.
+        Call ``on_gradients(model)`` exactly once for each, on all ranks, when the model's gradients of this step are
+        complete and reduced but not clipped and not consumed. The suite then walks ``named_tensors("gradient", model)``
+        and ``local_shards("gradient", model)``.
         """
         ...
 
-    def named_gradients(self) -> NamedTensors:
-        """Unclipped gradients of the step's loss (the global token mean)."""
+    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+        """Current (master) weights, or the unclipped gradients of the step's loss."""
         ...
 
-    def named_weights(self) -> NamedTensors:
-        """Current (master) weights."""
-        ...
-
-    def local_shards(self, kind: Kind) -> Iterator[Shard]:
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
         """This rank's pieces, for the check that replicas are equal; an empty iterator leaves that unobserved."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write the training state (weights, optimizer, schedule) into the empty folder ``path``."""
+        """Write the training state of all models (weights, optimizer, schedule) into the empty folder ``path``."""
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what ``save`` wrote, into a backend that was set up afresh."""
+        """Restore what ``save`` wrote, into a backend that was set up afresh, in another process."""
+        ...
+
+    def export(self, path: Path, model: str) -> None:
+        """Write a model into the new folder ``path`` as Hugging Face would: config.json, safetensors, in the dtype of
+        the master weights. ``setup`` of any backend reads it."""
         ...
 
     def teardown(self) -> None:

@@ -18,13 +18,13 @@ from pathlib import Path
 import conformance
 from conformance import doctor
 from conformance.backend import MissingExtra, Unsupported, registered_backends
-from conformance.cell import Cell
+from conformance.plan.cell import Cell
 from conformance.faults import CATALOGUE
-from conformance.judge import STATES
-from conformance.matrix import Selection, load_profile, profile_names, select_cells
-from conformance.results import SUMMARY, dumps, read_results, rejudge
-from conformance.session import Result, Session, SessionConfig
-from conformance.side_by_side import write_side_by_side
+from conformance.judge.verdict import STATES
+from conformance.plan.profile import Selection, load_profile, profile_names, select_cells
+from conformance.record.results import SUMMARY, dumps, read_results, rejudge
+from conformance.run.session import Result, Session, SessionConfig
+from conformance.peers.side_by_side import write_side_by_side
 
 EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
 SYMBOLS = dict(zip(STATES, ("ok", "DIFFERS", "unsupported", "expected", "INFRASTRUCTURE", "not run"), strict=True))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.matrix import Selection
+    from conformance.plan.profile import Selection
 
 OUT = pytest.StashKey[Path]()
 USAGE = pytest.StashKey[str]()  # why the options cannot be used, found where the cells are collected
@@ -120,8 +120,8 @@ def merge(out: Path) -> dict[str, Any]:
 
     Only now is there a record of every cell, so backends are compared with each other here.
     """
-    from conformance.results import SUMMARY, read_results, write_summary
-    from conformance.side_by_side import write_side_by_side
+    from conformance.record.results import SUMMARY, read_results, write_summary
+    from conformance.peers.side_by_side import write_side_by_side
 
     run, entries = read_results(out)
     now = datetime.now(UTC)
@@ -139,6 +139,6 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def selection(config: pytest.Config) -> "Selection":
-    from conformance.matrix import Selection
+    from conformance.plan.profile import Selection
 
     return Selection.from_options(config.option, prefix="parity_")

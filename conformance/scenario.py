@@ -5,8 +5,8 @@ is written down here once; backends and the oracle only read it. Loaded from TOM
 
 Conventions that every backend has to follow:
 
-* Loss of an optimizer step = sum of -log p over its target tokens / number of its target tokens, over all ranks and all
-  micro-batches (a global token mean, never a mean of means).
+* Loss of an optimizer step, as its objective says (conformance.objective), over all ranks and all micro-batches: of SFT
+  a global token mean, never a mean of means.
 * ``max_grad_norm`` clips by the global 2-norm: g <- g * min(1, max_grad_norm / (norm + 1e-6)), as torch does.
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
@@ -19,10 +19,11 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid")
+from conformance.objective import Objective, Sft, objective_to_json, parse_objective
+from conformance.validation import STRICT, UsageError, explain
 
 Precision = Literal["exact", "fp32", "bf16", "fp16"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -91,18 +92,19 @@ class Scenario:
     """One training run. ``model`` is a Hugging Face folder; relative paths are looked up beside the built-in fixtures.
 
     ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
-    the documents. ``resume_after`` saves after that many steps, starts from nothing, loads and goes on.
+    the documents.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     model: str
     precision: Precision
     optimizer: OptimizerConfig
-    objective: Literal["sft"] = "sft"
+    objective: Annotated[Objective, PlainValidator(parse_objective), PlainSerializer(objective_to_json)] = Field(
+        default_factory=Sft
+    )
     accumulation: PositiveInt = 1
     steps: PositiveInt = 5
     seed: int = 0
-    resume_after: PositiveInt | None = None
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
 
@@ -112,11 +114,6 @@ class Scenario:
                 f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}; "
                 f"use data.rows={math.ceil(self.data.rows / self.accumulation) * self.accumulation}"
             )
-        if self.resume_after is not None and self.resume_after > self.steps - 2:
-            raise ValueError(
-                f"resume_after={self.resume_after} leaves fewer than two of {self.steps} steps after loading, and lost "
-                f"optimizer state shows at the second; use steps={self.resume_after + 2} or more"
-            )
 
     @property
     def model_name(self) -> str:
@@ -125,22 +122,21 @@ class Scenario:
 
     @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: cutting a step into micro-batches, or resuming, must not matter."""
-        return dataclasses.replace(self, accumulation=1, resume_after=None)
+        """The part that the oracle depends on: cutting a step into micro-batches must not matter."""
+        return dataclasses.replace(self, accumulation=1)
 
 
 _ADAPTER = TypeAdapter(Scenario)
 
 
 def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scenario:
-    """Build a Scenario from plain values; raises ValueError that names every wrong field and says what it may be."""
+    """Build a Scenario from plain values; raises UsageError that names every wrong field and says what it may be."""
     try:
         return _ADAPTER.validate_python(values)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        ]
-        raise ValueError(f"{source} is not a valid scenario:\n" + "\n".join(lines)) from None
+        raise explain(error, source=source, what="scenario") from None
 
 
 def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, **overrides: Any) -> Scenario:
@@ -148,17 +144,17 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
 
     ``overrides`` replace top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
 
-    Raises ValueError with the file's name for a missing file, broken TOML, unknown keys and values out of range.
+    Raises UsageError with the file's name for a missing file, broken TOML, unknown keys and values out of range.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
-        raise ValueError(f"no scenario file {path}; scenarios in that folder: {known}") from None
+        raise UsageError(f"no scenario file {path}; scenarios in that folder: {known}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     if not isinstance(values.get("data", {}), dict):
-        raise ValueError(f"{path}: data has to be a table ([data]), not {values['data']!r}")
+        raise UsageError(f"{path}: data has to be a table ([data]), not {values['data']!r}")
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 

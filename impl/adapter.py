@@ -1,25 +1,36 @@
 """The built-in backends behind the suite's adapter protocol: one adapter over the strategy interface for all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Kind, NamedTensors, Shard, StepMetrics, Support
+from conformance.backend import (
+    BackendInfo,
+    ExpectedDifference,
+    NamedTensors,
+    Shard,
+    StepMetrics,
+    Support,
+    TensorKind,
+)
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.strategy import Strategy, StrategyConfig, get_strategy
-from impl.trainer import sft_step
+from impl.objectives import FUNCTIONS
+from impl.strategy import Context, ContextConfig, Trainable, get_context
+from impl.trainer import train_step
 
 
 class StrategyBackend:
-    """Adapter over ``get_strategy(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
+    """Adapter over ``get_context(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
 
     info: ClassVar[BackendInfo]
+    objectives = FUNCTIONS
     expected: ClassVar[tuple[ExpectedDifference, ...]] = ()
     preload: ClassVar[tuple[str, ...]]
     seams: ClassVar[dict[str, str]]
-    strategy: Strategy
+    context: Context
+    models: dict[str, Trainable]
 
     @classmethod
     def describe(cls) -> BackendInfo:
@@ -29,38 +40,52 @@ class StrategyBackend:
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         raise NotImplementedError
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
-        config = StrategyConfig(
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        config = ContextConfig(
             layout=layout,
             precision=scenario.precision,
             device=device,
             accumulation=scenario.accumulation,
             packed=scenario.data.packed,
-            max_grad_norm=scenario.optimizer.max_grad_norm,
         )
-        self.device = device
-        self.strategy = get_strategy(self.info.name, config)
-        self.strategy.setup_distributed()
-        self.strategy.prepare(self.strategy.load_model(weights), scenario.optimizer, scenario.schedule)
-        return self.strategy.resolved()
+        self.objective = scenario.objective
+        self.context = get_context(self.info.name, config)
+        self.context.setup_distributed()
+        self.models = {}
+        for role in self.objective.roles:
+            trainable = self.context.new_trainable(role.head)
+            optimizer = scenario.optimizer if role.trained else None
+            trainable.prepare(trainable.load_model(weights[role.name]), optimizer, scenario.schedule)
+            self.models[role.name] = trainable
+        resolved = {name: trainable.resolved() for name, trainable in self.models.items()}
+        return next(iter(resolved.values())) if len(resolved) == 1 else resolved
 
-    def train_step(self, batch: Batch, on_gradients: Callable[[], None]) -> StepMetrics:
-        return sft_step(self.strategy, batch, device=self.device, on_gradients=on_gradients)
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        return train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
 
-    def named_gradients(self) -> NamedTensors:
-        return self.strategy.named_tensors("gradient")
+    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+        return self.models[model].named_tensors(kind)
 
-    def named_weights(self) -> NamedTensors:
-        return self.strategy.named_tensors("weight")
-
-    def local_shards(self, kind: Kind) -> Iterator[Shard]:
-        return self.strategy.local_shards(kind)
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        return self.models[model].local_shards(kind)
 
     def save(self, path: Path) -> None:
-        self.strategy.save_ckpt(path)
+        for name, trainable in self._trained():
+            trainable.save_ckpt(path / name)
 
     def load(self, path: Path) -> None:
-        self.strategy.load_ckpt(path)
+        for name, trainable in self._trained():
+            trainable.load_ckpt(path / name)
+
+    def _trained(self) -> Iterator[tuple[str, Trainable]]:
+        trained = {role.name for role in self.objective.roles if role.trained}
+        return ((name, trainable) for name, trainable in self.models.items() if name in trained)
+
+    def export(self, path: Path, model: str) -> None:
+        self.models[model].save_model(path)
 
     def teardown(self) -> None:
-        self.strategy.teardown()
+        for trainable in self.models.values():
+            trainable.teardown()
+        self.models = {}
+        self.context.teardown()

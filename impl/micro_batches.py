@@ -5,20 +5,21 @@ from typing import Protocol
 
 import torch
 
-from impl.collate import Inputs
+from impl.collate import MicroBatch
+from impl.outputs import Outputs, Wanted
 
-Loss = Callable[[int, torch.Tensor], torch.Tensor]  # (index of the micro-batch, its log-probs) -> scalar
+Loss = Callable[[int, Outputs], torch.Tensor]  # (index of the micro-batch, what was asked for) -> scalar
 
 
-class StepwiseStrategy(Protocol):
+class StepwiseTrainable(Protocol):
     """What the loop calls, in this order, for each micro-batch."""
 
     def start_micro_batch(self, index: int, count: int) -> None:
         """Clear gradients before the first of ``count``, decide when to reduce."""
         ...
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Log-probs (rows, length) of ``inputs.labels``, see Strategy.forward_backward."""
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        """See Trainable.forward_backward."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -26,12 +27,18 @@ class StepwiseStrategy(Protocol):
         ...
 
 
-def one_after_another(strategy: StepwiseStrategy, inputs: Sequence[Inputs], loss: Loss) -> list[torch.Tensor]:
-    """Strategy.forward_backward for a strategy with these three methods."""
-    logprobs = []
+def one_after_another(
+    trainable: StepwiseTrainable, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float, loss: Loss | None
+) -> list[Outputs]:
+    """Trainable.forward_backward for a trainable with these three methods."""
+    found = []
     for index, micro_batch in enumerate(inputs):
-        strategy.start_micro_batch(index, len(inputs))
-        logp = strategy.forward(micro_batch)
-        strategy.backward(loss(index, logp))
-        logprobs.append(logp.detach())
-    return logprobs
+        if loss is None:
+            with torch.no_grad():
+                found.append(trainable.forward(micro_batch, want=want, temperature=temperature))
+            continue
+        trainable.start_micro_batch(index, len(inputs))
+        outputs = trainable.forward(micro_batch, want=want, temperature=temperature)
+        trainable.backward(loss(index, outputs))
+        found.append(outputs.detach())
+    return found

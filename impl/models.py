@@ -5,19 +5,75 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_outputs import CausalLMOutput
+
+from conformance.objective import Head
+from conformance.validation import UsageError
 
 
-def load_model(path: Path, *, dtype: torch.dtype, attention: str) -> transformers.PreTrainedModel:
+def load_model(path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal") -> transformers.PreTrainedModel:
     """Whole model on the CPU in ``dtype``, with remote code trusted, in training mode.
 
-    A causal language model if the folder declares one, else image-text-to-text, else the bare AutoModel.
+    A causal language model if the folder declares one, else image-text-to-text, else the bare AutoModel; or a value
+    model, see ``value_class``. Raises UsageError where the folder lacks a weight or has one that nobody asks for.
     """
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True)
-    model = _auto_class(config).from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=True
+    loader = value_class(_causal_class(config, path)) if head == "value" else _auto_class(config)
+    model, found = loader.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        **({} if head == "value" else {"trust_remote_code": True}),
     )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, found[kind])):
+            raise UsageError(
+                f"the weights in {path} do not fit {type(model).__name__}: {kind.replace('_', ' ')} {names[:8]}; a "
+                f"parameter must never be left at random, so give the complete folder of this model"
+            )
     model.config.use_cache = False
     return model.train()
+
+
+def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
+    """A value model on the layers of a language model: ``score``, a linear without bias, gives one number per token.
+
+    Its parameters are named as those of transformers' sequence classification with one label, and of OpenRLHF's critic.
+    ``logits`` of its output are (rows, length, 1).
+    """
+
+    class ValueModel(causal):  # type: ignore[valid-type,misc]
+        _tied_weights_keys = None
+        _tp_plan: dict[str, str] = {}  # noqa: RUF012 (transformers has it so)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+        def forward(self, **inputs: Any) -> CausalLMOutput:
+            hidden = getattr(self, self.base_model_prefix)(**inputs).last_hidden_state
+            return CausalLMOutput(logits=self.score(hidden))
+
+    ValueModel.__name__ = ValueModel.__qualname__ = causal.__name__.replace("ForCausalLM", "ForTokenValues")
+    return ValueModel
+
+
+def _causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
+    """The class that a causal language model of this configuration has."""
+    if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
+        found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
+        return found
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{path} is no language model that transformers knows, so it has no value model")
+    known: type[transformers.PreTrainedModel] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return known
 
 
 def _auto_class(config: transformers.PretrainedConfig) -> Any:

@@ -1,8 +1,12 @@
 """The strategy interface: what a training backend has to offer so that one trainer can drive it.
 
-Backends are standalone classes without a shared base; ``get_strategy`` picks one by name and imports it then. The
-contract that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``: the trainer divides by the
-whole step's token count, and each strategy undoes whatever averaging its library does.
+In two parts, so that several models can live side by side. A *context* is the process's share: meshes, process groups,
+rings, and whatever a library keeps in globals; it is entered once per cell. A *trainable* is one model in a context,
+with its optimizer, schedule, tensors and checkpoints: an actor, a critic, or a frozen reference.
+
+Backends are standalone classes without a shared base; ``get_context`` picks one by name and imports it then. The
+contract that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``: the objective divides by the
+whole step's totals, and each trainable undoes whatever averaging its library does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,27 +15,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from conformance.backend import Kind, NamedTensors, Shard
+from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
+from conformance.objective import Head
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
-from impl.collate import Inputs
+from conformance.validation import UsageError
+from impl.collate import MicroBatch
 from impl.micro_batches import Loss
+from impl.outputs import Outputs, Wanted
 
-STRATEGIES = {
-    "deepspeed": "impl.deepspeed.strategy:DeepspeedStrategy",
-    "fsdp2": "impl.fsdp2.strategy:Fsdp2Strategy",
-    "megatron": "impl.megatron.strategy:MegatronStrategy",
+CONTEXTS = {
+    "deepspeed": "impl.deepspeed.context:DeepspeedContext",
+    "fsdp2": "impl.fsdp2.context:Fsdp2Context",
+    "megatron": "impl.megatron.context:MegatronContext",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyConfig:
-    """What a strategy needs to know besides model and data. ``device`` is ``cpu`` or this rank's ``cuda:N``.
+class ContextConfig:
+    """What a process is set up for. ``device`` is ``cpu`` or this rank's ``cuda:N``.
 
-    packed: rows may hold several documents (``--packing_samples``).
+    accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
+    (``--packing_samples``).
     """
 
     layout: Layout
@@ -39,13 +45,74 @@ class StrategyConfig:
     device: str
     accumulation: int
     packed: bool
-    max_grad_norm: float | None
 
 
-class Strategy(Protocol):
-    """All methods are collective: every rank calls them, in the same order."""
+class Trainable(Protocol):
+    """One model. All methods are collective: every rank calls them, in the same order."""
 
-    def __init__(self, config: StrategyConfig) -> None: ...
+    def load_model(self, path: Path) -> Any:
+        """Load a Hugging Face folder and return what ``prepare`` takes: the full unsharded model in the dtype of the
+        master weights, or (Megatron) only this rank's chunks."""
+        ...
+
+    def prepare(self, model: Any, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
+        """Shard the model and build its optimizer and learning-rate schedule; without ``optimizer`` it is frozen."""
+        ...
+
+    def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
+
+    def forward_backward(
+        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+    ) -> list[Outputs]:
+        """Run all micro-batches of an optimizer step in the order that suits the library; forward only without a loss.
+
+        ``loss(index, outputs)`` gets what ``want`` names of ``inputs[index]``, (rows, length): ranks of a ring hold parts
+        of the rows and get whole rows. The gradient is that of the sum of losses over data ranks and micro-batches.
+        Returns these outputs, detached, on every rank.
+        """
+        ...
+
+    def finish_gradients(self) -> None:
+        """Complete reductions and undo loss scaling, so that gradients may be observed."""
+        ...
+
+    def optimizer_step(self) -> float | None:
+        """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown."""
+        ...
+
+    def learning_rate(self) -> float: ...
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        """Full weights or gradients under Hugging Face names; see conformance.backend.Backend."""
+        ...
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]: ...
+
+    def resolved(self) -> dict[str, Any]:
+        """What is really used (classes, dtypes, mesh, optimizer settings), as JSON values."""
+        ...
+
+    def save_ckpt(self, path: Path) -> None:
+        """Training state: weights, optimizer, schedule."""
+        ...
+
+    def load_ckpt(self, path: Path) -> None: ...
+
+    def save_model(self, path: Path) -> None:
+        """Hugging Face folder: everything of the folder that was loaded, with safetensors of the master weights."""
+        ...
+
+    def teardown(self) -> None: ...
+
+
+class Context(Protocol):
+    """All methods are collective. Several contexts may be open at a time; the last to leave undoes what is global."""
+
+    config: ContextConfig
+    data_rank: int
+    data_size: int
+
+    def __init__(self, config: ContextConfig) -> None: ...
 
     @property
     def sequence_multiple(self) -> int:
@@ -60,34 +127,9 @@ class Strategy(Protocol):
         """Prepare sequence shards and ring communication; ValueError where the backend has none."""
         ...
 
-    def prepare(self, model: Any, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> None:
-        """Shard the model and build its optimizer and learning-rate schedule."""
-        ...
-
-    def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
-
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
         """This rank's micro-batches of an optimizer step."""
         ...
-
-    def forward_backward(self, inputs: Sequence[Inputs], loss: Loss) -> list[torch.Tensor]:
-        """Run all micro-batches of an optimizer step, forward and backward, in the order that suits the library.
-
-        ``loss(index, logp)`` gets the log-probs (rows, length) of ``inputs[index].labels``, float32 or wider, 0 where
-        there is no target; ranks of a ring hold parts of the rows and get the log-probs of whole rows. The gradient is
-        that of the sum of losses over data ranks and micro-batches. Returns these log-probs, detached, on every rank.
-        """
-        ...
-
-    def finish_gradients(self) -> None:
-        """Complete reductions and undo loss scaling, so that gradients may be observed."""
-        ...
-
-    def optimizer_step(self) -> float:
-        """Clip, update, advance the schedule; returns the global gradient norm before clipping."""
-        ...
-
-    def learning_rate(self) -> float: ...
 
     def all_reduce(self, value: float) -> float:
         """Sum of a number over the data-parallel ranks."""
@@ -97,38 +139,19 @@ class Strategy(Protocol):
         """A picklable value from each rank of the world, by rank."""
         ...
 
-    def named_tensors(self, kind: Kind) -> NamedTensors:
-        """Full weights or gradients under Hugging Face names; see conformance.backend.Backend."""
+    def new_trainable(self, head: Head) -> Trainable:
+        """An empty trainable: a language model, or a value model with one number per token."""
         ...
 
-    def local_shards(self, kind: Kind) -> Iterator[Shard]: ...
-
-    def resolved(self) -> dict[str, Any]:
-        """What is really used (classes, dtypes, mesh, optimizer settings), as JSON values."""
+    def teardown(self) -> None:
+        """Leave; trainables are torn down before."""
         ...
 
-    def save_ckpt(self, path: Path) -> None:
-        """Training state: weights, optimizer, schedule."""
-        ...
 
-    def load_ckpt(self, path: Path) -> None: ...
-
-    def save_model(self, path: Path) -> None:
-        """Hugging Face folder: config and safetensors."""
-        ...
-
-    def load_model(self, path: Path) -> Any:
-        """What ``prepare`` takes, from a Hugging Face folder: the whole model in the dtype of the master weights, not
-        yet sharded, or only this rank's parts of it."""
-        ...
-
-    def teardown(self) -> None: ...
-
-
-def get_strategy(backend: str, config: StrategyConfig) -> Strategy:
-    """The strategy registered as ``backend``; ValueError that lists the known ones."""
-    if backend not in STRATEGIES:
-        raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(STRATEGIES)}")
-    module, _, name = STRATEGIES[backend].partition(":")
-    strategy: Strategy = getattr(import_module(module), name)(config)
-    return strategy
+def get_context(backend: str, config: ContextConfig) -> Context:
+    """The context of the backend registered as ``backend``; UsageError that lists the known ones."""
+    if backend not in CONTEXTS:
+        raise UsageError(f"unknown backend {backend!r}; use one of {', '.join(CONTEXTS)}")
+    module, _, name = CONTEXTS[backend].partition(":")
+    context: Context = getattr(import_module(module), name)(config)
+    return context

@@ -1,43 +1,103 @@
-"""One optimizer step, written once on the strategy interface, whatever the backend."""
+"""One optimizer step, written once on the strategy interface, whatever the backend and the objective."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
-from impl.collate import NO_TARGET, Inputs, collate
-from impl.strategy import Strategy
+from conformance.objective import Objective, Role
+from conformance.observable import model_key
+from impl.collate import MicroBatch, collate
+from impl.micro_batches import Loss
+from impl.objectives import Evaluation, ObjectiveFunctions, functions_of
+from impl.outputs import Outputs
+from impl.strategy import Context, Trainable
 
 
-def sft_step(strategy: Strategy, batch: Batch, *, device: str, on_gradients: Callable[[], None]) -> StepMetrics:
-    """Supervised fine-tuning: the loss is the mean of -log p over the step's target tokens, on all ranks together."""
-    micro_batches = strategy.setup_dataloader(batch)
-    token_count = count_targets(strategy, micro_batches)
-    lr = strategy.learning_rate()
-    inputs = [collate(rows, multiple_of=strategy.sequence_multiple).to(device) for rows in micro_batches]
-    logprobs = strategy.forward_backward(inputs, lambda index, logp: -logp.sum() / token_count)
-    strategy.finish_gradients()
-    on_gradients()
-    grad_norm = strategy.optimizer_step()
-    return StepMetrics(
-        loss_sum=strategy.all_reduce(-sum(logp.sum().item() for logp in logprobs)),
-        token_count=token_count,
-        grad_norm=grad_norm,
-        lr=lr,
-        logprobs={
-            index: targets
-            for rows, micro_batch, logp in zip(micro_batches, inputs, logprobs, strict=True)
-            for index, targets in row_logprobs(rows, micro_batch, logp).items()
-        },
+def train_step(
+    context: Context,
+    models: Mapping[str, Trainable],
+    objective: Objective,
+    batch: Batch,
+    *,
+    on_gradients: Callable[[str], None],
+) -> StepMetrics:
+    """Run every model of the objective on one batch, in the order of its roles, and update those that are trained.
+
+    ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet.
+    """
+    functions = functions_of(objective)
+    micro_batches = context.setup_dataloader(batch)
+    totals = step_totals(context, functions, micro_batches)
+    inputs = [
+        collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches
+    ]
+    values, sums = dict(totals), defaultdict[str, float](float)
+    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    others: list[dict[str, Outputs]] = [{} for _ in inputs]
+    for role in objective.roles:
+        trainable = models[role.name]
+        found = _run(trainable, functions, role, inputs, totals, others)
+        for micro_batch, mine, evaluation in zip(micro_batches, inputs, found, strict=True):
+            for key, value in evaluation.values.items():
+                sums[key] += value.item()
+            for key, numbers in evaluation.rows.items():
+                rows[key] |= target_rows(micro_batch, mine, numbers)
+        if role.trained:
+            values |= _update(trainable, role, on_gradients)
+    values |= {key: context.all_reduce(value) for key, value in sums.items()}
+    return StepMetrics(values=values, rows=dict(rows))
+
+
+def step_totals(
+    context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
+) -> dict[str, float]:
+    """The objective's sums over the whole optimizer step, on all ranks: the one denominator of its loss among them."""
+    own = functions.totals([row for rows in micro_batches for row in rows])
+    return {key: context.all_reduce(value) for key, value in own.items()}
+
+
+def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What stands in ``numbers`` (rows, length) at each row's targets, by the row's index in the optimizer step."""
+    return {row.index: numbers[r][inputs.targets[r]].cpu() for r, row in enumerate(rows) if row.target_count}
+
+
+def _run(
+    trainable: Trainable,
+    functions: ObjectiveFunctions,
+    role: Role,
+    inputs: Sequence[MicroBatch],
+    totals: Mapping[str, float],
+    others: Sequence[dict[str, Outputs]],
+) -> list[Evaluation]:
+    """Forward, and backward if the model is trained; its outputs are added to ``others``."""
+
+    def evaluate(index: int, outputs: Outputs) -> Evaluation:
+        return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
+
+    def loss(index: int, outputs: Outputs) -> torch.Tensor:
+        value = evaluate(index, outputs).loss
+        assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
+        return value
+
+    asked: Loss | None = loss if role.trained else None
+    found = trainable.forward_backward(
+        inputs, want=functions.wants(role.name), temperature=functions.temperature, loss=asked
     )
+    # Again without autograd: on most ranks of a pipeline the loss never ran, and here all have the outputs.
+    with torch.no_grad():
+        evaluations = [evaluate(index, outputs) for index, outputs in enumerate(found)]
+    for known, outputs in zip(others, found, strict=True):
+        known[role.name] = outputs
+    return evaluations
 
 
-def count_targets(strategy: Strategy, micro_batches: list[tuple[Row, ...]]) -> int:
-    """Target tokens of the whole optimizer step: the one denominator of its loss."""
-    return int(strategy.all_reduce(sum(row.target_count for rows in micro_batches for row in rows)))
-
-
-def row_logprobs(rows: tuple[Row, ...], inputs: Inputs, logp: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Log-probs of each row's targets, by the row's index in the optimizer step."""
-    return {row.index: logp[r][inputs.labels[r] != NO_TARGET].cpu() for r, row in enumerate(rows) if row.target_count}
+def _update(trainable: Trainable, role: Role, on_gradients: Callable[[str], None]) -> dict[str, float]:
+    lr = trainable.learning_rate()
+    trainable.finish_gradients()
+    on_gradients(role.name)
+    norm = trainable.optimizer_step()
+    values = {model_key(role.prefix, "lr"): lr}
+    return values if norm is None else values | {model_key(role.prefix, "grad_norm"): norm}

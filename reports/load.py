@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.digest import record_digest
+from conformance.record.format import record_digest
 
 SCHEMA = 1
 

@@ -1,7 +1,7 @@
 """Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
 
 Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
-backend. The numbers and the words on who agrees with whom come from conformance.side_by_side; here they are read and,
+backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read and,
 for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
 """
 

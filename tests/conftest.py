@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from conformance.backend import BackendEntry, find_backend
-from conformance.cell import Cell
+from conformance.plan.cell import Cell
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.scenario import Precision, load_scenario
-from conformance.session import Session, SessionConfig
+from conformance.run.session import Session, SessionConfig
 
 
 @pytest.fixture(scope="session")

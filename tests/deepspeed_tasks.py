@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from conformance.batch import read_batches
-from conformance.exact import exact_tier
+from conformance.run.exact import exact_tier
 from conformance.layout import Layout
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from conformance.batch import read_batches
-from conformance.exact import exact_tier
+from conformance.run.exact import exact_tier
 from conformance.layout import Layout
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext

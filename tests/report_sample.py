@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from conformance.digest import record_digest
+from conformance.record.format import record_digest
 
 STEPS = 5
 LAYERS = 3

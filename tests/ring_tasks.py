@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.exact import exact_tier
+from conformance.run.exact import exact_tier
 from conformance.oracle.attention import packed_attention
 from conformance.world import RankContext
 from impl.collate import NO_TARGET, Inputs

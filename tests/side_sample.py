@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from conformance.judge import Verdict
-from conformance.record import RecordWriter
-from conformance.results import Entry, rejudge, write_entry, write_summary
+from conformance.judge.verdict import Verdict
+from conformance.record.tensors import RecordWriter
+from conformance.record.results import Entry, rejudge, write_entry, write_summary
 from conformance.scenario import parse_scenario, scenario_to_json
-from conformance.side_by_side import write_side_by_side
+from conformance.peers.side_by_side import write_side_by_side
 
 Values = dict[str, Any]
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
-from conformance.results import dumps
+from conformance.record.results import dumps
 
 TINY = """
 description = "two cells"

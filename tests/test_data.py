@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from conformance.batch import Batch, Document
-from conformance.data import build_batches, load_documents, load_tokenizer, pack, read_samples
+from conformance.inputs.documents import build_batches, load_documents, load_tokenizer, pack, read_samples
 from conformance.paths import FIXTURES
 from conformance.scenario import DataConfig, OptimizerConfig, Scenario
 

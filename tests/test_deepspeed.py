@@ -11,12 +11,12 @@ import pytest
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
-from conformance.cell import Cell
-from conformance.judge import Verdict
-from conformance.record import read_record
-from conformance.references import prepare_inputs
+from conformance.plan.cell import Cell
+from conformance.judge.verdict import Verdict
+from conformance.record.tensors import read_record
+from conformance.run.oracles import prepare_inputs
 from conformance.scenario import Precision, scenario_to_json
-from conformance.session import Session, task_arguments
+from conformance.run.session import Session, task_arguments
 from conformance.world import Outcome, Pool, WorldConfig
 
 pytest.importorskip("deepspeed")
@@ -306,7 +306,7 @@ def train(pool: Pool, asked: Cell, folder: Path, name: str, *, world: str) -> Ou
     return pool.run(
         key=world,
         config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task="conformance.cell:run_cell",
+        task="conformance.plan.cell:run_cell",
         kwargs=task_arguments(asked, inputs, folder / name),
         log_dir=folder / f"{name}-logs",
         budget_s=120.0,

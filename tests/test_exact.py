@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from conformance.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
+from conformance.run.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
 
 THIRD = 1 / 3  # has no exact float32
 X = torch.tensor([THIRD, -2 * THIRD, 5 * THIRD], dtype=torch.float64)

@@ -9,9 +9,9 @@ from conftest import make_cell
 
 from conformance.backend import Backend
 from conformance.faults import CATALOGUE, Fault, plant
-from conformance.faults.model_parallel import MODEL_PARALLEL_FAULTS
+from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from conformance.scenario import Precision
-from conformance.session import Session
+from conformance.run.session import Session
 
 # The cheapest cell in which each fault changes anything.
 CELLS = {

@@ -15,7 +15,7 @@ from conftest import make_cell
 from conformance.backend import Supported, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Precision
-from conformance.session import Session
+from conformance.run.session import Session
 from impl.collate import NO_TARGET, collate
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.models import load_model

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.compare import STAGES
-from conformance.judge import Verdict, judge, judge_folder
-from conformance.record import Record, RecordWriter, read_record
+from conformance.judge.compare import STAGES
+from conformance.judge.verdict import Verdict, judge, judge_folder
+from conformance.record.tensors import Record, RecordWriter, read_record
 from conformance.scenario import parse_scenario, scenario_to_json
-from conformance.tolerance import EXACT, NOISE_FACTOR
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 
 Values = dict[str, Any]
 Tensors = dict[str, torch.Tensor]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conformance.backend import Supported, find_backend
-from conformance.cell import Cell
-from conformance.matrix import Overrides, expand, load_profile, profile_names, select
+from conformance.plan.cell import Cell
+from conformance.plan.profile import Overrides, expand, load_profile, profile_names, select
 
 BACKENDS = ("fsdp2", "deepspeed", "megatron")
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")

@@ -16,14 +16,14 @@ from conftest import make_cell
 from safetensors.torch import load_file
 
 from conformance.backend import BackendEntry
-from conformance.cell import Cell
-from conformance.judge import Verdict
+from conformance.plan.cell import Cell
+from conformance.judge.verdict import Verdict
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.record import read_record
-from conformance.references import prepare_inputs
+from conformance.record.tensors import read_record
+from conformance.run.oracles import prepare_inputs
 from conformance.scenario import Precision, load_scenario, scenario_to_json
-from conformance.session import Session, task_arguments
+from conformance.run.session import Session, task_arguments
 from conformance.world import Outcome, Pool, WorldConfig
 
 pytest.importorskip("megatron.core")
@@ -342,7 +342,7 @@ def train(pool: Pool, asked: Cell, folder: Path, name: str) -> Outcome:
     return pool.run(
         key="shared",
         config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task="conformance.cell:run_cell",
+        task="conformance.plan.cell:run_cell",
         kwargs=task_arguments(asked, inputs, folder / name),
         log_dir=folder / f"{name}-logs",
         budget_s=120.0,

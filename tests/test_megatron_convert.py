@@ -11,7 +11,7 @@ import torch
 
 from conformance.paths import FIXTURES
 from impl.megatron.convert import HEAD, Rank, all_parameters, is_cut, parts, put, take
-from impl.megatron.files import SliceReader, TensorWriter
+from impl.files import SliceReader, TensorWriter
 from impl.megatron.shape import ModelShape, read_shape
 from impl.megatron.stages import stages
 
@@ -180,7 +180,7 @@ def test_a_folder_of_tensors_is_read_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if large:
-        monkeypatch.setattr("impl.megatron.files.FILE_SIZE", 1000)
+        monkeypatch.setattr("impl.files.FILE_SIZE", 1000)
     full = hugging_face(SHAPES["pangu"])
     with TensorWriter(tmp_path) as writer:
         for name, tensor in full.items():
@@ -251,7 +251,7 @@ def test_a_folder_that_is_written_again_holds_nothing_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size, fill in ((1000, 1.0), (10**9, 2.0)):  # several files and an index, then one file
-        monkeypatch.setattr("impl.megatron.files.FILE_SIZE", size)
+        monkeypatch.setattr("impl.files.FILE_SIZE", size)
         with TensorWriter(tmp_path) as writer:
             for name in ("a", "b"):
                 writer.add(name, torch.full((300,), fill))

@@ -17,7 +17,7 @@ import pytest
 
 import reports
 from conformance import cli
-from conformance.matrix import Selection
+from conformance.plan.profile import Selection
 from conformance.pytest_plugin import merge
 
 pytest_plugins = "pytester"
@@ -296,7 +296,7 @@ def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: 
     (tmp_path / "test_theirs.py").write_text(
         "import sys\n"
         "def test_theirs(request):\n"
-        "    assert not {'torch', 'conformance.matrix', 'reports'} & set(sys.modules)\n"
+        "    assert not {'torch', 'conformance.plan.profile', 'reports'} & set(sys.modules)\n"
     )
     run = run_pytest(tmp_path, *arguments)
     assert run.code == 0, run.text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.record import (
+from conformance.record.tensors import (
     DigestMismatch,
     MissingFooter,
     RecordError,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from conformance.replicas import _distance
+from conformance.run.replicas import _distance
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

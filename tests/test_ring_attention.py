@@ -8,8 +8,8 @@ import torch
 from conftest import make_cell
 
 from conformance.batch import Document, Row
-from conformance.data import build_batches
-from conformance.exact import exact_tier
+from conformance.inputs.documents import build_batches
+from conformance.run.exact import exact_tier
 from conformance.oracle.attention import packed_attention
 from conformance.paths import resolve
 from conformance.world import Device, Pool, WorldConfig

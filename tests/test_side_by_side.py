@@ -15,11 +15,11 @@ from report_sample import edit, set_state
 from side_sample import GROUP, MEMBERS, NAMES, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
 
 from conformance import cli
-from conformance.compare import floor_of
-from conformance.pairs import COLUMNS
-from conformance.record import read_record
-from conformance.side_by_side import write_side_by_side
-from conformance.tolerance import EXACT
+from conformance.judge.compare import floor_of
+from conformance.peers.pairs import COLUMNS
+from conformance.record.tensors import read_record
+from conformance.peers.side_by_side import write_side_by_side
+from conformance.judge.tolerance import EXACT
 from reports.grid import MATRIX
 from reports.html import write_html
 from reports.markdown import write_markdown

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from conformance.paths import FIXTURES
 from conformance.scenario import OptimizerConfig, Scenario
-from conformance.weights import INDEX, prepare_model
+from conformance.inputs.model import INDEX, prepare_model
 
 PANGU = FIXTURES / "models" / "pangu"
 QWEN3 = FIXTURES / "models" / "qwen3"

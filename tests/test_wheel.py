@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.matrix import Selection, profile_names, select_cells
+from conformance.plan.profile import Selection, profile_names, select_cells
 
 CHECKOUT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

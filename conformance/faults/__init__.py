@@ -5,7 +5,7 @@ in its class attribute ``seams``. A fault wraps one seam. So a fault written onc
 and no backend has a branch for faults in its code.
 """
 
-from conformance.faults.catalogue import CATALOGUE, Fault
+from impl.faults.catalogue import CATALOGUE, Fault
 from conformance.faults.injection import find_fault, plant
 
 __all__ = ["CATALOGUE", "Fault", "find_fault", "plant"]

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from conformance.backend import Backend
-from conformance.faults.catalogue import CATALOGUE, Fault
+from impl.faults.catalogue import CATALOGUE, Fault
 
 
 def find_fault(name: str) -> Fault:

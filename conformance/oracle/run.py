@@ -20,7 +20,7 @@ from conformance.batch import Batch
 from conformance.oracle.architecture import Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
 from conformance.oracle.training import clip, global_norm, make_optimizer, target_logprobs
-from conformance.record import RecordWriter
+from conformance.record.tensors import RecordWriter
 from conformance.scenario import Scenario, scenario_to_json
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16"]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.cell import Cell
-from conformance.matrix import select_cells
+from conformance.plan.cell import Cell
+from conformance.plan.profile import select_cells
 from conformance.pytest_plugin import OUT, USAGE, selection
-from conformance.session import Session, SessionConfig
+from conformance.run.session import Session, SessionConfig
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from conformance.cell import Cell
-from conformance.results import VERDICT
-from conformance.session import Result, Session
+from conformance.plan.cell import Cell
+from conformance.record.results import VERDICT
+from conformance.run.session import Result, Session
 
 SHOWN = 12  # findings in a message; verdict.json has them all
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from conformance.exact import LeakWatch, exact_tier
+from conformance.run.exact import LeakWatch, exact_tier
 
 
 def build() -> Any:

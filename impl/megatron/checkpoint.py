@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.backend import NamedTensors
-from impl.megatron.files import SliceReader, TensorWriter
+from impl.files import SliceReader, TensorWriter
 from impl.megatron.tensors import ModelTensors
 
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD in torch

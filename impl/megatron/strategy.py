@@ -22,11 +22,11 @@ from megatron.core.transformer.module import Float16Module
 from conformance.backend import Kind, NamedTensors, Shard
 from conformance.batch import Batch, Row
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from conformance.weights import NOT_COPIED, weight_files
+from conformance.inputs.model import NOT_COPIED, weight_files
 from impl.collate import NO_TARGET, Inputs
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
-from impl.megatron.files import SliceReader
+from impl.files import SliceReader
 from impl.megatron.model import build_chunk, mask_padding, transformer_config
 from impl.megatron.placement import placed
 from impl.megatron.process import ModelParallel

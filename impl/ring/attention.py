@@ -15,13 +15,13 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from conformance.layout import Layout
-from impl.collate import Inputs
+from impl.collate import MicroBatch
 from impl.ring import placement
 from impl.ring.flash import kernel
 from impl.ring.placement import Placement
 
 NAME = "parity_ring"  # the attention implementation that models are loaded with
-Kind = Literal["llama3", "ring", "zigzag", "torchcp"]
+RingKind = Literal["llama3", "ring", "zigzag", "torchcp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +32,25 @@ class RingConfig:
     heads that llama3 gathers at a time. multiple: tokens per row and rank are a multiple of it.
     """
 
-    kind: Kind
+    kind: RingKind
     packed: bool
     shipped: bool
     head_stride: int
     multiple: int
 
 
-def kind_of(layout: Layout) -> Kind:
+def kind_of(layout: Layout) -> RingKind:
     """The kind of ring that a layout asks for."""
-    kinds: tuple[Kind, ...] = ("ring", "zigzag", "torchcp")
+    kinds: tuple[RingKind, ...] = ("ring", "zigzag", "torchcp")
     return next((kind for kind in kinds if kind in layout.options), "llama3")
 
 
 class RingAttention:
     """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again.
 
-    ``slices``: ranks that stand at this place of the ring together, each with an equal slice of its part, and put the
-    slices together for attention themselves (Ulysses). ``config.multiple`` has to be one of their number.
+    ``slices``: process group of the Ulysses ranks that share this rank's position in the ring. Each holds an equal slice
+    of the position's tokens, and Ulysses itself puts the slices together for attention, so ``config.multiple`` has to be
+    a multiple of the group's size.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RingAttention:
         """What is really used, as JSON values."""
         return {**vars(self.config), "kernel": kernel(torch.device(device), compute)}
 
-    def shard(self, inputs: Inputs, *, multiple: int | None = None) -> tuple[Inputs, "Ring"]:
+    def shard(self, inputs: MicroBatch, *, multiple: int | None = None) -> tuple[MicroBatch, "Ring"]:
         """This rank's part of a micro-batch, and the argument ``ring`` for the model.
 
         ``multiple`` takes the place of the configured one, for micro-batches that have to be of one length.
@@ -83,10 +84,11 @@ class RingAttention:
         return placement.shard_inputs(inputs, source.to(device)), Ring(self, placed, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
-        """Log-probs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own.
+        """Outputs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own.
 
-        Differentiable. The gradient of a rank's part comes from that rank's own copy of the result, so a loss that all
-        ranks of the ring compute alike counts once, and parameters' gradients are to be *summed* over the ring.
+        Differentiable. The backward pass returns the local slice of the gradient without a reduction: every rank
+        evaluates the same loss, so each token counts exactly once, and the gradients of parameters have to be *summed*
+        over the ring.
         """
         if self.slices:
             own = torch.cat(_gather(own, self.slices).unbind(), dim=1)

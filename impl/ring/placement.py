@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from impl.collate import NO_TARGET, Inputs
+from impl.collate import NO_TARGET, MicroBatch
 
 Cut = Literal["slices", "documents", "rows"]
 
@@ -30,7 +30,7 @@ class Placement:
     starts: Tensor | None
 
 
-def place(inputs: Inputs, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
+def place(inputs: MicroBatch, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
     """Place the tokens of a micro-batch (on the CPU) on ``size`` ranks, each a ``multiple`` of tokens per row."""
     rows, length = inputs.positions.shape
     pieces = 2 if zigzag else 1  # a rank holds of what is cut
@@ -69,18 +69,19 @@ def _cut(whole: Tensor, size: int, zigzag: bool) -> Tensor:
     return torch.stack([torch.cat([pieces[r], pieces[-1 - r]], dim=-1) for r in range(size)])
 
 
-def shard_inputs(inputs: Inputs, source: Tensor) -> Inputs:
+def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
     """The part of a micro-batch that one rank holds; ``source`` (rows, length) is its part of a placement.
 
     Labels were shifted and positions counted before the cut, in the whole documents.
     """
     real = source >= 0
     at = source.clamp(min=0)
-    return Inputs(
+    return MicroBatch(
         tokens=inputs.tokens.flatten()[at].where(real, 0),
         labels=inputs.labels.flatten()[at].where(real, NO_TARGET),
         positions=inputs.positions.flatten()[at].where(real, 0),
         real=inputs.real.flatten()[at] & real,
+        columns={name: column.flatten()[at].where(real, 0) for name, column in inputs.columns.items()},
     )
 
 

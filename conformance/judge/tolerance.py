@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conformance.record import RecordError
+from conformance.record.tensors import RecordError
 from conformance.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12

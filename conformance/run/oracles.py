@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.batch import write_batches
-from conformance.data import build_batches
+from conformance.inputs.documents import build_batches
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.run import PolicyName
 from conformance.paths import resolve
-from conformance.record import RecordError, read_record
+from conformance.record.tensors import RecordError, read_record
 from conformance.scenario import Scenario, scenario_to_json
-from conformance.weights import prepare_model
+from conformance.inputs.model import prepare_model
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
 

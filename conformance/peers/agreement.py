@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from conformance.judge import State
-from conformance.pairs import COLUMNS, Difference, Pair
+from conformance.judge.verdict import State
+from conformance.peers.pairs import COLUMNS, Difference, Pair
 
 ORACLE = -1  # as a member's number
 LISTED = 4  # layouts of one backend that a sentence names

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.agreement import ORACLE, Member, agreement
-from conformance.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
-from conformance.record import Record, RecordError, read_lines, read_record
-from conformance.results import Entry, read_results, replace_json
+from conformance.peers.agreement import ORACLE, Member, agreement
+from conformance.peers.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
+from conformance.record.tensors import Record, RecordError, read_lines, read_record
+from conformance.record.results import Entry, read_results, replace_json
 
 FILE = "side_by_side.json"
 SCHEMA = 1

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from conformance.backend import BackendEntry, find_backend, registered_backends
-from conformance.cell import Cell
+from conformance.plan.cell import Cell
 from conformance.faults import find_fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES

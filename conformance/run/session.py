@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from conformance.backend import ExpectedDifference, MissingExtra, Unsupported
-from conformance.cell import Cell, package_version
-from conformance.judge import Verdict, judge_folder
-from conformance.references import Inputs, Oracles, prepare_inputs
-from conformance.results import Entry, apply_expectation, write_entry, write_summary
+from conformance.plan.cell import Cell, package_version
+from conformance.judge.verdict import Verdict, judge_folder
+from conformance.run.oracles import Inputs, Oracles, prepare_inputs
+from conformance.record.results import Entry, apply_expectation, write_entry, write_summary
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
@@ -141,7 +141,7 @@ class Session:
         return self._pool.run(
             key=cell.backend.name,
             config=world_config(cell, self.config.device),
-            task="conformance.cell:run_cell",
+            task="conformance.plan.cell:run_cell",
             kwargs=task_arguments(cell, inputs, folder / "record"),
             log_dir=folder / "logs",
             budget_s=self.config.budget_s,
@@ -190,12 +190,12 @@ class Session:
 
 def world_config(cell: Cell, device: Device) -> WorldConfig:
     """The world that a cell runs in: its size, and what its backend is slow to import."""
-    preload = (cell.backend.target.partition(":")[0], "conformance.cell", *getattr(cell.backend.load(), "preload", ()))
+    preload = (cell.backend.target.partition(":")[0], "conformance.plan.cell", *getattr(cell.backend.load(), "preload", ()))
     return WorldConfig(size=cell.layout.world_size, device=device, preload=preload)
 
 
 def task_arguments(cell: Cell, inputs: Inputs, record: Path) -> dict[str, Any]:
-    """The arguments of conformance.cell.run_cell, as JSON values."""
+    """The arguments of conformance.plan.cell.run_cell, as JSON values."""
     return {
         "cell": str(cell),
         "target": cell.backend.target,

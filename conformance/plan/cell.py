@@ -19,9 +19,9 @@ import conformance
 from conformance import faults, replicas
 from conformance.backend import Backend, BackendEntry, StepMetrics
 from conformance.batch import Batch, read_batches
-from conformance.exact import LeakWatch, exact_tier
+from conformance.run.exact import LeakWatch, exact_tier
 from conformance.layout import Layout
-from conformance.record import RecordWriter
+from conformance.record.tensors import RecordWriter
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.world.heartbeat import RankContext
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from conformance.compare import Tensors, floor_of, movement, named
-from conformance.record import Record, StepRecord
+from conformance.judge.compare import Tensors, floor_of, movement, named
+from conformance.record.tensors import Record, StepRecord
 
 COLUMNS = ("loss", "gradients", "gradient norm", "update")
 """What is set side by side, in causal order."""

@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
-from conformance.faults.engine import ENGINE_FAULTS
+from impl.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
-from conformance.faults.model_parallel import MODEL_PARALLEL_FAULTS
-from conformance.faults.ring import RING_FAULTS
+from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
+from impl.faults.ring import RING_FAULTS
 
 
 def _dropped_o_bias(load_model: Function) -> Function:

@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from conformance.weights import INDEX
+from conformance.backend import NamedTensors
+from conformance.inputs.model import INDEX, NOT_COPIED
 
 FILE_SIZE = 2**30  # bytes; a file is written when it is larger
 
@@ -82,3 +85,22 @@ class TensorWriter:
             path.rename(self._folder / name)
             where |= dict.fromkeys(names, name)
         (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")
+
+
+def write_tensors(folder: Path, tensors: NamedTensors) -> None:
+    """Write full tensors into a folder, from the first rank; collective."""
+    if dist.get_rank() == 0:
+        with TensorWriter(folder) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()
+
+
+def write_model(folder: Path, *, source: Path, weights: NamedTensors) -> None:
+    """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective."""
+    if dist.get_rank() == 0:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
+    write_tensors(folder, weights)

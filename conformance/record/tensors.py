@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.digest import record_digest
+from conformance.record.format import record_digest
 
 SCHEMA = 1
 FILE = "record.jsonl"

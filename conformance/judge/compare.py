@@ -1,7 +1,7 @@
 """Compare: every quantity of a record against the oracle's, stage by stage, in causal order.
 
 The same measurement is applied to a cell and to the single-process run that gives the noise; whether an error is small
-enough is for conformance.tolerance, what it means for conformance.judge.
+enough is for conformance.judge.tolerance, what it means for conformance.judge.
 """
 
 import math
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from conformance.layout import Layout
-from conformance.record import Record, StepRecord
-from conformance.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, SETTING, Quantity
+from conformance.record.tensors import Record, StepRecord
+from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, SETTING, Quantity
 
 STAGES = (
     "weights",

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from conformance.compare import STAGES, measure
+from conformance.judge.compare import STAGES, measure
 from conformance.layout import Layout
-from conformance.record import Record, RecordError, read_record
+from conformance.record.tensors import Record, RecordError, read_record
 from conformance.scenario import Scenario, parse_scenario
-from conformance.tolerance import Quantity, allowed_errors, is_too_exact
+from conformance.judge.tolerance import Quantity, allowed_errors, is_too_exact
 
 State = Literal["conforms", "differs", "unsupported", "expected_difference", "infrastructure", "not_run"]
 STATES: tuple[State, ...] = (

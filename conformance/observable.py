@@ -1,0 +1,158 @@
+"""Observable: one thing that is recorded at every step and judged, declared once.
+
+The engine declares weights, gradients, norm and update of every model that it trains; an objective declares the rest
+(conformance.objective). Recorder, record header, judge, side by side and reports iterate over these declarations and
+have no list of their own. Serves claim 1 (every quantity is judged where it arises) and claim 3 (replicas are equal).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ObservableKind = Literal["tensors", "rows", "scalar", "setting"]
+When = Literal["loaded", "every", "first", "later"]
+Replicated = Literal["no", "holders", "all ranks"]
+
+SETTING_ERROR = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observable:
+    """One declaration.
+
+    key: where a record holds it: a value of a step's line (scalar, setting), or tensors named ``KEY/NAME`` (tensors,
+        rows).
+    stage: the name under which findings, reports and faults speak of it.
+    kind: ``tensors``: named tensors, each with an error of its own. ``rows``: one vector of numbers per row of the batch,
+        all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is computed for.
+    when: the steps at which it is judged: as ``loaded``, at ``every`` step, at the ``first`` one, or at ``later`` ones.
+    change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
+    scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.
+    required: a record without it cannot be judged.
+    replicated: which ranks hold the same numbers: the ``holders`` of the same shard or row, ``all ranks``, or ``no``
+        others.
+    norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
+    column: the column of the comparison between backends in which it is shown; empty: in none.
+    drawn: whether reports draw it as a curve over the steps.
+    """
+
+    key: str
+    stage: str
+    kind: ObservableKind
+    when: When = "every"
+    change: bool = False
+    scale: str = ""
+    required: bool = True
+    replicated: Replicated = "no"
+    norm_of: str = ""
+    column: str = ""
+    drawn: bool = False
+
+    @property
+    def replica_stage(self) -> str:
+        """The stage at which differences between ranks are told; empty where no other rank holds the same."""
+        if self.replicated == "no":
+            return ""
+        return f"{self.key.replace('.', ' ')} replicas" if self.kind == "tensors" else self.stage
+
+    @property
+    def exact_bound(self) -> float | None:
+        """A bound that holds in every precision, because nothing is computed; None where the tolerance rule decides."""
+        return SETTING_ERROR if self.kind == "setting" or self.when == "loaded" else None
+
+    def applies(self, step: int) -> bool:
+        """Whether it is judged at a step: -1 is as loaded, 0 the first optimizer step."""
+        at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0}
+        return at[self.when]
+
+
+LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks", column="loss", drawn=True)
+TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
+LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
+
+
+def model_key(model: str, key: str) -> str:
+    """Key of a model's own observable: ``gradient`` of the policy, ``critic.gradient`` of another model."""
+    return f"{model}.{key}" if model else key
+
+
+def loaded_observables(model: str) -> tuple[Observable, ...]:
+    """What the engine declares of every model, trained or frozen. ``model`` is empty for the policy."""
+    return (Observable(key=model_key(model, "weight"), stage=_stage(model, "weights"), kind="tensors", when="loaded"),)
+
+
+def trained_observables(model: str) -> tuple[Observable, ...]:
+    """What the engine declares of a model that it trains, in causal order. ``model`` is empty for the policy."""
+    gradient, weight = model_key(model, "gradient"), model_key(model, "weight")
+    update = _stage(model, "clipped update")
+    return (
+        Observable(
+            key=gradient,
+            stage=_stage(model, "gradients"),
+            kind="tensors",
+            replicated="holders",
+            column=_stage(model, "gradients"),
+        ),
+        Observable(
+            key=model_key(model, "grad_norm"),
+            stage=_stage(model, "gradient norm"),
+            kind="scalar",
+            required=False,
+            replicated="all ranks",
+            norm_of=gradient,
+            column=_stage(model, "gradient norm"),
+            drawn=True,
+        ),
+        Observable(key=model_key(model, "lr"), stage=update, kind="setting", replicated="all ranks"),
+        Observable(
+            key=weight,
+            stage=update,
+            kind="tensors",
+            when="first",
+            change=True,
+            replicated="holders",
+            column=_stage(model, "update"),
+        ),
+        Observable(
+            key=weight,
+            stage=_stage(model, "weights after N steps"),
+            kind="tensors",
+            when="later",
+            change=True,
+            replicated="holders",
+            column=_stage(model, "update"),
+        ),
+    )
+
+
+def _stage(model: str, name: str) -> str:
+    return f"{model} {name}" if model else name
+
+
+def stages(observables: Iterable[Observable]) -> tuple[str, ...]:
+    """All stages in causal order: what is wrong at one is expected to show at the later ones.
+
+    Replicas come after the last observable that they are replicas of, so gradient replicas stand before the norm.
+    """
+    order: dict[str, None] = {}
+    for observable in observables:
+        for stage in (observable.stage, observable.replica_stage):
+            if stage:
+                order.pop(stage, None)  # the last mention counts
+                order[stage] = None
+    return tuple(order)
+
+
+def columns(observables: Iterable[Observable]) -> tuple[str, ...]:
+    """The columns of a comparison between backends, in causal order."""
+    return tuple(dict.fromkeys(observable.column for observable in observables if observable.column))
+
+
+def observables_to_json(observables: Sequence[Observable]) -> list[dict[str, Any]]:
+    """Plain JSON values, for the header of a record."""
+    return [vars(observable) | {} for observable in observables]
+
+
+def observables_from_json(values: Sequence[dict[str, Any]]) -> tuple[Observable, ...]:
+    """What ``observables_to_json`` gave; raises TypeError for fields that this version does not know."""
+    return tuple(Observable(**value) for value in values)
