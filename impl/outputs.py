@@ -4,6 +4,7 @@ Written once for whole logits and for shards of the vocabulary: without a group,
 is as large as the logits, only the logits themselves are kept for the backward pass, which computes the softmax again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,8 +30,12 @@ class Outputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """With ``function`` applied to everything that was asked for."""
+        return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
+
     def detach(self) -> "Outputs":
-        return Outputs(**{name: None if t is None else t.detach() for name, t in vars(self).items()})
+        return self.each(Tensor.detach)
 
 
 def token_statistics(
