@@ -54,8 +54,8 @@ def _duplicates_counted(counts_in_norm: Function) -> Function:
 
 
 def _ring_not_counted(gradient_scale: Function) -> Function:
-    def faulty(strategy: Any) -> float:
-        return float(gradient_scale(strategy) / strategy.config.layout.sp)
+    def faulty(trainable: Any) -> float:
+        return float(gradient_scale(trainable) / trainable.context.config.layout.sp)
 
     return faulty
 
