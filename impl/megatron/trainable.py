@@ -266,7 +266,8 @@ class MegatronTrainable:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        self._complete_weights()
+        if kind == "weight":
+            self._complete_weights()
         return self.tensors.named(kind)
 
     def named_optimizer_state(self, key: str) -> NamedTensors:
@@ -274,7 +275,8 @@ class MegatronTrainable:
         return self.tensors.optimizer_state(key)
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
-        self._complete_weights()
+        if kind == "weight":
+            self._complete_weights()
         return self.tensors.local(kind)
 
     def _complete_weights(self) -> None:
@@ -283,6 +285,9 @@ class MegatronTrainable:
             with self.context.placed():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+                    for group in chunk.bucket_groups:
+                        # Before an update it would keep the next forward pass from gathering what the update made.
+                        group.param_gather_dispatched = False
 
     def resolved(self) -> dict[str, Any]:
         config = self.model_config
