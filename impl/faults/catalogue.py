@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 
-from impl.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
+from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from impl.faults.ring import RING_FAULTS
 
@@ -209,4 +209,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)}
+CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)
