@@ -23,7 +23,7 @@ forget_steps        (strategy): undoes the count of a step that was made to allo
 shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
 merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
 pipeline_config     (...) -> configuration of a pipeline's exchanges, with the switches that megatron-core names
-qkv_runs            (...) -> for q, k, v: (row of it, row in the fused parameter, count) of each stretch that a rank has
+qkv_spans           (...) -> for q, k, v: named tuples (theirs: row of it, own: row in the fused parameter, length)
 project_output      (module, x) -> output summed over tensor-parallel ranks, and the bias to add
 layer_numbers       (part of a model) -> numbers of its layers in the whole model, from 0
 reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
