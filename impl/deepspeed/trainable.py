@@ -22,7 +22,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
 from impl.deepspeed import process
-from impl.deepspeed.settings import engine_settings, frozen_settings, optimizer_settings, zero_stage
+from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import write_model
@@ -50,14 +50,14 @@ class DeepspeedTrainable:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         self.stage = zero_stage(context.config)
-        self.settings = engine_settings(context.config)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         self.source = path
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else "eager" if exact else "sdpa"
         dtype = torch.float64 if exact else torch.float32
-        with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
+        settings = cutting_settings(self.context.config)
+        with process.cut_while_loading(settings) if "shardinit" in self.options else contextlib.nullcontext():
             model = load_model(path, dtype=dtype, attention=attention, head=self.head)
         assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
         return model
@@ -70,9 +70,8 @@ class DeepspeedTrainable:
             return
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        own = "ownopt" in self.options
-        if own:
-            self.settings["optimizer"] = optimizer_settings(self.context.config, optimizer)
+        own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
+        self.settings = training_settings(self.context.config, optimizer)
         weights = self._starting_weights(model)
         self._initialize(
             model,
