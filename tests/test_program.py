@@ -85,9 +85,7 @@ def test_legs_that_can_are_not(legs: list[Leg]) -> None:
         ),
     ],
 )
-def test_an_id_names_backends_and_layouts_in_turn_and_once_if_they_are_the_same(
-    legs: list[Leg], expected: str
-) -> None:
+def test_an_id_names_backends_and_layouts_in_turn_and_once_if_they_are_the_same(legs: list[Leg], expected: str) -> None:
     assert str(cell(*legs)) == expected
     assert cell(*legs).slug == expected.replace("/", "_")
 
@@ -143,7 +141,11 @@ def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
             EXPORT,
             "3 backends for a program of 2 legs",
         ),
-        ('layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron"]\nprogram = "mine"', RESUME, "hands a checkpoint of fsdp2"),
+        (
+            'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron"]\nprogram = "mine"',
+            RESUME,
+            "hands a checkpoint of fsdp2",
+        ),
         (
             'layouts = ["dp2"]\nprogram = "mine"',
             'mine = [{ save = "checkpoint" }, { steps = 3 }]',
