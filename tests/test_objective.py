@@ -1,4 +1,4 @@
-"""Objectives: a kind that somebody does not know is said by name before anything runs, and never trains something else."""
+"""Objectives: a kind that somebody does not know is named before anything runs, and never trains something else."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -80,7 +80,7 @@ def with_objective(text: str, tmp_path: Path) -> Path:
         ('kind = "toy_objectives:Typo"', r"'toy_objectives:Typo' cannot be imported .*check the spelling"),
         (
             'kind = "sft"\nbeta = 1',
-            r"\[objective\] of kind 'sft' is not a valid objective:\n  beta: Unexpected keyword",
+            r"of kind 'sft' is not a valid objective:\n  beta: Unexpected keyword",
         ),
         (
             'kind = "toy_objectives:WeightedSft"\npower = "big"',
@@ -143,7 +143,7 @@ def test_neither_side_takes_an_unknown_kind_for_another(side: Any) -> None:
 
 def test_a_kind_that_the_oracle_does_not_know_is_wrong_usage(tmp_path: Path) -> None:
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING, objective=Nobodys())
-    with Session(SessionConfig(out=tmp_path)) as session, pytest.raises(UsageError, match="the oracle .*Nobodys"):
+    with Session(SessionConfig(out=tmp_path)) as session, pytest.raises(UsageError, match=r"the oracle .*Nobodys"):
         session.run(cell)
     assert not list(tmp_path.glob("cells/*/legs"))
 
