@@ -25,8 +25,11 @@ HEADS: dict[str, Head] = {"reference": "causal", "policy": "causal", "critic": "
 TRAINED = ("policy", "critic")
 
 
-def make_batch(step: int) -> Batch:
-    """16 rows of documents of all lengths; some tokens are no targets. Tokens below 8 are special, as padding is."""
+def make_batch(step: int, *, packed: bool = True) -> Batch:
+    """8 rows of documents of all lengths; some tokens are no targets. Tokens below 8 are special, as padding is.
+
+    Rows that are not packed hold one document.
+    """
     random = torch.Generator().manual_seed(step)
 
     def number(low: int, high: int) -> int:
@@ -37,7 +40,7 @@ def make_batch(step: int) -> Batch:
         targets = (False, *(number(0, 4) > 0 for _ in range(length - 1)))
         return Document(tuple(number(8, 264) for _ in range(length)), targets)
 
-    rows = tuple(Row(index, tuple(document() for _ in range(number(1, 4)))) for index in range(16))
+    rows = tuple(Row(index, tuple(document() for _ in range(number(1, 4) if packed else 1))) for index in range(8))
     return Batch(step, 64, rows)
 
 

@@ -39,8 +39,13 @@ WANTED: dict[str, frozenset[OutputName]] = {
 
 
 def context_config(rank: RankContext, layout: str, precision: Precision) -> ContextConfig:
+    """PyTorch's ring takes rows of one document only; all others get packed ones."""
     return ContextConfig(
-        layout=Layout.parse(layout), precision=precision, device=rank.device, accumulation=ACCUMULATION, packed=True
+        layout=Layout.parse(layout),
+        precision=precision,
+        device=rank.device,
+        accumulation=ACCUMULATION,
+        packed="torchcp" not in layout,
     )
 
 
@@ -64,7 +69,7 @@ def new(context: MegatronContext, folder: str, *, head: Head = "causal", optimiz
 
 
 def micro_batches(context: Context, step: int) -> list[MicroBatch]:
-    batch = plain.make_batch(step)
+    batch = plain.make_batch(step, packed=context.config.packed)
     return [
         collate(rows, multiple_of=context.sequence_multiple).to(context.config.device)
         for rows in context.setup_dataloader(batch)
@@ -160,7 +165,8 @@ class Comparison:
 
     def step(self, step: int) -> None:
         """Forward only, each model trained, and their updates in another order."""
-        batch, inputs = plain.make_batch(step), micro_batches(self.context, step)
+        batch = plain.make_batch(step, packed=self.context.config.packed)
+        inputs = micro_batches(self.context, step)
         known = self.forward("reference", inputs, want=WANTED["reference"])
         self.forward("critic", inputs, want=WANTED["critic"])  # old values, and some of the old policy's outputs
         self.forward("policy", inputs, want=frozenset({"entropy"}))

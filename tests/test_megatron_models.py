@@ -82,6 +82,8 @@ def run_ranks(pool: Pool, tmp_path: Path) -> Any:
         ("llama", "pp2.vpp2.overlap", "sgd"),
         ("pangu", "sp2", "adamw"),
         ("qwen3", "sp2.zigzag", "sgd"),
+        ("llama", "sp2.torchcp", "adamw"),
+        ("pangu", "sp2.pp2.torchcp", "adamw"),
         ("pangu", "tp2.pp2", "adamw"),
         ("qwen3", "tp2.pp2.vpp2.seqpar", "adamw"),
         ("qwen3", "sp2.pp2.ring", "adamw"),
