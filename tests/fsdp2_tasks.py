@@ -241,7 +241,8 @@ def _at_targets(
 
 def _training_errors(trainable: Fsdp2Trainable, reference: Reference, *, trained: bool) -> dict[str, float]:
     if not trained:
-        assert all(parameter.grad is None for parameter in trainable.model.parameters())
+        assert not trainable.model.training
+        assert not any(parameter.requires_grad for parameter in trainable.model.parameters())
         return {"frozen": _worst(trainable.named_tensors("weight"), reference.before)}
     trainable.finish_gradients()
     errors = {"gradients": _worst(trainable.named_tensors("gradient"), reference.gradients)}
