@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance.backend import find_backend
-from conformance.plan.cell import Cell
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
 from conformance.run.oracles import prepare_inputs
-from conformance.scenario import load_scenario
 from conformance.run.session import task_arguments, world_config
+from conformance.scenario import load_scenario
 from conformance.world import Pool
 
 

@@ -76,9 +76,9 @@ class ExpectedDifference:
 class StepMetrics:
     """What a backend reports of one optimizer step. The names are the keys of observables (conformance.observable).
 
-    values: numbers of the whole step, the same on all ranks. Of every trained model: ``lr``, the learning rate that this
-        step used, and ``grad_norm``, the global 2-norm of its gradients before clipping as the framework reports it;
-        leave it out if it reports none. Of SFT: ``token_count``, the target tokens of the step over all ranks and
+    values: numbers of the whole step, the same on all ranks. Of every trained model: ``lr``, the learning rate that
+        this step used, and ``grad_norm``, the global 2-norm of its gradients before clipping as the framework reports
+        it; leave it out if it reports none. Of SFT: ``token_count``, the target tokens of the step over all ranks and
         micro-batches, and ``loss``, the sum of -log p over them divided by their number.
     rows: by key, for each row by its index in the whole step, a float tensor (row.target_count,) of a number per target
         token in order: ``logprob`` is log p of the target. Each rank gives the rows that it has. Leave a key out if the

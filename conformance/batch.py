@@ -17,8 +17,8 @@ Column = tuple[float, ...] | float
 class Document:
     """One training sample. ``targets[i]``: token i is predicted (from tokens 0..i-1); targets[0] is False.
 
-    ``columns`` hold what an objective knows of it beforehand (advantages, rewards, old log-probs), by name: a number for
-    each token, where number i belongs to token i as a target, or one number for the whole document.
+    ``columns`` hold what an objective knows of it beforehand (advantages, rewards, old log-probs), by name: a number
+    for each token, where number i belongs to token i as a target, or one number for the whole document.
     """
 
     tokens: tuple[int, ...]

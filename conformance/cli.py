@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
@@ -17,17 +18,21 @@ from pathlib import Path
 
 import conformance
 from conformance import doctor
-from conformance.backend import MissingExtra, Unsupported, registered_backends
-from conformance.plan.cell import Cell
-from conformance.faults import CATALOGUE
-from conformance.judge.verdict import STATES
-from conformance.plan.profile import Selection, load_profile, profile_names, select_cells
-from conformance.record.results import SUMMARY, dumps, read_results, rejudge
-from conformance.run.session import Result, Session, SessionConfig
+from conformance.backend import MissingExtra, registered_backends
+from conformance.faults import catalogue
+from conformance.judge.again import rejudge
+from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
 from conformance.peers.side_by_side import write_side_by_side
+from conformance.plan.profile import load_profile, profile_names, select_cells
+from conformance.plan.selection import Selection
+from conformance.record.format import dumps
+from conformance.record.results import SUMMARY, read_json, read_run
+from conformance.record.states import STATES
+from conformance.reporters import compare_backends, write_reports
+from conformance.run.session import JudgedCell, Session, SessionConfig
+from conformance.validation import UsageError
 
 EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
-SYMBOLS = dict(zip(STATES, ("ok", "DIFFERS", "unsupported", "expected", "INFRASTRUCTURE", "not run"), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,50 +93,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", default="quick", help=f"{', '.join(profile_names())}, or a .toml file")
-    parser.add_argument("--backend", action="append", help="name or module:Class; may be repeated (default: all)")
-    parser.add_argument("--cells", action="append", default=[], metavar="GLOB", help="cell ids; may be repeated")
-    parser.add_argument("--faults", action="append", default=[], metavar="NAME", help="plant a fault in every cell")
-    parser.add_argument("--model", help="Hugging Face folder to use instead of the profile's models")
-    parser.add_argument("--data", help="JSONL or Parquet file, or a Hugging Face dataset on disk")
-    parser.add_argument("--input_key", help="column of the prompt")
-    parser.add_argument("--output_key", help="column of the answer")
-    parser.add_argument("--max_len", type=int, help="longest row, in tokens")
-    parser.add_argument("--packing_samples", action="store_true", help="several documents per row, in every scenario")
-    parser.add_argument("--ring_head_stride", type=int, metavar="N", help="heads that a ring gathers at a time")
-    parser.add_argument("--seed", type=int, help="another model and another order of the documents")
+    for name, about in Selection.options():
+        parser.add_argument(f"--{name}", **about)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
-    cells = select_cells(Selection.from_options(options))
-    rows = [{"id": str(cell), "world_size": cell.layout.world_size, "unsupported": _refusal(cell)} for cell in cells]
+    selection = Selection.from_options(options)
+    cells = select_cells(selection)
+    with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder))) as session:
+        refused = [session.refusal(cell) for cell in cells]
+    rows = [
+        {"id": str(cell), "world_size": cell.world_size, "unsupported": f"unsupported: {why}" if why else ""}
+        for cell, why in zip(cells, refused, strict=True)
+    ]
     if options.json:
         backends = {name: entry.target for name, entry in registered_backends().items()}
-        print(json.dumps({"backends": backends, "profiles": profile_names(), "faults": list(CATALOGUE), "cells": rows}))
+        known = {"backends": backends, "profiles": profile_names(), "faults": list(catalogue()), "cells": rows}
+        print(json.dumps(known))
         return EXIT["conforms"]
-    print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(CATALOGUE)}")
-    print(f"{len(rows)} cells of {options.profile} ({load_profile(options.profile).description}):")
+    print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
+    print(f"{len(rows)} cells of {selection.profile} ({load_profile(selection.profile).description}):")
     for row in rows:
         print(f"  {row['id']}  [{row['world_size']} ranks] {row['unsupported']}")
     return EXIT["conforms"]
 
 
-def _refusal(cell: Cell) -> str:
-    try:
-        answer = cell.backend.load().supports(cell.scenario, cell.layout)
-    except MissingExtra as error:
-        return f"unsupported: {error}"
-    return f"unsupported: {answer.reason}" if isinstance(answer, Unsupported) else ""
-
-
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    cells = select_cells(Selection.from_options(options))
+    selection = Selection.from_options(options)
+    cells = select_cells(selection)
     out = _output_folder(options.out)
     config = SessionConfig(
         out=out,
         device=options.device,
-        profile=options.profile,
+        profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
         arguments=_without(arguments, ("--cells", "--out")),
         budget_s=options.budget,
@@ -140,10 +135,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     existed = out.exists()
     done = 0
 
-    def progress(result: Result) -> None:
+    def progress(judged: JudgedCell) -> None:
         nonlocal done
         done += 1
-        print(_line(done, len(cells), result), file=sys.stderr, flush=True)
+        print(_line(done, len(cells), judged), file=sys.stderr, flush=True)
 
     try:
         with Session(config=config) as session:
@@ -158,21 +153,21 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     return _finish(out, as_json=options.json)
 
 
-def _line(done: int, total: int, result: Result) -> str:
-    verdict = result.verdict
-    ratios = [worst["ratio"] for worst in verdict.stages.values()]
+def _line(done: int, total: int, judged: JudgedCell) -> str:
+    verdict = judged.verdict
+    ratios = [worst.ratio for worst in verdict.worst.values()]
     worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
     text = worst if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
-    return f"[{done}/{total}] {result.seconds:5.1f} s  {SYMBOLS[verdict.state]:<8} {result.cell}  {text}"
+    return f"[{done}/{total}] {judged.seconds:5.1f} s  {STATES[verdict.state].word:<8} {judged.cell}  {text}"
 
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
     rejudge(options.out)
     write_side_by_side(options.out)
-    for entry in read_results(options.out)[1]:
+    for entry in read_run(options.out)[1]:
         if entry.verdict.state != "conforms":
-            state, reason = SYMBOLS[entry.verdict.state], entry.verdict.reason.partition("\n")[0]
-            print(f"{state:<8} {entry.details['cell']}  {reason}", file=sys.stderr)
+            word, reason = STATES[entry.verdict.state].word, entry.verdict.reason.partition("\n")[0]
+            print(f"{word:<8} {entry.cell}  {reason}", file=sys.stderr)
     return _finish(options.out, as_json=options.json)
 
 
@@ -182,11 +177,10 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
 
 def _compare(options: argparse.Namespace, _: list[str]) -> int:
     try:
-        from reports import side_by_side
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run: pip install 'backend-parity[report]'") from None
-    text = side_by_side.to_markdown(options.out)
-    values = json.loads((options.out / side_by_side.FILE).read_text(encoding="utf-8"))
+        text = compare_backends(options.out)
+    except (LookupError, ImportError) as error:
+        raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
+    values = read_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}
     return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
@@ -194,18 +188,13 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 def _finish(out: Path, *, as_json: bool) -> int:
     """Write the reports and say the verdict; the exit code follows from it."""
-    try:
-        from reports import write_all
-
-        report = f"report: {write_all(out)[0]}"
-    except ModuleNotFoundError as error:
-        report = f"no report, since {error.name} is not installed; run: pip install 'backend-parity[report]'"
-    summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    lines = write_reports(out)
+    summary = read_json(out / SUMMARY)
     if as_json:
         print(dumps(summary))
     else:
         counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
-        print(f"{summary['verdict']}: {counts}\n{report}")
+        print("\n".join([f"{summary['verdict']}: {counts}", *lines]))
     return EXIT[summary["verdict"]]
 
 
@@ -224,7 +213,7 @@ def _output_folder(out: Path | None) -> Path:
     if out is None:
         out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
+        raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from conformance.backend import MissingExtra, registered_backends
-from conformance.plan.cell import package_version
+from conformance.run.task import package_version
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 

@@ -96,7 +96,7 @@ def parse_objective(values: Any) -> Objective:
         if hasattr(type(values), "roles"):  # one that has been built already
             built: Objective = values
             return built
-        raise UsageError(f"[objective] has to be a table with a kind, such as kind = \"sft\", not {values!r}")
+        raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {values!r}')
     kind = values.get("kind", "sft")
     try:
         objective: Objective = TypeAdapter(_find(kind)).validate_python({**values, "kind": kind})
@@ -129,5 +129,7 @@ def _find(kind: Any) -> type[Any]:
     try:
         found: type[Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"objective {kind!r} cannot be imported ({error}); check the spelling and PYTHONPATH") from None
+        raise UsageError(
+            f"objective {kind!r} cannot be imported ({error}); check the spelling and PYTHONPATH"
+        ) from None
     return found

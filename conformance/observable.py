@@ -23,8 +23,9 @@ class Observable:
     key: where a record holds it: a value of a step's line (scalar, setting), or tensors named ``KEY/NAME`` (tensors,
         rows).
     stage: the name under which findings, reports and faults speak of it.
-    kind: ``tensors``: named tensors, each with an error of its own. ``rows``: one vector of numbers per row of the batch,
-        all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is computed for.
+    kind: ``tensors``: named tensors, each with an error of its own. ``rows``: one vector of numbers per row of the
+        batch, all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is
+    computed for.
     when: the steps at which it is judged: as ``loaded``, at ``every`` step, at the ``first`` one, or at ``later`` ones.
     change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
     scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.

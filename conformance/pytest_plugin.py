@@ -7,15 +7,14 @@ Everybody who has the package installed loads this module in every pytest run. S
 without the suite among the tests it does nothing.
 """
 
-import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from conformance.plan.profile import Selection
+from conformance.plan.selection import Selection
 
 OUT = pytest.StashKey[Path]()
 USAGE = pytest.StashKey[str]()  # why the options cannot be used, found where the cells are collected
@@ -24,23 +23,10 @@ LINES = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for option, about in (
-        ("profile", {"help": "name (parity list shows them) or .toml file (default: quick)"}),
-        ("backend", {"action": "append", "help": "name or module:Class; may be repeated (default: all)"}),
-        ("cells", {"action": "append", "metavar": "GLOB", "help": "cell ids; may be repeated"}),
-        ("faults", {"action": "append", "metavar": "NAME", "help": "plant a fault in every cell; may be repeated"}),
-        ("model", {"help": "Hugging Face folder to use instead of the profile's models"}),
-        ("data", {"help": "JSONL or Parquet file, or a Hugging Face dataset on disk"}),
-        ("input-key", {"help": "column of the prompt"}),
-        ("output-key", {"help": "column of the answer"}),
-        ("max-len", {"type": int, "help": "longest row, in tokens"}),
-        ("packing-samples", {"action": "store_true", "help": "several documents per row, in every scenario"}),
-        ("ring-head-stride", {"type": int, "metavar": "N", "help": "key-value heads that a ring gathers at a time"}),
-        ("seed", {"type": int, "help": "another model and another order of the documents"}),
-        ("device", {"choices": ("cpu", "cuda"), "default": "cpu"}),
-        ("out", {"type": Path, "help": "new or empty folder (default: parity-out/DATE_TIME)"}),
-    ):
-        group.addoption(f"--parity-{option}", **about)
+    for name, about in Selection.options():
+        group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
+    group.addoption("--parity-device", choices=("cpu", "cuda"), default="cpu")
+    group.addoption("--parity-out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,13 +83,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     summary = merge(out)
     counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
-    try:
-        from reports import write_all
+    from conformance.reporters import write_reports
 
-        report = f"report: {write_all(out)[0]}"
-    except (ValueError, ModuleNotFoundError) as error:
-        report = f"no report: {error}"
-    config.stash[LINES] = [f"{summary['verdict']}: {counts}", report]
+    try:
+        reports = write_reports(out)
+    except ValueError as error:
+        reports = [f"no report: {error}"]
+    config.stash[LINES] = [f"{summary['verdict']}: {counts}", *reports]
     if exitstatus == pytest.ExitCode.OK and summary["verdict"] != "conforms":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -120,25 +106,23 @@ def merge(out: Path) -> dict[str, Any]:
 
     Only now is there a record of every cell, so backends are compared with each other here.
     """
-    from conformance.record.results import SUMMARY, read_results, write_summary
     from conformance.peers.side_by_side import write_side_by_side
+    from conformance.record.results import SUMMARY, read_json, read_run, write_summary
 
-    run, entries = read_results(out)
+    run, entries = read_run(out)
     now = datetime.now(UTC)
+    finished = run.finished
     if all(entry.verdict.state != "not_run" for entry in entries):
-        run["finished"] = now.isoformat(timespec="seconds")
-    run["seconds"] = round((now - datetime.fromisoformat(run["started"])).total_seconds(), 2)
-    write_summary(out, run, entries)
+        finished = now.isoformat(timespec="seconds")
+    seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
+    write_summary(out, replace(run, finished=finished, seconds=seconds), entries)
     write_side_by_side(out)
-    summary: dict[str, Any] = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
-    return summary
+    return read_json(out / SUMMARY)
 
 
 def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def selection(config: pytest.Config) -> "Selection":
-    from conformance.plan.profile import Selection
-
+def selection(config: pytest.Config) -> Selection:
     return Selection.from_options(config.option, prefix="parity_")

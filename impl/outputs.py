@@ -1,15 +1,17 @@
 """Outputs of a forward pass by name: log-probs, entropy and values of every token, from logits or vocabulary shards.
 
-Written once for whole logits and for shards of the vocabulary: a group of one rank is whole logits. Neither direction
-keeps a second copy of the logits: the backward pass computes the softmax again from what autograd holds anyway.
+Written once for whole logits and for shards of the vocabulary: without a group, the one shard is the whole. Of all that
+is as large as the logits, only the logits themselves are kept for the backward pass, which computes the softmax again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 OutputName = Literal["logprobs", "entropy", "values"]
 Wanted = frozenset[OutputName]
@@ -28,8 +30,12 @@ class Outputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """With ``function`` applied to everything that was asked for."""
+        return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
+
     def detach(self) -> "Outputs":
-        return Outputs(**{name: None if t is None else t.detach() for name, t in vars(self).items()})
+        return self.each(Tensor.detach)
 
 
 def token_statistics(
@@ -39,57 +45,89 @@ def token_statistics(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
-) -> tuple[Tensor, Tensor]:
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """(log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
 
     ``logits`` (..., V): the whole vocabulary, or with ``group`` the shard of it that begins at ``vocab_start`` on this
-    rank; ranks of the group hold the rest, and all get the same result. ``labels`` (...,) int64: tokens of the whole
-    vocabulary; for a negative one the result is 0, without a gradient. Computed in float32, or in float64 where the
-    logits are. With z = logits / temperature and p = softmax(z): log p_y = z_y - logsumexp(z), with the gradient
-    (1[j = y] - p_j) / temperature; entropy H = logsumexp(z) - sum p z, with -p_j (z_j - sum p z) / temperature.
+    rank, which may be empty; ranks of the group hold the rest, and all get the same result, of which all have to take
+    the same loss. ``labels`` (...,) int64: tokens of the whole vocabulary; for a negative one the result is 0, without a
+    gradient. Logits may be -inf. Computed in float32, or in float64 where the logits are. Without ``entropy`` there is
+    None in its place, and half the memory is needed.
+
+    With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
+    (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
     """
-    statistics: tuple[Tensor, Tensor] = _TokenStatistics.apply(logits, labels, temperature, group, vocab_start)  # type: ignore[no-untyped-call]
+    statistics: tuple[Tensor, Tensor | None] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+        logits, labels, temperature, group, vocab_start, entropy
+    )
     return statistics
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup | None, start: int
-    ) -> tuple[Tensor, Tensor]:
-        z = logits.float() / temperature  # in the exact tier, float() leaves float64 as it is
-        highest = z.amax(dim=-1)
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        start: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # None, not zeros, for an output that the loss does not use
+        s = _scaled(logits, temperature)
+        highest = s.amax(dim=-1)
         if group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        index, held = _own(labels, start, z.shape[-1])
-        of_label = z.gather(-1, index[..., None])[..., 0].where(held, 0)
-        weights = (z - highest[..., None]).exp_()
-        # -inf is a logit that is masked out: it has no weight, and 0 * inf would be no number.
-        sums = torch.stack([weights.sum(-1), (weights * z.masked_fill(z == -torch.inf, 0)).sum(-1), of_label])
+        s.sub_(highest[..., None])
+        index, held = _own(labels, start, logits.shape[-1])
+        of_label = s.gather(-1, index[..., None])[..., 0].where(held, 0)
+        weights = s.exp() if entropy else s.exp_()
+        sums = [of_label, weights.sum(-1)]
+        if entropy:
+            sums.append(weights.mul_(_finite_(s)).sum(-1))
+        together = torch.stack(sums)
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        total, weighted, of_label = sums
-        log_total, mean = highest + total.log(), weighted / total  # logsumexp(z), sum p z
-        target = labels >= 0
-        ctx.save_for_backward(logits, labels, log_total, mean)
+            dist.all_reduce(together, group=group)
+        of_label, log_total = together[0], together[1].log()
+        mean = together[2] / together[1] if entropy else None  # sum p s
+        ctx.save_for_backward(logits, labels, highest, log_total, mean)
         ctx.temperature, ctx.start = temperature, start
-        return (of_label - log_total).where(target, 0), (log_total - mean).where(target, 0)
+        target = labels >= 0
+        return (of_label - log_total).where(target, 0), None if mean is None else (log_total - mean).where(target, 0)
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, log_total, mean = ctx.saved_tensors
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, highest, log_total, mean = ctx.saved_tensors
         target = labels >= 0
-        of_logprob, of_entropy = of_logprob.where(target, 0)[..., None], of_entropy.where(target, 0)[..., None]
-        z = logits.float() / ctx.temperature
-        p = (z - log_total[..., None]).exp()
-        gradient = p * (-of_logprob - of_entropy * (z.masked_fill(z == -torch.inf, 0) - mean[..., None]))
-        index, held = _own(labels, ctx.start, z.shape[-1])
-        gradient.scatter_add_(-1, index[..., None], of_logprob.where(held[..., None], 0))
-        return (gradient / ctx.temperature).to(logits.dtype), None, None, None, None
+        of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.where(target, 0)
+        s = _scaled(logits, ctx.temperature).sub_(highest[..., None])
+        if of_entropy is None:
+            gradient = s.sub_(log_total[..., None]).exp_().mul_(-of_logprob[..., None])
+        else:
+            p = (s - log_total[..., None]).exp_()
+            weighted = _finite_(s).sub_(mean[..., None]).mul_(p)  # first by p, which is 0 where s is far below
+            gradient = p.mul_(-of_logprob[..., None]).sub_(weighted.mul_(of_entropy.where(target, 0)[..., None]))
+        index, held = _own(labels, ctx.start, logits.shape[-1])
+        gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
+        return gradient[..., : logits.shape[-1]].div_(ctx.temperature).to(logits.dtype), *(None,) * 5
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, a copy that may be overwritten, in float32 or wider; an empty shard gets one entry, -inf."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
+    return z if z.shape[-1] else torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
+
+
+def _finite_(s: Tensor) -> Tensor:
+    """In place: the lowest number for -inf, so that its product with a probability of 0 is 0 and not NaN."""
+    return s.clamp_(min=torch.finfo(s.dtype).min)
 
 
 def _own(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Place of each label in this rank's shard, and whether it is there."""
+    """Place of each label in this rank's shard, or 0, and whether it is there."""
     index = labels - start
     held = (labels >= 0) & (index >= 0) & (index < size)
     return index.where(held, 0), held

@@ -1,5 +1,6 @@
-"""What several test files share: one session, so that worlds and oracle runs are made once."""
+"""What several test files share: one session, so that worlds are made once, and one cache of the oracle's records."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,19 @@ from typing import Any
 import pytest
 
 from conformance.backend import BackendEntry, find_backend
-from conformance.plan.cell import Cell
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.scenario import Precision, load_scenario
+from conformance.plan.cell import Cell, Leg
 from conformance.run.session import Session, SessionConfig
+from conformance.scenario import Precision, load_scenario
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The oracle's records of this run of pytest, for all its workers; nothing of an earlier run is used."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["PARITY_CACHE"] = str(shared / "oracle-cache")
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +40,14 @@ def make_cell(
     scenarios: Path = FIXTURES / "scenarios",
     **overrides: Any,
 ) -> Cell:
-    """A cell of the built-in fixtures; ``overrides`` are fields of the scenario."""
+    """A cell of the built-in fixtures; ``overrides`` are fields of the scenario.
+
+    The scenario ``sft-warmup`` is saved after two steps and goes on in fresh processes.
+    """
     config = load_scenario(scenarios / f"{scenario}.toml", model=f"models/{model}", precision=precision, **overrides)
-    return Cell(scenario=config, backend=backend or find_backend("fsdp2"), layout=Layout.parse(layout), faults=faults)
+    chosen, parsed = backend or find_backend("fsdp2"), Layout.parse(layout)
+    if scenario == "sft-warmup":
+        before = Leg(backend=chosen, layout=parsed, steps=2, save="checkpoint")
+        after = Leg(backend=chosen, layout=parsed, steps=config.steps - 2)
+        return Cell(scenario=config, legs=(before, after), program="resume", faults=faults)
+    return Cell.single(scenario=config, backend=chosen, layout=parsed, faults=faults)

@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge.compare import STAGES
-from conformance.judge.verdict import Verdict, judge, judge_folder
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR
+from conformance.judge.verdict import judge, judge_folders
+from conformance.objective import Sft, all_observables
+from conformance.observable import stages
+from conformance.record.results import Verdict
 from conformance.record.tensors import Record, RecordWriter, read_record
 from conformance.scenario import parse_scenario, scenario_to_json
-from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 
-Values = dict[str, Any]
+Values = dict[str, Any]  # a step's values, and its replicas under "replicas"
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[int, Values, Tensors], None]
 
 STEPS = 3
+OBSERVABLES = all_observables(Sft())
+EQUAL = {"offered": 8, "compared": 4, "differing": []}
 
 
 def unchanged(step: int, values: Values, tensors: Tensors) -> None:
@@ -29,20 +33,29 @@ def unchanged(step: int, values: Values, tensors: Tensors) -> None:
 
 
 def write(
-    path: Path, change: Change = unchanged, *, precision: str = "exact", layout: str = "dp2.tp2", lr: float = 0.1
+    path: Path,
+    change: Change = unchanged,
+    *,
+    precision: str = "exact",
+    layout: str = "dp2.tp2",
+    lr: float = 0.1,
+    first: int = 0,
+    until: int = STEPS,
 ) -> Record:
-    """A record of three steps; ``change`` edits a step's values and tensors before they are written (step -1 too)."""
+    """A record of the steps from ``first`` to before ``until``.
+
+    ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
+    """
     optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
         {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
     )
     header = {"cell": "x", "scenario": scenario_to_json(scenario), "layout": layout}
-    writer = RecordWriter(path, header)
+    writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
-    for step in range(-1, STEPS):
+    for step in range(-1, until):
         tensors = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-        values: Values = {}
         if step >= 0:
             gradients = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in weights}
             norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
@@ -50,25 +63,45 @@ def write(
                 weights[name] -= 0.1 * gradient / norm
                 tensors |= {f"gradient/{name}": gradient, f"weight/{name}": weights[name].clone()}
             logprobs = torch.randn(5, generator=generator, dtype=torch.float64)
-            tensors |= {"logprob/0": logprobs[:2].clone(), "logprob/7": logprobs[2:].clone()}
-            values = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": 0.1}
-            values["replicas"] = {"offered": 8, "compared": 4, "differing": []}
-        change(step, values, tensors)
-        writer.step(step, values, tensors)
+            more = {"logprob/0": logprobs[:2].clone(), "logprob/7": logprobs[2:].clone()}
+            values: Values = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": 0.1}
+            values["replicas"] = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no"}
+        if step == first - 1:
+            loaded = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
+            change(step, {}, loaded)
+            writer.loaded(loaded)
+        elif step >= first:
+            change(step, values, tensors := tensors | more)
+            replicas = values.pop("replicas")
+            writer.step({k: v for k, v in values.items() if v is not None}, tensors, replicas=replicas, seconds=0.0)
     writer.finish({"seconds": 0.0, "leaks": []})
     return read_record(path)
 
 
 def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
     oracle = write(tmp_path / "oracle")
-    return judge(write(tmp_path / "cell", change, **options), oracle=oracle, noise=None)
+    return judge([write(tmp_path / "cell", change, **options)], oracle=oracle, noise=None)
 
 
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, unchanged)
     assert verdict.state == "conforms"
-    assert tuple(verdict.stages) == STAGES
-    assert all(worst["ratio"] == 0 for worst in verdict.stages.values())
+    assert verdict.worst.keys() == set(stages(OBSERVABLES))
+    assert all(worst.ratio == 0 for worst in verdict.worst.values())
+
+
+def test_stages_are_in_causal_order() -> None:
+    assert stages(OBSERVABLES) == (
+        "weights",
+        "log-probs",
+        "loss",
+        "gradients",
+        "gradient replicas",
+        "gradient norm",
+        "clipped update",
+        "weights after N steps",
+        "weight replicas",
+    )
 
 
 def test_a_stage_that_was_not_observed_is_named(tmp_path: Path) -> None:
@@ -140,18 +173,31 @@ def test_the_reported_norm_is_held_against_the_gradients_that_were_gathered(tmp_
             tensors["gradient/b"] *= 2
 
     names = [f.tensor for f in verdict_of(tmp_path, change).findings if f.stage == "gradient norm"]
-    assert names == ["reported against rebuilt"]
+    assert names == ["grad_norm against rebuilt"]
 
 
-def test_unequal_replicas_are_a_finding_even_if_rank_zero_is_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "name", "stage", "words"),
+    [
+        ("gradient", "a", "gradient replicas", "gradient a on ranks 0, 1"),
+        ("weight", "a", "weight replicas", "weight a on ranks 0, 1"),
+        ("loss", "loss", "loss", "loss on ranks 0, 1"),
+        ("grad_norm", "grad_norm", "gradient norm", "grad_norm on ranks 0, 1"),
+        ("lr", "lr", "clipped update", "lr on ranks 0, 1"),
+        ("logprob", "row 7", "log-probs", "logprob row 7 on ranks 0, 1"),
+    ],
+)
+def test_ranks_that_say_different_things_are_a_finding_even_if_rank_zero_is_right(
+    tmp_path: Path, key: str, name: str, stage: str, words: str
+) -> None:
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step == 1:
-            entry = {"kind": "weight", "tensor": "a", "region": "full", "ranks": [0, 1], "relative": 1e-5}
-            values["replicas"]["differing"] = [entry]
+            entry = {"name": name, "region": "full", "ranks": [0, 1], "relative": 1e-5}
+            values["replicas"] = {**values["replicas"], key: {**EQUAL, "differing": [entry]}}
 
     verdict = verdict_of(tmp_path, change)
-    assert verdict.first_stage == "replicas"
-    assert "weight a on ranks 0, 1" in verdict.reason
+    assert verdict.first_stage == stage
+    assert words in verdict.reason
     assert "a reduction over these ranks is missing" in verdict.reason
 
 
@@ -187,15 +233,35 @@ def test_nan_never_passes(tmp_path: Path, key: str) -> None:
 
 
 def test_a_record_with_fewer_steps_than_the_oracle_differs(tmp_path: Path) -> None:
-    oracle = write(tmp_path / "oracle")
-    writer = RecordWriter(tmp_path / "cell", oracle.header | {"layout": "dp1"})
-    writer.step(-1, {}, oracle.initial.tensors())
-    values = {k: v for k, v in oracle.steps[0].values.items() if k not in ("type", "step", "tensors")}
-    writer.step(0, values, oracle.steps[0].tensors())
-    writer.finish({"leaks": []})
-    verdict = judge(read_record(tmp_path / "cell"), oracle=oracle, noise=None)
+    verdict = verdict_of(tmp_path, unchanged, until=1)
     assert verdict.state == "differs"
-    assert "1 of 3 steps" in verdict.reason
+    assert "steps from 1 on are missing" in verdict.reason
+
+
+def test_legs_are_judged_as_one_run(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    legs = [write(tmp_path / "1", until=1), write(tmp_path / "2", first=1, layout="dp1")]
+    verdict = judge(legs, oracle=oracle, noise=None)
+    assert verdict.state == "conforms", verdict.reason
+    assert {q.step for q in verdict.quantities} == {-1, 0, 1, 2}
+    whole = judge([write(tmp_path / "whole")], oracle=oracle, noise=None)
+    handed_over = [q for q in verdict.quantities if q.stage == "weights" and q.step == 1]
+    assert [q.tensor for q in handed_over] == ["a", "b"]
+    assert len(verdict.quantities) == len(whole.quantities) + len(handed_over)
+
+
+def test_weights_that_a_leg_did_not_get_as_they_were_saved_are_told_at_its_first_step(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    after = write(tmp_path / "2", scale("weight/b", 1 + 1e-7, at=0), first=1)
+    verdict = judge([write(tmp_path / "1", until=1), after], oracle=oracle, noise=None)
+    assert [(f.stage, f.step, f.tensor) for f in verdict.findings] == [("weights", 1, "b")]
+
+
+def test_a_leg_that_is_missing_is_no_pass(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    verdict = judge([write(tmp_path / "1", until=2)], oracle=oracle, noise=None)
+    assert verdict.state == "differs"
+    assert "steps from 2 on are missing" in verdict.reason
 
 
 def test_a_record_that_cannot_be_read_is_an_infrastructure_failure_not_a_pass(tmp_path: Path) -> None:
@@ -203,7 +269,7 @@ def test_a_record_that_cannot_be_read_is_an_infrastructure_failure_not_a_pass(tm
     write(tmp_path / "cell")
     file = tmp_path / "cell" / "record.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    verdict = judge_folder(tmp_path / "cell", tmp_path / "oracle")
+    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "has no footer" in verdict.reason
 
@@ -215,7 +281,7 @@ def test_below_the_exact_tier_the_noise_of_a_single_process_sets_the_bound(tmp_p
 
     def verdict(name: str, factor: float) -> Verdict:
         cell = write(tmp_path / name, scale("gradient/a", 1 + factor), precision="fp32")
-        return judge(cell, oracle=oracle, noise=noise)
+        return judge([cell], oracle=oracle, noise=noise)
 
     assert verdict("within", 0.9 * NOISE_FACTOR * 1e-7).state == "conforms"
     assert verdict("beyond", 1.1 * NOISE_FACTOR * 1e-7).first_stage == "gradients"
@@ -233,7 +299,7 @@ def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) ->
             tensors["gradient/a"] *= 1 + 1e-5  # relative to itself far beyond the bound, to the whole gradient 1e-17
 
     oracle = write(tmp_path / "oracle", tiny)
-    verdict = judge(write(tmp_path / "cell", tiny_and_wrong), oracle=oracle, noise=None)
+    verdict = judge([write(tmp_path / "cell", tiny_and_wrong)], oracle=oracle, noise=None)
     assert verdict.state == "conforms", verdict.reason
 
 
@@ -249,10 +315,30 @@ def test_a_gap_in_what_was_observed_is_a_finding(tmp_path: Path) -> None:
 def test_replicas_that_no_two_ranks_name_alike_were_not_compared(tmp_path: Path) -> None:
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step >= 0:
-            values["replicas"] = {"offered": 8, "compared": 0, "differing": []}
+            unmatched = {"offered": 8, "compared": 0, "differing": []}
+            values["replicas"] = {**values["replicas"], "gradient": unmatched, "weight": unmatched}
 
     verdict = verdict_of(tmp_path, change, layout="dp2.rep2")
-    assert verdict.first_stage == "replicas"
+    assert verdict.first_stage == "gradient replicas"
+
+
+def test_shards_that_are_offered_at_some_steps_have_to_be_at_all(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 2:
+            values["replicas"] = {**values["replicas"], "weight": {"offered": 0, "compared": 0, "differing": []}}
+
+    assert [(f.stage, f.step) for f in verdict_of(tmp_path, change).findings] == [("weight replicas", 2)]
+
+
+@pytest.mark.parametrize("key", ["loss", "lr", "token_count", "gradient/a", "gradient/b", "weight/a"])
+def test_what_is_required_and_missing_is_a_finding(tmp_path: Path, key: str) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 1:
+            values.pop(key, None)
+            tensors.pop(key, None)
+
+    verdict = verdict_of(tmp_path, change)
+    assert any("(missing)" in finding.tensor for finding in verdict.findings)
 
 
 def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tmp_path: Path) -> None:
@@ -264,9 +350,9 @@ def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tm
                 tensors[name] = tensors[name].bfloat16().double()
 
     noise = write(tmp_path / "noise", rounded, precision="bf16")
-    honest = judge(write(tmp_path / "honest", rounded, precision="bf16"), oracle=oracle, noise=noise)
+    honest = judge([write(tmp_path / "honest", rounded, precision="bf16")], oracle=oracle, noise=noise)
     assert "gradients" not in {f.stage for f in honest.findings}
-    verdict = judge(write(tmp_path / "cell", precision="bf16"), oracle=oracle, noise=noise)
+    verdict = judge([write(tmp_path / "cell", precision="bf16")], oracle=oracle, noise=noise)
     assert verdict.first_stage == "gradients"
     assert "computed in a higher precision" in verdict.reason
 
@@ -276,7 +362,7 @@ def test_noise_that_no_rounding_explains_is_no_bound(tmp_path: Path, factor: flo
     write(tmp_path / "oracle" / "float64")
     write(tmp_path / "oracle" / "fp32", scale("gradient/a", factor), precision="fp32")
     write(tmp_path / "cell", precision="fp32")
-    verdict = judge_folder(tmp_path / "cell", tmp_path / "oracle")
+    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "more than rounding can do" in verdict.reason
 
@@ -284,6 +370,6 @@ def test_noise_that_no_rounding_explains_is_no_bound(tmp_path: Path, factor: flo
 def test_a_record_is_judged_by_the_oracle_of_its_own_scenario_only(tmp_path: Path) -> None:
     write(tmp_path / "oracle" / "float64", lr=0.2)
     write(tmp_path / "cell")
-    verdict = judge_folder(tmp_path / "cell", tmp_path / "oracle")
+    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "are of different scenarios" in verdict.reason

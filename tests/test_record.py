@@ -1,27 +1,27 @@
-"""Claim 8: a record that is not whole, or not what was written, is an error with a name and never a pass."""
+"""Claim 9: a record that is not whole, or not what was written, is an error with a name and never a pass."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from conformance.record.tensors import (
-    DigestMismatch,
-    MissingFooter,
-    RecordError,
-    RecordWriter,
-    WrongSchema,
-    read_record,
-)
+from conformance.objective import Sft, all_observables
+from conformance.record.format import DigestMismatch, MissingFooter, RecordError, WrongSchema, read_lines
+from conformance.record.tensors import RecordWriter, read_record
+
+OBSERVABLES = all_observables(Sft())
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    writer = RecordWriter(tmp_path / "record", {"cell": "x", "environment": {"backend-parity": "0.1.0"}})
-    writer.step(-1, {}, {"weight/a": torch.zeros(2)})
+    header = {"cell": "x", "environment": {"backend-parity": "0.1.0"}}
+    writer = RecordWriter(tmp_path / "record", header, observables=OBSERVABLES)
+    writer.loaded({"weight/a": torch.zeros(2)})
     for step in range(2):
-        writer.step(step, {"loss": 0.1 + step}, {"weight/a": torch.full((2,), 1.0 / 3, dtype=torch.float64)})
+        weight = torch.full((2,), 1.0 / 3, dtype=torch.float64)
+        writer.step({"loss": 0.1 + step, "grad_norm": math.inf}, {"weight/a": weight}, seconds=0.1)
     writer.finish({"seconds": 1.5})
     return tmp_path / "record"
 
@@ -36,18 +36,20 @@ def rewrite(record: Path, content: list[str]) -> None:
 
 def test_what_is_written_is_read_to_the_last_digit(record: Path) -> None:
     read = read_record(record)
-    assert [s.values["loss"] for s in read.steps] == [0.1, 1.1]
+    assert [(s.step, s.value("loss"), s.value("lr")) for s in read.steps] == [(0, 0.1, None), (1, 1.1, None)]
+    assert read.steps[0].value("grad_norm") == math.inf
+    assert read.observables == OBSERVABLES
     assert read.header["cell"] == "x"
     assert read.footer["seconds"] == 1.5
     weight = read.steps[1].tensors()["weight/a"]
     assert weight.dtype == torch.float64
     assert weight.tolist() == [1 / 3, 1 / 3]
-    assert read.initial.tensors()["weight/a"].tolist() == [0, 0]
+    assert read.loaded.tensors()["weight/a"].tolist() == [0, 0]
 
 
 def test_a_record_is_never_overwritten(record: Path) -> None:
     with pytest.raises(FileExistsError):
-        RecordWriter(record, {})
+        RecordWriter(record, {}, observables=OBSERVABLES)
 
 
 def test_no_record(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_a_missing_tensor_file_is_noticed(record: Path) -> None:
 def test_another_schema_names_the_version_that_wrote_it(record: Path) -> None:
     header, *rest = lines(record)
     rewrite(record, [json.dumps({**json.loads(header), "schema": 99}) + "\n", *rest])
-    with pytest.raises(WrongSchema, match=r"has schema 99, this version reads 1.*backend-parity 0.1.0"):
+    with pytest.raises(WrongSchema, match=r"has schema 99, this version reads 2.*backend-parity 0.1.0"):
         read_record(record)
 
 
@@ -116,3 +118,28 @@ def test_something_else_is_not_a_record(record: Path, content: str) -> None:
     rewrite(record, [content])
     with pytest.raises(RecordError, match="does not begin with a header line"):
         read_record(record)
+
+
+def test_the_lines_are_json_that_every_reader_accepts(record: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for line in lines(record):
+        json.loads(line, parse_constant=refuse)
+
+
+def test_of_a_damaged_record_the_lines_that_are_left_can_be_read(record: Path) -> None:
+    rewrite(record, lines(record)[:3])
+    with pytest.raises(MissingFooter) as caught:
+        read_lines(record)
+    assert caught.value.left is not None
+    assert [line["values"]["loss"] for line in caught.value.left.steps] == [0.1]
+
+
+def test_a_leg_that_goes_on_begins_with_the_step_that_comes_next(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "leg", {}, observables=OBSERVABLES, first_step=3)
+    writer.loaded({"weight/a": torch.zeros(2)})
+    writer.step({}, {}, seconds=0.0)
+    writer.finish({})
+    read = read_record(tmp_path / "leg")
+    assert (read.loaded.step, [step.step for step in read.steps]) == (2, [3])

@@ -3,23 +3,35 @@
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from conformance.backend import Backend
-from impl.faults.catalogue import CATALOGUE, Fault
+from conformance.faults.fault import Fault
+from conformance.validation import UsageError
+
+ENTRY_POINT_GROUP = "parity.faults"
+
+
+@cache
+def catalogue() -> dict[str, Fault]:
+    """All faults by name, from the tuples announced under the entry-point group ``parity.faults``."""
+    found = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
+    return {fault.name: fault for entry in found for fault in entry.load()}
 
 
 def find_fault(name: str) -> Fault:
-    """Look up a fault; ValueError that lists the known ones."""
-    if name not in CATALOGUE:
-        raise ValueError(f"unknown fault {name!r}; known: {', '.join(CATALOGUE)}")
-    return CATALOGUE[name]
+    """Look up a fault; UsageError that lists the known ones."""
+    if name not in catalogue():
+        raise UsageError(f"unknown fault {name!r}; known: {', '.join(catalogue())}")
+    return catalogue()[name]
 
 
 @contextlib.contextmanager
 def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]]:
-    """Wrap the seams that the faults ask for; undone on exit. ValueError where the backend lacks a seam.
+    """Wrap the seams that the faults ask for; undone on exit. UsageError where the backend lacks a seam.
 
     Gives how often each fault was called so far in this process.
     """
@@ -29,7 +41,7 @@ def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]
         for name in names:
             fault = find_fault(name)
             if fault.seam not in seams:
-                raise ValueError(
+                raise UsageError(
                     f"fault {name!r} needs the seam {fault.seam!r}, which {adapter.__name__} does not name; "
                     f"its seams: {', '.join(seams) or 'none'}"
                 )

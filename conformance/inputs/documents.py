@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from conformance.batch import Batch, Document, Row
 from conformance.paths import resolve
 from conformance.scenario import DataConfig, Scenario
+from conformance.validation import UsageError
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
@@ -29,7 +30,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
 
     ``scenario.seed`` shuffles the documents once; they come round again when they run out. Unpacked, a row is one
     document. Packed, a row holds two documents or more, taken in order for as long as they fit into ``max_len``.
-    Target tokens are taken from the rows that the module's docstring names. Raises ValueError where the data, the
+    Target tokens are taken from the rows that the module's docstring names. Raises UsageError where the data, the
     tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
@@ -44,7 +45,7 @@ def load_tokenizer(model: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=True, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{model} has no tokenizer that transformers can load ({error}); copy the tokenizer files of the model "
             f"into the folder (tokenizer.json, tokenizer_config.json)"
         ) from error
@@ -61,7 +62,7 @@ def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
     longest = max(prompt for _, prompt in encoded)
     if longest >= config.max_len:
         count = sum(prompt >= config.max_len for _, prompt in encoded)
-        raise ValueError(
+        raise UsageError(
             f"data.max_len={config.max_len} leaves no room for a target token in {count} of {len(encoded)} documents "
             f"of {config.path}; use data.max_len={longest + 1} or more, or leave out the longest inputs"
         )
@@ -81,12 +82,12 @@ def read_samples(config: DataConfig) -> list[tuple[str, str]]:
     elif path.suffix == ".parquet":
         records = _read_parquet(path)
     else:
-        raise ValueError(
+        raise UsageError(
             f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl or .parquet file, or the "
             f"folder that datasets' save_to_disk wrote"
         )
     if not records:
-        raise ValueError(f"{path} is empty; it needs at least one sample")
+        raise UsageError(f"{path} is empty; it needs at least one sample")
     return [
         (_text(record, config.input_key, place), _text(record, config.output_key, place))
         for record, place in ((record, f"{path}, sample {i}") for i, record in enumerate(records, start=1))
@@ -112,7 +113,7 @@ def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document,
         place = next((i for i, document in enumerate(queue) if len(document.tokens) <= room), None)
         if place is None:
             lengths = [len(document.tokens) for document in documents]
-            raise ValueError(
+            raise UsageError(
                 f"data.max_len={max_len} cannot hold two documents in every packed row: beside {max_len - room} tokens "
                 f"there is room for {room}, and the shortest document has {min(lengths)}; "
                 f"use data.max_len={max(lengths) + min(lengths)} or more, or data.packed=false"
@@ -146,7 +147,7 @@ def _encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...]
         whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
     else:
         if tokenizer.eos_token_id is None:
-            raise ValueError(
+            raise UsageError(
                 "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
                 "end; set one of them in tokenizer_config.json"
             )
@@ -159,7 +160,7 @@ def _encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...]
             break
         size += 1
     if not size:
-        raise ValueError(
+        raise UsageError(
             f"nothing comes before the first token of the answer {answer[:40]!r}, so there is nothing to predict it "
             f"from; give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
         )
@@ -168,13 +169,13 @@ def _encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...]
 
 def _text(record: dict[str, Any], key: str, place: str) -> str:
     if key not in record:
-        raise ValueError(
+        raise UsageError(
             f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
             f"set data.input_key and data.output_key"
         )
     text = record[key]
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{place}: {key!r} must be a text that is not empty, got {text!r}; mend or remove the sample")
+        raise UsageError(f"{place}: {key!r} must be a text that is not empty, got {text!r}; mend or remove the sample")
     return text
 
 
@@ -184,11 +185,11 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            raise UsageError(f"{path}, line {number} is not JSON: {error}") from None
         if record is None:
             continue
         if not isinstance(record, dict):
-            raise ValueError(
+            raise UsageError(
                 f'{path}, line {number}: expected an object such as {{"question": ...}}, got {line[:40]!r}'
             )
         records.append(record)
@@ -199,7 +200,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         frame = pd.read_parquet(path)
     except ImportError:
-        raise ValueError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
+        raise UsageError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
     return [{str(key): value for key, value in record.items()} for record in frame.to_dict("records")]
 
 
@@ -207,12 +208,12 @@ def _read_dataset(path: Path) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk  # an optional package, slow to import
     except ImportError:
-        raise ValueError(f"reading the folder {path} needs datasets; run: pip install 'backend-parity[data]'") from None
+        raise UsageError(f"reading the folder {path} needs datasets; run: pip install 'backend-parity[data]'") from None
     try:
         dataset = load_from_disk(str(path))
     except FileNotFoundError:
-        raise ValueError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
+        raise UsageError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")
+        raise UsageError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")
     records: list[dict[str, Any]] = dataset.to_list()
     return records

@@ -1,7 +1,8 @@
-"""Weights: the folder from which every backend and the oracle load a scenario's model.
+"""The folders from which every backend and the oracle load the models of a cell.
 
-Serves claim 6: weights come from a file, never from a seed per rank. Seed 0 is the model as it is; another seed is
-another model of the same shape, so that nothing holds for one set of weights only.
+Serves claim 6: weights come from a file, never from a seed per rank. With seed 0 the policy is the model as it is; with
+another seed, and in every other role, it is another model of the same shape, so that nothing holds for one set of
+weights only and no role can stand in for another.
 """
 
 import hashlib
@@ -11,42 +12,71 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from conformance.objective import Head, Role
 from conformance.paths import resolve
 from conformance.scenario import Scenario
+from conformance.validation import UsageError
 
 NOISE = 0.05  # relative
 INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*")
 
 
-def prepare_model(scenario: Scenario, out: Path) -> Path:
-    """Fill the new or empty folder ``out`` with the scenario's model and return it.
+def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
+    """Fill the new or empty folder ``out`` with the model that a role of the scenario's objective has, and return it.
 
-    Configuration, tokenizer and code are copied. Weights are linked for seed 0; for other seeds every floating-point
-    number is multiplied by 1 + noise, at most 5 % and decided by the seed and the tensor's name, and keeps its dtype.
-    Raises ValueError for a model without config.json or without safetensors weights, and where ``out`` has files in it.
+    Configuration, tokenizer and code are copied. The policy's weights are linked for seed 0; for other seeds and roles
+    every floating-point number is multiplied by 1 + noise, at most 5 % and decided by seed, role and the tensor's name,
+    and keeps its dtype. A value model has ``score.weight`` (1, hidden) instead of the output embedding, and the
+    configuration of transformers' sequence classification with one label.
+    Raises UsageError for a model without config.json or without safetensors weights, and where ``out`` has files in it.
     """
     model = resolve(scenario.model)
     files = weight_files(model)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise ValueError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
-    twins = _twins(files) if scenario.seed else {}
+        raise UsageError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
-    for file in files:
-        if scenario.seed == 0:
+    key = f"{scenario.seed} {role.prefix}".strip()
+    if key == "0":
+        for file in files:
             (out / file.name).symlink_to(file)
-        else:
-            _perturb(file, out / file.name, seed=scenario.seed, twins=twins)
+        return out
+    twins = _twins(files)
+    for file in files:
+        _perturb(file, out / file.name, key=key, twins=twins, head=role.head)
+    if role.head == "value":
+        _make_value_model(out, key=key)
     return out
 
 
+def _make_value_model(folder: Path, *, key: str) -> None:
+    """Turn a language model without an output embedding into a value model."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
+    config |= {"architectures": names, "num_labels": 1, "tie_word_embeddings": False}
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    hidden = config.get("text_config", config)["hidden_size"]
+    head = torch.randn(1, hidden, generator=_generator(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
+    shards = folder / INDEX
+    name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
+    held = {} if shards.is_file() else load_file(folder / name)
+    save_file({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
+    if shards.is_file():
+        index = json.loads(shards.read_text(encoding="utf-8"))
+        kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEAD)}
+        index["weight_map"] = {**kept, "score.weight": name}
+        shards.write_text(json.dumps(index), encoding="utf-8")
+
+
 def weight_files(model: Path) -> list[Path]:
-    """The safetensors files that hold a Hugging Face folder's weights. Raises ValueError when it has none."""
+    """The safetensors files that hold a Hugging Face folder's weights. Raises UsageError when it has none."""
     if not (model / "config.json").is_file():
-        raise ValueError(f"{model} is not a Hugging Face model folder: it has no config.json")
+        raise UsageError(f"{model} is not a Hugging Face model folder: it has no config.json")
     if (model / INDEX).is_file():
         index = json.loads((model / INDEX).read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
@@ -54,9 +84,9 @@ def weight_files(model: Path) -> list[Path]:
         names = ["model.safetensors"]
     missing = [name for name in names if not (model / name).is_file()]
     if missing and (model / INDEX).is_file():
-        raise ValueError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
+        raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
     if missing:
-        raise ValueError(
+        raise UsageError(
             f"{model} has no model.safetensors and no {INDEX}; convert its weights with "
             f"transformers.AutoModelForCausalLM.from_pretrained({str(model)!r}).save_pretrained(NEW_FOLDER), "
             f"copy the tokenizer files there and use NEW_FOLDER as the model"
@@ -70,8 +100,8 @@ def _twins(files: list[Path]) -> dict[str, str]:
     They must stay equal: transformers does not tie a pair that differs in the file.
     """
     where = {name: file for file in files for name in _names(file)}
-    head = next((name for name in where if name.endswith("lm_head.weight")), None)
-    embedding = next((name for name in where if name.endswith("embed_tokens.weight")), None)
+    head = next((name for name in where if name.endswith(HEAD)), None)
+    embedding = next((name for name in where if name.endswith(EMBEDDING)), None)
     if head is None or embedding is None:
         return {}
     equal = torch.equal(_tensor(where[head], head), _tensor(where[embedding], embedding))
@@ -89,17 +119,21 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _perturb(source: Path, target: Path, *, seed: int, twins: dict[str, str]) -> None:
+def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head) -> None:
     with safe_open(source, framework="pt") as tensors:
         metadata = tensors.metadata()
-    changed = {n: _noisy(_tensor(source, n), seed=seed, name=twins.get(n, n)) for n in _names(source)}
+    names = [name for name in _names(source) if not (head == "value" and name.endswith(HEAD))]
+    changed = {name: _noisy(_tensor(source, name), key=f"{key} {twins.get(name, name)}") for name in names}
     save_file(changed, target, metadata=metadata)
 
 
-def _noisy(tensor: torch.Tensor, *, seed: int, name: str) -> torch.Tensor:
+def _noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    noise = 2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1
+    noise = 2 * torch.rand(tensor.shape, generator=_generator(key), dtype=torch.float64) - 1
     return (tensor * (1 + NOISE * noise)).to(tensor.dtype)
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

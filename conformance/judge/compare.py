@@ -1,94 +1,128 @@
-"""Compare: every quantity of a record against the oracle's, stage by stage, in causal order.
+"""Compare: every declared observable of a cell's records against the oracle's, in causal order.
 
 The same measurement is applied to a cell and to the single-process run that gives the noise; whether an error is small
-enough is for conformance.judge.tolerance, what it means for conformance.judge.
+enough is for conformance.judge.tolerance, what it means for conformance.judge.verdict.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
+from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.layout import Layout
+from conformance.observable import Observable
 from conformance.record.tensors import Record, StepRecord
-from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, SETTING, Quantity
-
-STAGES = (
-    "weights",
-    "log-probs",
-    "loss",
-    "gradients",
-    "replicas",
-    "gradient norm",
-    "clipped update",
-    "weights after N steps",
-)
-"""The stages in causal order: what is wrong at one is expected to show at all later ones."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def measure(record: Record, oracle: Record) -> list[Quantity]:
-    """All quantities that both observed, by step and then by stage.
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """The weights as loaded before the first step, of the cell and of the oracle."""
 
-    Tensors that only one of them has give a quantity of infinite error.
+    own: Tensors
+    reference: Tensors
+
+
+def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
+    """All measurements of what both observed, by step. ``legs``: records with consecutive steps.
+
+    What only one of them has gives a measurement of infinite error.
     """
-    start, start_ref = record.initial.tensors(), oracle.initial.tensors()
-    replicated = Layout.parse(record.header["layout"]).rep > 1
-    quantities = list(_tensors("weights", -1, named(start, "weight/"), named(start_ref, "weight/"), fixed=SETTING))
-    for step, reference in zip(record.steps, oracle.steps, strict=False):
-        quantities += _step(step, reference, start=start, start_ref=start_ref, replicated=replicated)
-    quantities += _gaps(record)
-    if len(record.steps) != len(oracle.steps):
-        missing = f"{len(record.steps)} of {len(oracle.steps)} steps"
-        quantities.append(_infinite("loss", missing, len(record.steps)))
-    return quantities
+    observables = oracle.observables
+    start = _Start(own=legs[0].loaded.tensors(), reference=oracle.loaded.tensors())
+    found = [
+        m
+        for o in observables
+        if o.applies(-1)
+        for m in _tensors(o, -1, named(start.own, o.key), named(start.reference, o.key))
+    ]
+    for before, after in pairwise(legs):
+        found += _handed_over(before, after, [o for o in observables if o.when == "loaded"])
+    steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
+    for reference in oracle.steps:
+        if reference.step not in steps:
+            missing = f"steps from {reference.step} on are missing"
+            found.append(_infinite(observables[0].stage, missing, reference.step))
+            break
+        step, leg = steps[reference.step]
+        found += _step(step, reference, observables, start, Layout.parse(leg.header["layout"]))
+    found += _gaps([step for step, _ in steps.values()], observables)
+    return found
 
 
-def _gaps(record: Record) -> Iterator[Quantity]:
-    """What was observed at some steps has to be observed at all."""
-    for stage, seen in (
-        ("log-probs", [any(name.startswith("logprob/") for name in step.tensors()) for step in record.steps]),
-        ("gradient norm", [step.values.get("grad_norm") is not None for step in record.steps]),
-        ("replicas", [step.values.get("replicas", {}).get("offered", 0) > 0 for step in record.steps]),
-    ):
-        if any(seen):
-            for step, here in enumerate(seen):
-                if not here:
-                    yield _infinite(stage, "observed at other steps, missing at this one", step)
+def _handed_over(before: Record, after: Record, loaded: Sequence[Observable]) -> Iterator[Measurement]:
+    """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
+
+    It is told at the step that comes next.
+    """
+    last, first = (before.steps[-1] if before.steps else before.loaded).tensors(), after.loaded.tensors()
+    for observable in loaded:
+        frozen = not named(last, observable.key)  # a model that is not trained is recorded as loaded only
+        reference = named(before.loaded.tensors() if frozen else last, observable.key)
+        yield from _tensors(observable, after.loaded.step + 1, named(first, observable.key), reference)
+
+
+def _gaps(steps: Sequence[StepRecord], observables: Sequence[Observable]) -> Iterator[Measurement]:
+    """What is optional and was observed at some steps has to be observed at all."""
+    for observable in observables:
+        if observable.required:
+            continue
+        seen = {step.step: _is_there(observable, step) for step in steps}
+        if any(seen.values()):
+            yield from (
+                _infinite(observable.stage, f"{observable.key} (missing)", n) for n, here in seen.items() if not here
+            )
+    for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
+        offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in steps}
+        if any(offered.values()):
+            yield from (_infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
+
+
+def _is_there(observable: Observable, step: StepRecord) -> bool:
+    if observable.kind in ("scalar", "setting"):
+        return step.value(observable.key) is not None
+    return any(name.startswith(f"{observable.key}/") for name in step.names())
 
 
 def _step(
-    step: StepRecord, oracle: StepRecord, *, start: Tensors, start_ref: Tensors, replicated: bool
-) -> Iterator[Quantity]:
-    number, tensors, reference = step.step, step.tensors(), oracle.tensors()
-    logprobs, logprobs_ref = named(tensors, "logprob/"), named(reference, "logprob/")
-    if logprobs:
-        yield _logprobs(number, logprobs, logprobs_ref)
-    yield _scalar(
-        "loss", "token_count", number, step.values["token_count"], oracle.values["token_count"], fixed=SETTING
-    )
-    yield _scalar("loss", "loss", number, step.values["loss"], oracle.values["loss"])
-    gradients = named(tensors, "gradient/")
-    yield from _tensors("gradients", number, gradients, named(reference, "gradient/"))
-    replicas = step.values.get("replicas", {"offered": 0, "compared": 0, "differing": []})
-    if replicated and replicas["offered"] and not replicas["compared"]:
-        yield _infinite("replicas", "the layout has replicas, but no piece is named alike by two ranks", number)
-    if replicas["compared"] and not replicas["differing"]:
-        pieces = f"{replicas['compared']} pieces held by several ranks"
-        yield Quantity(stage="replicas", tensor=pieces, step=number, error=0.0, fixed=ROUNDING)
-    for entry in replicas["differing"]:
-        name = f"{entry['kind']} {entry['tensor']} on ranks {', '.join(map(str, entry['ranks']))}"
-        yield Quantity(stage="replicas", tensor=name, step=number, error=entry["relative"], fixed=ROUNDING)
-    if (reported := step.values.get("grad_norm")) is not None:
-        yield _scalar("gradient norm", "reported", number, reported, oracle.values["grad_norm"])
-        rebuilt = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-        bound = NORM_ROUNDINGS * ROUNDING
-        yield _scalar("gradient norm", "reported against rebuilt", number, reported, rebuilt, fixed=bound)
-    yield _scalar("clipped update", "lr", number, step.values["lr"], oracle.values["lr"], fixed=SETTING)
-    stage = "clipped update" if number == 0 else "weights after N steps"
-    update = movement(named(tensors, "weight/"), named(start, "weight/"))
-    yield from _tensors(stage, number, update, movement(named(reference, "weight/"), named(start_ref, "weight/")))
+    step: StepRecord, oracle: StepRecord, observables: Sequence[Observable], start: _Start, layout: Layout
+) -> Iterator[Measurement]:
+    tensors, reference = step.tensors(), oracle.tensors()
+    for o in observables:
+        if not o.applies(step.step):
+            continue
+        own, ref = named(tensors, o.key), named(reference, o.key)
+        if o.kind in ("scalar", "setting"):
+            yield from _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {})
+        elif o.kind == "rows":
+            yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
+        elif o.change:
+            own, ref = movement(own, named(start.own, o.key)), movement(ref, named(start.reference, o.key))
+            yield from _tensors(o, step.step, own, ref)
+        else:
+            yield from _tensors(o, step.step, own, ref)
+        yield from _replicas(o, step, layout)
+
+
+def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Iterator[Measurement]:
+    found = step.line.get("replicas", {}).get(observable.key)
+    if not found or not observable.replica_stage or not _is_there(observable, step):
+        return
+    stage, key, number = observable.replica_stage, observable.key, step.step
+    if observable.kind == "tensors" and layout.rep > 1 and found["offered"] and not found["compared"]:
+        yield _infinite(stage, f"{key}: the layout has replicas, but no shard is named alike by two ranks", number)
+    if found["compared"] and not found["differing"]:
+        name = f"{key}: {found['compared']} held by several ranks"
+        yield Measurement(stage=stage, tensor=name, step=number, error=0.0, fixed=ROUNDING, replica=True)
+    for entry in found["differing"]:
+        what = key if entry["name"] == key else f"{key} {entry['name']}"
+        name = f"{what} on ranks {', '.join(map(str, entry['ranks']))}"
+        error = float(entry["relative"])
+        yield Measurement(stage=stage, tensor=name, step=number, error=error, fixed=ROUNDING, replica=True)
 
 
 def movement(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
@@ -96,10 +130,8 @@ def movement(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
     return {name: weight.double() - start[name].double() for name, weight in weights.items() if name in start}
 
 
-def _tensors(
-    stage: str, step: int, tensors: Tensors, reference: Tensors, *, fixed: float | None = None
-) -> Iterator[Quantity]:
-    floor = floor_of(reference)
+def _tensors(observable: Observable, step: int, tensors: Tensors, reference: Tensors) -> Iterator[Measurement]:
+    stage, floor = observable.stage, floor_of(reference)
     for name, ref in reference.items():
         if name not in tensors:
             yield _infinite(stage, f"{name} (missing)", step)
@@ -107,7 +139,8 @@ def _tensors(
             shapes = f"{tuple(tensors[name].shape)} instead of {tuple(ref.shape)}"
             yield _infinite(stage, f"{name} (shape {shapes})", step)
         else:
-            yield _tensor(stage, name, step, tensors[name], ref, floor=floor, fixed=fixed)
+            found = _tensor(stage, name, step, tensors[name], ref, floor=floor)
+            yield replace(found, fixed=observable.exact_bound)
     for name in tensors.keys() - reference.keys():
         yield _infinite(stage, f"{name} (unexpected)", step)
 
@@ -118,59 +151,80 @@ def floor_of(reference: Tensors) -> float:
     return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
 
 
-def _tensor(
-    stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float, fixed: float | None
-) -> Quantity:
+def _tensor(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
     x, ref = x.double(), ref.double()
     difference = (x - ref).abs()
     norm = ref.norm().item()
     at = int(difference.argmax()) if difference.numel() else 0
-    return Quantity(
+    return Measurement(
         stage=stage,
         tensor=name,
         step=step,
         error=_finite(difference.norm().item() / (max(norm, floor) or 1.0)),
-        fixed=fixed,
         max_abs=_finite(difference.max().item() if difference.numel() else 0.0),
         where=str([int(i) for i in torch.unravel_index(torch.tensor(at), ref.shape)]) if ref.ndim else "",
         scale=((x * ref).sum() / ref.square().sum()).item() if norm else None,
     )
 
 
-def _logprobs(step: int, rows: Tensors, reference: Tensors) -> Quantity:
-    """All target tokens of the step as one vector; ``where`` names the row and target that are furthest off."""
+def _rows(
+    observable: Observable, step: int, rows: Tensors, reference: Tensors, scale: Tensors
+) -> Iterator[Measurement]:
+    """All target tokens of the step as one vector; ``where`` names the row and target that are furthest off.
+
+    ``scale``: rows whose norm the error is relative to.
+    """
+    if not rows and not observable.required:
+        return
+    stage, key = observable.stage, observable.key
     if set(rows) != set(reference) or any(rows[r].shape != reference[r].shape for r in reference):
         wrong = sorted(set(rows) ^ set(reference)) or [r for r in reference if rows[r].shape != reference[r].shape]
-        return _infinite("log-probs", f"rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+        yield _infinite(stage, f"{key}: rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+        return
     order = sorted(reference, key=int)
-    x, ref = torch.cat([rows[r].double() for r in order]), torch.cat([reference[r].double() for r in order])
-    quantity = _tensor("log-probs", "log-probs", step, x, ref, floor=0.0, fixed=None)
+    x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
     at = int((x - ref).abs().argmax())
     for row in order:
         if at < len(reference[row]):
             break
         at -= len(reference[row])
-    fields = {**vars(quantity), "scalar": True, "where": f"row {row}, target {at}"}
-    return Quantity(**fields)
+    found = _tensor(stage, key, step, x, ref, floor=0.0)
+    error = _finite((x - ref).norm().item() / (unit.norm().item() or 1.0))
+    yield replace(found, error=error, scalar=True, where=f"row {row}, target {at}")
 
 
-def _scalar(stage: str, name: str, step: int, x: float, ref: float, *, fixed: float | None = None) -> Quantity:
-    error = abs(x - ref) / (abs(ref) or 1.0)
-    scale = x / ref if ref else None
-    return Quantity(
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors) -> Iterator[Measurement]:
+    """``normed``: the tensors of which the number is the norm, where it is one."""
+    own, reference = step.value(o.key), oracle.value(o.key)
+    assert reference is not None, f"the oracle did not record {o.key}"
+    if own is None:
+        if o.required:
+            yield _infinite(o.stage, f"{o.key} (missing)", step.step)
+        return
+    unit = oracle.value(o.scale) if o.scale else reference
+    assert unit is not None, f"the oracle did not record {o.scale}"
+    yield _number(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
+    if normed:
+        rebuilt = math.sqrt(sum(tensor.double().square().sum().item() for tensor in normed.values()))
+        name, bound = f"{o.key} against rebuilt", NORM_ROUNDINGS * ROUNDING
+        yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
+
+
+def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:
+    return Measurement(
         stage=stage,
         tensor=name,
         step=step,
-        error=_finite(error),
+        error=_finite(abs(x - ref) / (abs(unit) or 1.0)),
         scalar=True,
         fixed=fixed,
-        max_abs=abs(x - ref),
-        scale=scale,
+        max_abs=_finite(abs(x - ref)),
+        scale=x / ref if ref else None,
     )
 
 
-def _infinite(stage: str, tensor: str, step: int) -> Quantity:
-    return Quantity(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
+def _infinite(stage: str, tensor: str, step: int) -> Measurement:
+    return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
 
 
 def _finite(error: float) -> float:
@@ -178,6 +232,7 @@ def _finite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def named(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of one kind (``gradient/``, ``weight/``, ``logprob/``), by name without it."""
+def named(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of one observable, by name without its key."""
+    prefix = f"{key}/"
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

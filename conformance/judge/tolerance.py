@@ -17,14 +17,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conformance.record.tensors import RecordError
+from conformance.observable import Observable
+from conformance.record.format import RecordError
 from conformance.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
 NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/tolerances.md
 ROUNDING = 2.0**-24  # of one float32 operation, relative
 SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
-SETTING = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
 # Of a gradient; beyond it the single-process run itself is wrong.
 NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 0.5, "fp16": 0.1}
@@ -33,11 +33,13 @@ FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """One compared quantity. ``error`` is ||x - ref|| / max(||ref||, FLOOR x RMS norm of the stage's tensors).
+class Measurement:
+    """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
+    norm of the stage's tensors); of a number or of rows it is relative to what their observable declares.
 
-    ``scalar``: one number per step. ``fixed``: a bound that holds in every precision, None where the rule decides.
-    ``max_abs`` and ``where``: the largest absolute difference and its index. ``scale``: <x, ref> / <ref, ref>.
+    scalar: one number per step. fixed: a bound that holds in every precision, None where the rule decides. max_abs and
+    where: the largest absolute difference and its index. scale: <x, ref> / <ref, ref>. replica: ranks were compared
+    with each other, not with the oracle.
     """
 
     stage: str
@@ -49,22 +51,33 @@ class Quantity:
     max_abs: float = 0.0
     where: str = ""
     scale: float | None = None
+    replica: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:
         return self.stage, self.tensor, self.step
 
 
+def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:
+    """Stages at which every tensor is judged by itself at every step: the gradients of each model."""
+    return frozenset(o.stage for o in observables if o.kind == "tensors" and o.when == "every")
+
+
 def allowed_errors(
-    quantities: Sequence[Quantity], *, precision: Precision, noise: Sequence[Quantity]
+    quantities: Sequence[Measurement],
+    *,
+    precision: Precision,
+    noise: Sequence[Measurement],
+    gradients: frozenset[str],
 ) -> dict[tuple[str, str, int], float]:
-    """The bound of every quantity, by its key. ``noise`` are the same quantities of the single-process run.
+    """The bound of every measurement, by its key. ``noise`` are the same of the single-process run, ``gradients`` the
+    stages that NOISE_LIMIT is about.
 
     Raises RecordError if the noise is not finite, or larger than NOISE_LIMIT.
     """
     if precision == "exact":
         return {q.key: EXACT for q in quantities}
-    worst = max((q.error for q in noise if q.stage == "gradients"), default=0.0)
+    worst = max((q.error for q in noise if q.stage in gradients), default=0.0)
     if not all(math.isfinite(q.error) for q in noise) or worst > NOISE_LIMIT[precision]:
         raise RecordError(
             f"the single-process run in {precision} is {worst:.1e} off in a gradient, more than rounding can do "
@@ -85,16 +98,22 @@ def allowed_errors(
     return bounds
 
 
-def is_too_exact(quantities: Sequence[Quantity], *, precision: Precision, noise: Sequence[Quantity]) -> bool:
+def is_too_exact(
+    quantities: Sequence[Measurement],
+    *,
+    precision: Precision,
+    noise: Sequence[Measurement],
+    gradients: frozenset[str],
+) -> bool:
     """Whether a half-precision cell is so close to float64 that it cannot have computed in its precision."""
 
-    def median(of: Sequence[Quantity]) -> float:
-        return statistics.median([q.error for q in of if q.stage == "gradients"] or [math.inf])
+    def median(of: Sequence[Measurement]) -> float:
+        return statistics.median([q.error for q in of if q.stage in gradients] or [math.inf])
 
     return precision in ("bf16", "fp16") and median(quantities) < TOO_EXACT * median(noise)
 
 
-def _medians(noise: Sequence[Quantity]) -> dict[tuple[str, int], float]:
+def _medians(noise: Sequence[Measurement]) -> dict[tuple[str, int], float]:
     errors: dict[tuple[str, int], list[float]] = defaultdict(list)
     for q in noise:
         if not q.scalar and q.fixed is None:

@@ -6,115 +6,74 @@ record, a missing stage) is never a pass (claim 8).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
-from conformance.judge.compare import STAGES, measure
+from conformance.judge.compare import measure
+from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
 from conformance.layout import Layout
-from conformance.record.tensors import Record, RecordError, read_record
+from conformance.observable import Observable, stages
+from conformance.record.format import RecordError
+from conformance.record.results import Quantity, Verdict
+from conformance.record.tensors import Record, read_record
 from conformance.scenario import Scenario, parse_scenario
-from conformance.judge.tolerance import Quantity, allowed_errors, is_too_exact
-
-State = Literal["conforms", "differs", "unsupported", "expected_difference", "infrastructure", "not_run"]
-STATES: tuple[State, ...] = (
-    "conforms",
-    "differs",
-    "unsupported",
-    "expected_difference",
-    "infrastructure",
-    "not_run",
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One quantity outside its tolerance."""
-
-    stage: str
-    tensor: str
-    step: int
-    observed: float
-    allowed: float
-    max_abs: float
-    where: str
-    hint: str
-
-    def __str__(self) -> str:
-        hint = f" ({self.hint})" if self.hint else ""
-        size = f"{self.observed:.2e} off, allowed {self.allowed:.2e}"
-        return f"{self.stage}, step {self.step}: {self.tensor} is {size}{hint}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What is said of one cell. ``stages`` holds the worst quantity of each stage, ``quantities`` all of them."""
-
-    state: State
-    reason: str
-    findings: list[Finding] = field(default_factory=list)
-    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    quantities: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def first_stage(self) -> str:
-        """Stage of the first finding in causal order; empty if there is none."""
-        return self.findings[0].stage if self.findings else ""
-
-
-def judge_folder(record: Path, oracle: Path) -> Verdict:
-    """Judge the record in one folder against the oracle runs in another (``float64`` and the cell's precision)."""
+def judge_folders(legs: Sequence[Path], oracle: Path) -> Verdict:
+    """Judge the records of a cell's legs against the oracle's in ``oracle`` (``float64`` and the cell's precision)."""
     try:
-        cell = read_record(record)
-        scenario = parse_scenario(cell.header["scenario"])
+        records = [read_record(leg) for leg in legs]
+        scenario = parse_scenario(records[0].header["scenario"])
         reference = read_record(oracle / "float64")
         noise = None if scenario.precision == "exact" else read_record(oracle / scenario.precision)
-        return judge(cell, oracle=reference, noise=noise)
+        return judge(records, oracle=reference, noise=noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
 
 
-def judge(record: Record, *, oracle: Record, noise: Record | None) -> Verdict:
-    """Compare a complete record with the float64 oracle; ``noise``: the single-process run in the cell's precision.
+def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Verdict:
+    """Compare the complete records of all legs with the float64 oracle.
 
-    Raises RecordError if the records do not belong together, or the noise is none that this precision can have.
+    ``noise``: the single-process run in the cell's precision. Raises RecordError if the records do not belong together,
+    or the noise is none that this precision can have.
     """
-    scenario = parse_scenario(record.header["scenario"])
-    layout = Layout.parse(record.header["layout"])
-    for other in (oracle, noise or oracle):
-        _same_training(record, other)
-    quantities = measure(record, oracle)
-    rounding = measure(noise, oracle) if noise else []
-    if is_too_exact(quantities, precision=scenario.precision, noise=rounding):
-        name = f"all: closer to float64 than {scenario.precision} can be, so computed in a higher precision"
-        quantities.append(Quantity(stage="gradients", tensor=name, step=0, error=math.inf, fixed=0.0))
-    bounds = allowed_errors(quantities, precision=scenario.precision, noise=rounding)
-    tokens = {step.step: step.values["token_count"] for step in oracle.steps}
-    order = {stage: i for i, stage in enumerate(STAGES)}
-    quantities.sort(key=lambda q: (q.step, order[q.stage]))
-    wrong = [q for q in quantities if not q.error <= bounds[q.key]]
-    findings = [
-        Finding(
-            stage=q.stage,
-            tensor=q.tensor,
-            step=q.step,
-            observed=q.error,
-            allowed=bounds[q.key],
-            max_abs=q.max_abs,
-            where=q.where,
-            hint=hint(q, scenario=scenario, layout=layout, tokens=tokens.get(q.step, 1)),
-        )
-        for q in wrong
-    ]
-    return Verdict(
-        state="differs" if findings else "conforms",
-        reason=_reason(findings, quantities, record),
-        findings=findings,
-        stages=_worst(quantities, bounds),
-        quantities=[
-            {"stage": q.stage, "tensor": q.tensor, "step": q.step, "observed": q.error, "allowed": bounds[q.key]}
-            for q in quantities
-        ],
+    scenario = parse_scenario(legs[0].header["scenario"])
+    for other in (*legs[1:], oracle, noise or oracle):
+        _same_training(legs[0], other)
+    found = measure(legs, oracle)
+    rounding = measure([noise], oracle) if noise else []
+    observables, precision = oracle.observables, scenario.precision
+    gradients = gradient_stages(observables)
+    if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
+        name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
+        stage = next(o.stage for o in observables if o.stage in gradients)
+        found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
+    bounds = allowed_errors(found, precision=precision, noise=rounding, gradients=gradients)
+    order = {stage: i for i, stage in enumerate(stages(observables))}
+    found.sort(key=lambda m: (m.step, order[m.stage]))
+    tokens = {step.step: step.value("token_count") or 1 for step in oracle.steps}
+    layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
+    quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
+    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
+    state = "differs" if verdict.findings else "conforms"
+    return replace(verdict, state=state, reason=_reason(verdict, observables, legs))
+
+
+def _judged(
+    m: Measurement, allowed: float, scenario: Scenario, layouts: dict[int, Layout], tokens: dict[int, float]
+) -> Quantity:
+    if m.error <= allowed:
+        return Quantity(stage=m.stage, tensor=m.tensor, step=m.step, observed=m.error, allowed=allowed)
+    layout = layouts.get(m.step, next(iter(layouts.values())))
+    return Quantity(
+        stage=m.stage,
+        tensor=m.tensor,
+        step=m.step,
+        observed=m.error,
+        allowed=allowed,
+        max_abs=m.max_abs,
+        where=m.where,
+        hint=hint(m, scenario=scenario, layout=layout, tokens=tokens.get(m.step, 1)),
     )
 
 
@@ -127,7 +86,7 @@ def _same_training(record: Record, other: Record) -> None:
         raise RecordError(f"{record.path} and {other.path} are of different scenarios; judge each by its own oracle")
 
 
-def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int) -> str:
+def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: int) -> str:
     """Names a known cause when the quantity is the reference times a number that layout or token count explain.
 
     ``tokens``: target tokens of the optimizer step.
@@ -146,9 +105,9 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int)
         "tokens / dp": tokens / layout.dp,
     }
     scale = quantity.scale
-    if quantity.stage == "replicas":
+    if quantity.replica:
         return "ranks that should hold the same numbers do not: a reduction over these ranks is missing"
-    if quantity.stage == "clipped update" and quantity.tensor == "lr":
+    if quantity.tensor.rpartition(".")[2] == "lr":
         return "the learning-rate schedule is at another step"
     if scale is None or not math.isfinite(scale) or abs(scale - 1) < 1e-6:
         return ""
@@ -163,37 +122,16 @@ def hint(quantity: Quantity, *, scenario: Scenario, layout: Layout, tokens: int)
     return f"{scale:.4g} times the reference" if quantity.scalar else ""
 
 
-def _reason(findings: Sequence[Finding], quantities: Sequence[Quantity], record: Record) -> str:
-    leaks = record.footer.get("leaks", [])
+def _reason(verdict: Verdict, observables: Sequence[Observable], legs: Sequence[Record]) -> str:
+    leaks = [leak for leg in legs for leak in leg.footer.get("leaks", [])]
     leak = f"; float32 left in the exact tier by {leaks[0]['op']} at {leaks[0]['where']}" if leaks else ""
+    quantities, findings = verdict.quantities, verdict.findings
     if not findings:
-        unseen = [stage for stage in STAGES if stage not in {q.stage for q in quantities}]
+        unseen = [stage for stage in stages(observables) if stage not in {q.stage for q in quantities}]
         not_observed = f"; not observed: {', '.join(unseen)}" if unseen else ""
         return f"{len(quantities)} quantities agree with the oracle{not_observed}{leak}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
-    worst = max(same, key=lambda f: f.observed / f.allowed if f.allowed else math.inf)
+    worst = max(same, key=lambda finding: finding.ratio)
     return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}{leak}"
-
-
-def _worst(quantities: Sequence[Quantity], bounds: dict[tuple[str, str, int], float]) -> dict[str, dict[str, Any]]:
-    stages: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        ratios = [(_ratio(q.error, bounds[q.key]), q) for q in quantities if q.stage == stage]
-        if ratios:
-            ratio, q = max(ratios, key=lambda pair: pair[0])
-            stages[stage] = {
-                "ratio": ratio,
-                "observed": q.error,
-                "allowed": bounds[q.key],
-                "tensor": q.tensor,
-                "step": q.step,
-            }
-    return stages
-
-
-def _ratio(error: float, allowed: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / allowed if allowed else math.inf

@@ -4,7 +4,8 @@ Serves claims 1 and 6: every backend is judged against it, so it shares no code 
 transformers' modelling code. It is slow and plain on purpose, and meant to be read next to the papers:
 
     architecture.py   config.json -> what the model is; refuses what it does not know
-    forward.py        tokens -> logits
-    training.py       loss, clipping, SGD, AdamW
+    forward.py        tokens -> logits, or values
+    objectives.py     logits of a document -> what it adds to the loss
+    training.py       clipping, SGD, AdamW
     run.py            a scenario -> a record
 """

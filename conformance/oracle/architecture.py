@@ -47,7 +47,8 @@ class Architecture:
     attention_bias: biases on q, k, v and o. qk_norm: RMSNorm over each head of q and k. norm_plus_one: norms multiply
     by 1 + weight. sandwich_norms: a second norm after attention and after the MLP. attention_scale multiplies q k^T,
     embedding_scale the embeddings. final_softcap c: logits become c tanh(logits / c). As an input, padding_token gives
-    no gradient to its embedding (torch.nn.Embedding's padding_idx, which transformers always sets).
+    no gradient to its embedding (torch.nn.Embedding's padding_idx, which transformers always sets). value_head: one
+    number per token, by a linear without bias on the last hidden state, instead of logits.
     """
 
     vocab_size: int
@@ -69,6 +70,7 @@ class Architecture:
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     final_softcap: float | None = None
+    value_head: bool = False
 
 
 class Config:
@@ -216,7 +218,17 @@ def _common(config: Config, *, tied: bool) -> dict[str, Any]:
         "norm_eps": config.take("rms_norm_eps"),
         "tied": config.take("tie_word_embeddings", tied),
         "padding_token": config.take("pad_token_id", None),
+        "value_head": _has_value_head(config),
     }
+
+
+def _has_value_head(config: Config) -> bool:
+    """Whether the folder is a value model: sequence classification with one label, read at every token."""
+    names: list[str] = config.take("architectures", [])
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        return False
+    config.must_be("num_labels", 1)
+    return True
 
 
 def _head_dim(config: Config) -> int:

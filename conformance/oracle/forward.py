@@ -89,13 +89,17 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"{layer}{norm}.weight": (a.hidden_size,) for norm in norms}
     shapes["model.norm.weight"] = (a.hidden_size,)
-    if not a.tied:
+    if a.value_head:
+        shapes["score.weight"] = (1, a.hidden_size)
+    elif not a.tied:
         shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
     return shapes
 
 
 def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -> Tensor:
     """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
+
+    A value model gives one number per token instead, (T, 1), without soft-capping.
 
     The masters are cast here, inside autograd, so that their gradients come back in the master dtype.
     """
@@ -113,6 +117,8 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
         x = _decoder_layer(x, own, *tables[layer], a, policy)
     x = _norm(x, w["model.norm.weight"], a, policy)
+    if a.value_head:
+        return x @ w["score.weight"].T
     logits_TV = x @ (embeddings_VD if a.tied else w["lm_head.weight"]).T
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap

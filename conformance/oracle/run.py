@@ -8,6 +8,8 @@ backend is held against documents that cannot see each other.
 import contextlib
 import platform
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +19,12 @@ from torch import Tensor
 
 import conformance
 from conformance.batch import Batch
+from conformance.objective import Objective, Role, all_observables
+from conformance.observable import model_key
 from conformance.oracle.architecture import Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
-from conformance.oracle.training import clip, global_norm, make_optimizer, target_logprobs
+from conformance.oracle.objectives import functions_of
+from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
 from conformance.record.tensors import RecordWriter
 from conformance.scenario import Scenario, scenario_to_json
 
@@ -37,32 +42,48 @@ POLICIES: dict[PolicyName, Policy] = {
 FP16_LOSS_SCALE = 2.0**12
 
 
+@dataclass(kw_only=True)
+class Model:
+    """One role's model. ``optimizer`` is None for a frozen one."""
+
+    role: Role
+    architecture: Architecture
+    weights: Weights
+    optimizer: Sgd | AdamW | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Forward and backward of one optimizer step: sum of -log p, unclipped gradients of the mean, log-probs by row."""
+    """Forward and backward of one optimizer step: unclipped gradients by role, numbers and rows by observable.
 
-    loss_sum: float
-    gradients: Weights
-    logprobs: dict[int, Tensor]
+    ``rows[key][index]``: a tensor (targets,) of the row with this index.
+    """
+
+    gradients: dict[str, Weights]
+    values: dict[str, float]
+    rows: dict[str, dict[int, Tensor]]
 
 
 def run_oracle(
     *,
     scenario: Scenario,
-    model: Path,
+    models: Mapping[str, Path],
     batches: list[Batch],
     out: Path,
     policy_name: PolicyName,
+    restarts: Sequence[int] = (),
     device: str = "cpu",
 ) -> None:
-    """Train ``scenario.steps`` steps of ``batches`` from the weights in ``model``; write a complete record at ``out``.
+    """Train ``scenario.steps`` steps of ``batches`` from the folders in ``models``, one for each role of the objective;
+    write a complete record at ``out``.
 
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16. A precision's error is
-    that of the kernels of ``device``, so it is measured where the cell runs.
+    that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
+    schedule begin anew, because the cell goes on from exported weights there.
 
-    Raises ValueError for a model that the oracle does not know, too few batches, a step without target tokens, and
-    gradients that are not finite.
+    Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
+    tokens, and gradients that are not finite.
     """
     policy = POLICIES[policy_name]
     probe = torch.zeros(1, dtype=policy.compute)
@@ -70,69 +91,104 @@ def run_oracle(
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
-        _run(scenario, model, batches, out, policy_name, device)
+        loaded = [_load(role, models[role.name], policy, device) for role in scenario.objective.roles]
+        writer = RecordWriter(
+            out, _header(scenario, policy_name, loaded), observables=all_observables(scenario.objective)
+        )
+        _train(scenario, loaded, batches, writer, policy, restarts)
 
 
-def _run(
-    scenario: Scenario, model: Path, batches: list[Batch], out: Path, policy_name: PolicyName, device: str
+def _load(role: Role, folder: Path, policy: Policy, device: str) -> Model:
+    architecture = read_architecture(folder)
+    weights = {name: w.to(device) for name, w in load_weights(folder, architecture, policy.stable).items()}
+    return Model(role=role, architecture=architecture, weights=weights)
+
+
+def _train(
+    scenario: Scenario,
+    models: list[Model],
+    batches: list[Batch],
+    writer: RecordWriter,
+    policy: Policy,
+    restarts: Sequence[int],
 ) -> None:
-    policy = POLICIES[policy_name]
     started = time.perf_counter()
-    architecture = read_architecture(model)
-    weights = {name: w.to(device) for name, w in load_weights(model, architecture, policy.stable).items()}
-    optimizer = make_optimizer(scenario.optimizer)
-    writer = RecordWriter(out, _header(scenario, policy_name, architecture))
-    writer.step(-1, {}, _named("weight", weights))
+    writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
+    began = 0  # step at which the schedule began
     for step, batch in enumerate(batches[: scenario.steps]):
         step_started = time.perf_counter()
-        observed = observe(batch, weights, architecture, policy)
-        norm = global_norm(observed.gradients)
-        lr = scenario.optimizer.lr * scenario.schedule.factor(step)
-        weights = optimizer.step(weights, clip(observed.gradients, norm, scenario.optimizer.max_grad_norm), lr)
-        values = {
-            "loss": observed.loss_sum / batch.target_count,
-            "loss_sum": observed.loss_sum,
-            "token_count": batch.target_count,
-            "grad_norm": norm,
-            "lr": lr,
-            "seconds": time.perf_counter() - step_started,
-        }
-        logprobs = {f"logprob/{row}": tensor for row, tensor in observed.logprobs.items()}
-        writer.step(step, values, _named("gradient", observed.gradients) | _named("weight", weights) | logprobs)
+        if step == 0 or step in restarts:
+            began = step
+            for model in models:
+                model.optimizer = make_optimizer(scenario.optimizer) if model.role.trained else None
+        lr = scenario.optimizer.lr * scenario.schedule.factor(step - began)
+        observed = observe(batch, models, scenario.objective, policy)
+        values, tensors = dict(observed.values), {}
+        for key, rows in observed.rows.items():
+            tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
+        for model in models:
+            if model.optimizer is None:
+                continue
+            gradients, prefix = observed.gradients[model.role.name], model.role.prefix
+            norm = global_norm(gradients)
+            clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
+            model.weights = model.optimizer.step(model.weights, clipped, lr)
+            values |= {model_key(prefix, "grad_norm"): norm, model_key(prefix, "lr"): lr}
+            tensors |= _named(model, "gradient", gradients) | _named(model, "weight", model.weights)
+        writer.step(values, tensors, seconds=time.perf_counter() - step_started)
     writer.finish({"seconds": time.perf_counter() - started})
 
 
-def observe(batch: Batch, weights: Weights, architecture: Architecture, policy: Policy) -> Observed:
-    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of ``weights``.
+def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy: Policy) -> Observed:
+    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights.
 
     Raises ValueError if the batch has no target token or a gradient is not finite.
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    functions = functions_of(objective)
+    totals = functions.totals(batch)
+    leaves = {m.role.name: {n: w.detach().requires_grad_(m.role.trained) for n, w in m.weights.items()} for m in models}
     scale = FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0
-    loss_sum, logprobs = 0.0, {}
+    values: dict[str, float] = defaultdict(float, totals)
+    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for row in batch.rows:
-        documents = []
-        # A document without targets adds nothing to the loss, whatever it holds.
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        # A document without targets adds nothing to any loss, whatever it holds.
         for document in (d for d in row.documents if any(d.targets)):
-            logits_TV = forward(torch.tensor(document.tokens), leaves, architecture, policy)
-            documents.append(target_logprobs(logits_TV, document, policy))
-            (-documents[-1].sum() * (scale / batch.target_count)).backward()
-        if documents:
-            logprobs[row.index] = torch.cat(documents).detach()
-            loss_sum -= logprobs[row.index].sum().item()
+            others: dict[str, Tensor] = {}
+            for model in models:
+                name = model.role.name
+                output = forward(torch.tensor(document.tokens), leaves[name], model.architecture, policy)
+                term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
+                if model.role.trained:
+                    assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
+                    (term.loss * scale).backward()
+                others[name] = output.detach()
+                for key, number in term.values.items():
+                    values[key] += number
+                for key, tensor in term.rows.items():
+                    parts[key].append(tensor.detach())
+        for key, tensors in parts.items():
+            rows[key][row.index] = torch.cat(tensors)
+    gradients = {
+        m.role.name: _gradients(batch.step, leaves[m.role.name], scale, policy) for m in models if m.role.trained
+    }
+    return Observed(gradients=gradients, values=dict(values), rows=dict(rows))
+
+
+def _gradients(step: int, leaves: Weights, scale: float, policy: Policy) -> Weights:
     gradients = {name: leaf.grad / scale for name, leaf in leaves.items() if leaf.grad is not None}
-    assert gradients.keys() == weights.keys()
+    assert gradients.keys() == leaves.keys()
     if wrong := [name for name, gradient in gradients.items() if not gradient.isfinite().all()]:
         raise ValueError(
-            f"step {batch.step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
+            f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
             f"{policy.compute}; lower the learning rate, or use a precision with a wider range"
         )
-    return Observed(loss_sum=loss_sum, gradients=gradients, logprobs=logprobs)
+    return gradients
 
 
-def _header(scenario: Scenario, policy_name: PolicyName, architecture: Architecture) -> dict[str, Any]:
+def _header(scenario: Scenario, policy_name: PolicyName, models: Sequence[Model]) -> dict[str, Any]:
     policy = POLICIES[policy_name]
     return {
         "cell": "oracle",
@@ -150,10 +206,10 @@ def _header(scenario: Scenario, policy_name: PolicyName, architecture: Architect
             "master_dtype": str(policy.stable),
             "loss_scale": FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0,
             "micro_batch": "one document",
-            "architecture": asdict(architecture),
+            "architecture": {model.role.name: asdict(model.architecture) for model in models},
         },
     }
 
 
-def _named(kind: str, tensors: Weights) -> dict[str, Tensor]:
-    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+def _named(model: Model, kind: str, tensors: Weights) -> dict[str, Tensor]:
+    return {f"{model_key(model.role.prefix, kind)}/{name}": tensor for name, tensor in tensors.items()}

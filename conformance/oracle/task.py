@@ -9,14 +9,24 @@ from conformance.scenario import parse_scenario
 from conformance.world import RankContext
 
 
-def run(rank: RankContext, *, scenario: dict[str, Any], model: str, batches: str, out: str, policy: PolicyName) -> None:
+def run(
+    rank: RankContext,
+    *,
+    scenario: dict[str, Any],
+    models: dict[str, str],
+    batches: str,
+    out: str,
+    policy: PolicyName,
+    restarts: list[int],
+) -> None:
     """See ``run_oracle``; the arguments are its own as JSON values."""
     rank.beat(policy)
     run_oracle(
         scenario=parse_scenario(scenario),
-        model=Path(model),
+        models={role: Path(folder) for role, folder in models.items()},
         batches=read_batches(Path(batches)),
         out=Path(out),
         policy_name=policy,
+        restarts=restarts,
         device=rank.device,
     )

@@ -1,28 +1,15 @@
-"""Loss, clipping and optimizers of the oracle, in plain tensor arithmetic.
+"""Clipping and optimizers of the oracle, in plain tensor arithmetic.
 
 Serves claims 1, 2 and 4: uses neither torch.optim nor torch.nn.utils, so that a bug in how a backend drives those
-cannot hide here as well. The conventions (global token mean, clipping, weight decay, schedule) are in scenario.py.
+cannot hide here as well. The conventions (clipping, weight decay, schedule) are in scenario.py.
 """
 
 import math
 
 import torch
-from torch import Tensor
 
-from conformance.batch import Document
-from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.forward import Weights
 from conformance.scenario import OptimizerConfig
-
-
-def target_logprobs(logits: Tensor, document: Document, policy: Policy) -> Tensor:
-    """log p of the document's target tokens in order, (targets,) in ``policy.stable``.
-
-    ``logits`` is (T, V); token i is predicted by the logits at i - 1.
-    """
-    positions = torch.tensor([i for i, target in enumerate(document.targets) if target])
-    tokens = torch.tensor(document.tokens)[positions]
-    logprobs_NV = torch.log_softmax(logits[positions - 1], dim=-1, dtype=policy.stable)
-    return logprobs_NV[torch.arange(len(tokens)), tokens]
 
 
 def global_norm(gradients: Weights) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from conformance.judge.verdict import State
-from conformance.peers.pairs import COLUMNS, Difference, Pair
+from conformance.peers.pairs import Difference, Pair
+from conformance.record.states import State
 
 ORACLE = -1  # as a member's number
 LISTED = 4  # layouts of one backend that a sentence names
@@ -49,10 +49,15 @@ class Agreement:
     families: dict[str, Families]
 
 
-def agreement(members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]]) -> Agreement:
-    """Say who agrees with whom. ``pairs`` holds the differences of every two members, by their numbers in order."""
-    table = _Table(members, pairs)
-    apart = [pair for column in COLUMNS for pair in table.apart(column)]
+def agreement(
+    members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
+) -> Agreement:
+    """Say who agrees with whom. ``pairs`` holds the differences of every two members, by their numbers in order.
+
+    ``columns``: what they are compared in, in causal order.
+    """
+    table = _Table(members, pairs, columns)
+    apart = [pair for column in columns for pair in table.apart(column)]
     state: State = "conforms"
     if any(m.state == "differs" for m in members) or not all(map(table.known, apart)):
         state = "differs"
@@ -60,15 +65,17 @@ def agreement(members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Diffe
         state = "infrastructure"
     elif apart:
         state = "expected_difference"
-    families = {column: table.families(column) for column in COLUMNS}
+    families = {column: table.families(column) for column in columns}
     return Agreement(state=state, text=" ".join(_sentences(table)), families=families)
 
 
 class _Table:
     """The oracle and the members that were compared in every column, with their differences."""
 
-    def __init__(self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]]) -> None:
-        self.members, self._pairs = members, pairs
+    def __init__(
+        self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
+    ) -> None:
+        self.members, self._pairs, self.columns = members, pairs, columns
 
     def nodes(self, column: str) -> list[int]:
         """Who takes part in a column; a backend may have no gradient norm to report."""
@@ -86,12 +93,12 @@ class _Table:
         return [pair for _, pair in sorted(found, reverse=True)]
 
     def since(self, column: str) -> int:
-        """The first step at which two of a column are further apart than they may be."""
+        """First step at which any pair exceeds its tolerance in ``column``."""
         seen = [self.of(*pair, column) for pair in self.apart(column)]
         return min(d.since for d in seen if d and d.since is not None)
 
     def families(self, column: str) -> Families:
-        """Everybody with all those whom they agree with, directly or through others; the oracle's family first."""
+        """Connected components of the graph "within tolerance of each other"; the oracle's component comes first."""
         apart = set(self.apart(column))
         rest, families = self.nodes(column), []
         while rest:
@@ -126,9 +133,11 @@ class _Table:
 
 def _sentences(table: _Table) -> list[str]:
     compared = [number for number, member in enumerate(table.members) if not member.problem]
-    agreed = [column for column in COLUMNS if not table.apart(column)]
+    agreed = [column for column in table.columns if not table.apart(column)]
     disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
-    for column in sorted(set(COLUMNS) - set(agreed), key=lambda one: (table.since(one), COLUMNS.index(one))):
+    for column in sorted(
+        set(table.columns) - set(agreed), key=lambda one: (table.since(one), table.columns.index(one))
+    ):
         disputed.setdefault(table.families(column), []).append(column)
     said = []
     if not disputed and len(compared) > 1:
@@ -141,7 +150,7 @@ def _sentences(table: _Table) -> list[str]:
         said += _dispute(table, families, columns)
     for number in compared:
         member = table.members[number]
-        if member.elsewhere and not any((ORACLE, number) in table.apart(column) for column in COLUMNS):
+        if member.elsewhere and not any((ORACLE, number) in table.apart(column) for column in table.columns):
             said.append(f"{member} differs from the oracle in what is not set side by side here: {member.elsewhere}.")
     for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
@@ -153,7 +162,7 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
     found = [
         (difference.ratio, column, difference, pair)
         for pair in combinations(compared, 2)
-        for column in COLUMNS
+        for column in table.columns
         if (difference := table.of(*pair, column))
     ]
     ratio, column, difference, (a, b) = max(found, key=lambda one: one[0])

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from conformance.judge.compare import Tensors, floor_of, movement, named
+from conformance.observable import Observable
+from conformance.record.format import Line, number
 from conformance.record.tensors import Record, StepRecord
 
-COLUMNS = ("loss", "gradients", "gradient norm", "update")
-"""What is set side by side, in causal order."""
-
 Bounds = Mapping[tuple[str, str, int], float]
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # numbers of two members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,52 +45,68 @@ class Difference:
         return self.observed / self.allowed if self.allowed else math.inf
 
 
-def column_of(stage: str, tensor: str) -> str | None:
+def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
     """The column in which a judged quantity is shown; None for settings and for what is compared within one cell."""
-    if tensor in ("token_count", "lr", "reported against rebuilt"):
-        return None
-    if stage in ("clipped update", "weights after N steps"):
-        return "update"
-    return stage if stage in COLUMNS else None
+    for observable in observables:
+        shown = observable.kind == "tensors" or tensor == observable.key
+        if observable.column and observable.stage == stage and shown:
+            return observable.column
+    return None
 
 
 def compare_lines(
-    members: Sequence[Sequence[dict[str, Any]]], oracle: Sequence[dict[str, Any]], *, bounds: Bounds
+    members: Sequence[Sequence[Line]], oracle: Sequence[Line], *, observables: Sequence[Observable], bounds: Bounds
 ) -> dict[Pair, dict[str, Difference]]:
-    """Loss and gradient norm of every two members, from the lines of their steps."""
-    found = {"loss": _Worst(len(members)), "gradient norm": _Worst(len(members))}
-    for column, key, tensor in (("loss", "loss", "loss"), ("gradient norm", "grad_norm", "reported")):
-        for number, reference in enumerate(oracle):
-            values = [steps[number].get(key) if number < len(steps) else None for steps in members]
-            held = [None if value is None else torch.tensor(value, dtype=torch.float64) for value in values]
-            allowed = 2 * bounds.get((column, tensor, number), 0.0)
-            found[column].see(_apart(held, unit=abs(reference[key])), allowed=allowed, tensor=tensor, step=number)
+    """The scalars of every two members, from the lines of their steps."""
+    found = {o.column: _Worst(len(members)) for o in observables if o.column and o.kind == "scalar"}
+    for o in observables:
+        if o.column not in found or o.kind != "scalar":
+            continue
+        for step, reference in enumerate(oracle):
+            values = [line["values"].get(o.key) for line in _at(members, step)]
+            held = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
+            allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
+            unit = abs(number(reference["values"][o.scale or o.key]))
+            found[o.column].see(_apart(held, unit=unit), allowed=allowed, tensor=o.key, step=step)
         for member, steps in enumerate(members):
-            if all(line.get(key) is None for line in steps):  # a backend may have no norm of its own to report
-                found[column].leave_out(member)
+            if all(line["values"].get(o.key) is None for line in steps):  # a backend may have no norm to report
+                found[o.column].leave_out(member)
     return _by_pair(found)
 
 
-def compare_tensors(members: Sequence[Record], oracle: Record, *, bounds: Bounds) -> dict[Pair, dict[str, Difference]]:
-    """Gradients and updates of every two members. Of each member, one tensor at a time is in memory."""
-    found = {"gradients": _Worst(len(members)), "update": _Worst(len(members))}
-    start_ref = named(oracle.initial.tensors(), "weight/")
-    with _opened(member.initial for member in members) as starts:
-        for number, reference in enumerate(oracle.steps):
-            tensors = reference.tensors()
-            gradients = named(tensors, "gradient/")
-            moved = movement(named(tensors, "weight/"), start_ref)
-            stage = "clipped update" if number == 0 else "weights after N steps"
-            steps = [member.steps[number] if number < len(member.steps) else None for member in members]
-            with _opened(steps) as files:
-                for name, unit in _units(gradients, files, "gradient/"):
-                    held = [file.get(f"gradient/{name}") for file in files]
-                    allowed = 2 * bounds.get(("gradients", name, number), 0.0)
-                    found["gradients"].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=number)
-                for name, unit in _units(moved, files, "weight/"):
-                    held = [_moved(file, start, f"weight/{name}") for file, start in zip(files, starts, strict=True)]
-                    allowed = 2 * bounds.get((stage, name, number), 0.0)
-                    found["update"].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=number)
+def _at(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
+    """The line of a step of each member; without values where it was not recorded."""
+    return [steps[step] if step < len(steps) else {"values": {}} for steps in members]
+
+
+def compare_tensors(
+    members: Sequence[Sequence[Record]], oracle: Record, *, bounds: Bounds
+) -> dict[Pair, dict[str, Difference]]:
+    """The tensors of every two members, which are the records of their legs. Of each, one tensor is in memory at
+    a time.
+    """
+    shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
+    found = {o.column: _Worst(len(members)) for o in shown}
+    start_ref = oracle.loaded.tensors()
+    steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
+    with _opened(legs[0].loaded for legs in members) as starts:
+        for reference in oracle.steps:
+            tensors, at = reference.tensors(), reference.step
+            with _opened(own.get(at) for own in steps) as files:
+                for o in shown:
+                    if not o.applies(at):
+                        continue
+                    ref = named(tensors, o.key)
+                    if o.change:
+                        ref = movement(ref, named(start_ref, o.key))
+                    for name, unit in _units(ref, files, f"{o.key}/"):
+                        path = f"{o.key}/{name}"
+                        held = [
+                            _moved(file, start, path) if o.change else file.get(path)
+                            for file, start in zip(files, starts, strict=True)
+                        ]
+                        allowed = 2 * bounds.get((o.stage, name, at), 0.0)
+                        found[o.column].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=at)
     return _by_pair(found)
 
 
@@ -157,7 +172,10 @@ class _Worst:
         self.places: list[tuple[str, int]] = []
 
     def see(self, apart: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
-        """Take note of the distances in one tensor at one step; steps come in order."""
+        """Fold the pairwise distances (members, members) of one tensor at one step into the worst so far.
+
+        Call it in the order of the steps: ``since`` keeps the first step out of tolerance.
+        """
         over = apart / allowed if allowed else torch.full_like(apart, math.inf)
         ratio = torch.where(apart > 0, over, apart)  # 0 and -1 are what they are, whatever is allowed
         worse = ratio > self.ratio
@@ -184,7 +202,7 @@ class _Worst:
 
 
 def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:
-    members = len(next(iter(found.values())).ratio)
+    members = max((len(worst.ratio) for worst in found.values()), default=0)
     return {
         pair: {column: worst for column, worsts in found.items() if (worst := worsts.of(pair))}
         for pair in combinations(range(members), 2)

@@ -1,45 +1,122 @@
-"""Cell: one scenario on one backend in one layout, and the task that runs it in every rank of a world.
+"""Cell: a scenario run as a program of legs. What is to be run, as data; conformance/run runs it.
 
-The task only observes; it writes a record and judges nothing. It asks the backend for gradients while they exist
-(claim 1), compares replicas over the ranks (claim 3), and in the exact tier lifts the libraries' silent downcasts.
+Most cells have one leg. More legs save and go on: in the same layout, in another one, or on another backend, each leg
+in processes that never saw the one before. Serves claim 5.
 """
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping
+import dataclasses
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-
-import conformance
-from conformance import faults, replicas
-from conformance.backend import Backend, BackendEntry, StepMetrics
-from conformance.batch import Batch, read_batches
-from conformance.run.exact import LeakWatch, exact_tier
+from conformance.backend import BackendEntry
 from conformance.layout import Layout
-from conformance.record.tensors import RecordWriter
-from conformance.scenario import Scenario, parse_scenario, scenario_to_json
-from conformance.world.heartbeat import RankContext
+from conformance.scenario import Scenario
+from conformance.validation import UsageError
+
+Handover = Literal["checkpoint", "export"]
+TO = "-to-"  # between the backends and between the layouts of consecutive legs, in a cell's id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A part of a cell: load what the leg before saved, look at the weights, train ``steps`` steps, save.
+
+    save: ``checkpoint`` is the backend's own format, with the optimizer; the next leg goes on as if nothing had
+    happened.
+    ``export`` is one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
+    """
+
+    backend: BackendEntry
+    layout: Layout
+    steps: int
+    save: Handover | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``faults`` are planted on purpose and are part of the id; an ordinary cell has none."""
+    """``program`` names the legs where there are several. ``faults`` are planted on purpose; an ordinary cell has none.
+
+    Raises UsageError where the legs do not add up to the scenario's steps, or cannot hand over to each other.
+    """
 
     scenario: Scenario
-    backend: BackendEntry
-    layout: Layout
+    legs: tuple[Leg, ...]
+    program: str = ""
     faults: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        parts = [self.scenario.name, self.scenario.model_name, self.backend.name, str(self.layout)]
-        planted = [f"fault-{name}" for name in self.faults]
+    @classmethod
+    def single(
+        cls, *, scenario: Scenario, backend: BackendEntry, layout: Layout, faults: tuple[str, ...] = ()
+    ) -> "Cell":
+        """A cell of one leg."""
+        leg = Leg(backend=backend, layout=layout, steps=scenario.steps)
+        return cls(scenario=scenario, legs=(leg,), faults=faults)
+
+    def __post_init__(self) -> None:
+        assert self.legs
+        name = f"program {self.program!r}" if self.program else "the cell"
+        if (total := sum(leg.steps for leg in self.legs)) != self.scenario.steps:
+            raise UsageError(
+                f"the legs of {name} have {total} steps and scenario {self.scenario.name} has {self.scenario.steps}; "
+                f"change one of them, or leave out the steps of the last leg"
+            )
+        if self.legs[-1].save:
+            raise UsageError(f"the last leg of {name} saves for nobody; add a leg, or leave out its save")
+        for before, after in pairwise(self.legs):
+            if before.save is None:
+                raise UsageError(f'a leg of {name} saves nothing for the next; give it save = "checkpoint" or "export"')
+            if before.save == "checkpoint" and before.backend != after.backend:
+                raise UsageError(
+                    f"{name} hands a checkpoint of {before.backend.name} to {after.backend.name}, which cannot "
+                    f'read it; use save = "export"'
+                )
+            if before.save == "checkpoint" and after.steps == 1:
+                raise UsageError(
+                    f"{name} has one step after a checkpoint, and lost optimizer state shows at the second; use two or "
+                    f"more"
+                )
+
+    @property
+    def backend(self) -> str:
+        """Names of the legs' backends, once if they are all the same."""
+        return _chain([leg.backend.name for leg in self.legs])
+
+    @property
+    def layout(self) -> str:
+        """The legs' layouts, once if they are all the same."""
+        return _chain([str(leg.layout) for leg in self.legs])
+
+    @property
+    def variant(self) -> str:
+        """What follows the layout in the id: precision, and program, seed and faults where there are any."""
+        program = [self.program] if self.program else []
         seed = [f"seed{self.scenario.seed}"] if self.scenario.seed else []
-        return "/".join([*parts, self.scenario.precision, *seed, *planted])
+        return "/".join([self.scenario.precision, *program, *seed, *(f"fault-{name}" for name in self.faults)])
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the largest leg."""
+        return max(leg.layout.world_size for leg in self.legs)
+
+    @property
+    def first_steps(self) -> tuple[int, ...]:
+        """Number of the first optimizer step of each leg."""
+        return tuple(accumulate((leg.steps for leg in self.legs[:-1]), initial=0))
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Steps at which optimizer and schedule begin anew, because the leg starts from exported weights."""
+        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        return tuple(step for before, step in pairs if before.save == "export")
+
+    @property
+    def plain(self) -> "Cell":
+        """The same cell without seed and faults."""
+        return dataclasses.replace(self, scenario=dataclasses.replace(self.scenario, seed=0), faults=())
+
+    def __str__(self) -> str:
+        return "/".join([self.scenario.name, self.scenario.model_name, self.backend, self.layout, self.variant])
 
     @property
     def slug(self) -> str:
@@ -47,186 +124,5 @@ class Cell:
         return str(self).replace("/", "_")
 
 
-def run_cell(
-    rank: RankContext,
-    *,
-    cell: str,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    weights: str,
-    batches: str,
-    record: str,
-    planted: list[str],
-) -> None:
-    """Train the cell and write its record at ``record``; called in every rank, with plain JSON values."""
-    config = parse_scenario(scenario)
-    observer = _Observer(rank, header(cell, target, config, layout), Path(record))
-    with contextlib.ExitStack() as stack:
-        adapter = BackendEntry(name="", target=target).load()
-        calls = stack.enter_context(faults.plant(planted, adapter))
-        if config.precision == "exact":
-            stack.enter_context(exact_tier())
-        _train(rank, adapter, config, Layout.parse(layout), Path(weights), read_batches(Path(batches)), observer)
-        _check_faults(rank, planted, calls)
-
-
-def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int]) -> None:
-    """Raises ValueError for a planted fault that no rank ever ran into: its cell would conform, and prove nothing."""
-    if not planted:
-        return
-    of_all: list[Mapping[str, int]] = [{} for _ in range(rank.world_size)]
-    dist.all_gather_object(of_all, dict(calls))
-    for name in planted:
-        if not any(of_one.get(name) for of_one in of_all):
-            needs = faults.find_fault(name).needs
-            raise ValueError(f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}")
-
-
-def header(cell: str, target: str, scenario: Scenario, layout: str) -> dict[str, Any]:
-    """First line of the cell's record: who, what, where."""
-    info = BackendEntry(name="", target=target).load().describe()
-    return {
-        "cell": cell,
-        "backend": {"name": info.name, "url": info.url},
-        "scenario": scenario_to_json(scenario),
-        "layout": layout,
-        "environment": {
-            "backend-parity": conformance.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            **{package: package_version(package) for package in info.packages},
-        },
-    }
-
-
-def package_version(package: str) -> str:
-    """Version of an installed distribution, in words where there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _train(
-    rank: RankContext,
-    adapter: type[Backend],
-    scenario: Scenario,
-    layout: Layout,
-    weights: Path,
-    batches: list[Batch],
-    observer: "_Observer",
-) -> None:
-    started = time.perf_counter()
-    rank.beat("setup")
-    backend = adapter()
-    resolved = backend.setup(scenario, layout, weights, rank.device)
-    observer.start(backend, resolved)
-    for batch in batches:
-        rank.beat(f"step {batch.step}")
-        observer.step(backend, batch, watch=batch.step == 0 and scenario.precision == "exact")
-        if scenario.resume_after == batch.step + 1:
-            rank.beat("save")
-            checkpoint = observer.path.with_name("checkpoint")
-            if rank.rank == 0:
-                checkpoint.mkdir()
-            dist.barrier()
-            backend.save(checkpoint)
-            backend.teardown()
-            dist.barrier()
-            rank.beat("load")
-            backend = adapter()
-            backend.setup(scenario, layout, weights, rank.device)
-            backend.load(checkpoint)
-    rank.beat("teardown")
-    backend.teardown()
-    observer.finish(time.perf_counter() - started)
-
-
-def _check(metrics: StepMetrics, backend: str) -> None:
-    """Raises ValueError where a backend's metrics are not what StepMetrics says."""
-    numbers = {"loss_sum": metrics.loss_sum, "token_count": metrics.token_count, "lr": metrics.lr}
-    if metrics.grad_norm is not None:
-        numbers["grad_norm"] = metrics.grad_norm
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            raise ValueError(f"{backend}.train_step gave {name}={value!r}; StepMetrics wants a plain number")
-    if metrics.token_count < 1:
-        raise ValueError(f"{backend}.train_step gave token_count={metrics.token_count}; count the step's target tokens")
-
-
-class _Observer:
-    """Asks the backend on all ranks, keeps and writes on rank 0."""
-
-    def __init__(self, rank: RankContext, header: dict[str, Any], path: Path) -> None:
-        self.rank, self.header, self.path = rank, header, path
-        self.writer: RecordWriter | None = None
-        self.leaks: list[dict[str, Any]] = []
-
-    def start(self, backend: Backend, resolved: dict[str, Any]) -> None:
-        if self.rank.rank == 0:
-            self.writer = RecordWriter(self.path, {**self.header, "resolved": resolved})
-        self._write(-1, {}, self._full("weight", backend.named_weights()))
-
-    def step(self, backend: Backend, batch: Batch, *, watch: bool) -> None:
-        gradients: dict[str, torch.Tensor] = {}
-        shards: list[replicas.Result] = []
-        calls = 0
-        observing = 0.0
-        watcher = LeakWatch() if watch else None
-
-        def on_gradients() -> None:
-            nonlocal calls, observing
-            calls += 1
-            began = time.perf_counter()
-            gradients.update(self._full("gradient", backend.named_gradients()))
-            shards.append(replicas.compare("gradient", backend.local_shards("gradient")))
-            observing = time.perf_counter() - began
-
-        started = time.perf_counter()
-        with watcher or contextlib.nullcontext():
-            metrics = backend.train_step(batch, on_gradients)
-        seconds = time.perf_counter() - started - observing
-        _check(metrics, type(backend).__name__)
-        if calls != 1:
-            raise ValueError(
-                f"{type(backend).__name__}.train_step called on_gradients() {calls} times; call it exactly once per "
-                f"step, after the last backward and before clipping"
-            )
-        if watcher:
-            self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in watcher.leaks]
-        shards.append(replicas.compare("weight", backend.local_shards("weight")))
-        weights = self._full("weight", backend.named_weights())
-        gathered: list[dict[int, torch.Tensor]] = [{} for _ in range(self.rank.world_size)]
-        dist.all_gather_object(gathered, {row: t.cpu() for row, t in metrics.logprobs.items()})
-        logprobs = {f"logprob/{row}": t for held in reversed(gathered) for row, t in sorted(held.items())}
-        values = {
-            "loss": metrics.loss_sum / metrics.token_count,
-            "loss_sum": metrics.loss_sum,
-            "token_count": metrics.token_count,
-            "grad_norm": metrics.grad_norm,
-            "lr": metrics.lr,
-            "seconds": seconds,
-            "replicas": {
-                "offered": sum(result.offered for result in shards),
-                "compared": sum(result.compared for result in shards),
-                "differing": [entry for result in shards for entry in result.differing],
-            },
-        }
-        self._write(batch.step, values, {**gradients, **weights, **logprobs})
-
-    def finish(self, seconds: float) -> None:
-        dist.barrier()  # the footer says that all ranks came to their end
-        if self.writer:
-            self.writer.finish({"seconds": seconds, "leaks": self.leaks})
-
-    def _write(self, step: int, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        if self.writer:
-            self.writer.step(step, values, tensors)
-
-    def _full(self, kind: str, named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Walk the iterator on all ranks; copies stay on rank 0 only."""
-        kept = {}
-        for name, tensor in named:
-            if self.rank.rank == 0:
-                kept[f"{kind}/{name}"] = tensor.detach().to("cpu", copy=True)
-        return kept
+def _chain(names: list[str]) -> str:
+    return names[0] if len(set(names)) == 1 else TO.join(names)

@@ -1,8 +1,11 @@
-"""Matrix: profiles (quick, full, ...) and how they become cells.
+"""Profiles (quick, full, ...) and how they become cells.
 
 A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. Every backend that is asked
 for gets the same cells and answers for itself which of them it supports, except for tables that name their backends:
 those are about what only one library has.
+
+A table may name a program, from the profile's ``[programs]``: the legs as which its cells run. Layouts and backends of
+several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single one is that of all legs.
 """
 
 import dataclasses
@@ -10,26 +13,36 @@ import fnmatch
 import itertools
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from conformance.backend import BackendEntry, find_backend, registered_backends
-from conformance.plan.cell import Cell
 from conformance.faults import find_fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.scenario import STRICT, Precision, load_scenario
+from conformance.plan.cell import TO, Cell, Handover, Leg
+from conformance.plan.selection import Selection
+from conformance.scenario import Precision, Scenario, load_scenario
+from conformance.validation import STRICT, UsageError, explain
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class PlannedLeg:
+    """One leg of a program. ``steps``: None for all that are left, in the last leg. ``save``: see Leg."""
+
+    steps: Annotated[int, Field(ge=0)] | None = None
+    save: Handover | None = None
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
     """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models.
 
-    ``backends``: the table is for these only; for all if it names none.
+    ``backends``: the table is for these only; for all if it names none. ``program``: a name of the profile's programs.
     """
 
     scenarios: tuple[str, ...]
@@ -37,14 +50,16 @@ class CellTable:
     layouts: tuple[str, ...]
     precisions: tuple[Precision, ...]
     backends: tuple[str, ...] = ()
+    program: str = ""
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """A named part of the matrix. ``description`` is shown by ``parity list``."""
+    """A named part of the matrix. ``description`` is shown by ``parity list``. ``programs``: legs by name."""
 
     description: str
     cells: tuple[CellTable, ...]
+    programs: dict[str, tuple[PlannedLeg, ...]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,51 +72,10 @@ class Overrides:
     data: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The cells that a user asks for. The fields are named as the options of ``parity run``, and mean the same.
-
-    No backend stands for all that are registered, no pattern in ``cells`` for all cells.
-    """
-
-    profile: str = "quick"
-    backend: tuple[str, ...] = ()
-    cells: tuple[str, ...] = ()
-    faults: tuple[str, ...] = ()
-    model: str | None = None
-    data: str | None = None
-    input_key: str | None = None
-    output_key: str | None = None
-    max_len: int | None = None
-    packing_samples: bool = False
-    ring_head_stride: int | None = None
-    seed: int | None = None
-
-    @classmethod
-    def from_options(cls, options: object, *, prefix: str = "") -> "Selection":
-        """From what a parser returns: an attribute per field, None where the option was not given."""
-        values: dict[str, Any] = {field.name: getattr(options, prefix + field.name) for field in fields(cls)}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{name: value for name, value in (values | lists).items() if value is not None})
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The options of ``parity run`` that ask for the same, but for ``--cells``."""
-        arguments: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is True:
-                arguments.append(f"--{field.name}")
-            elif field.name != "cells" and value != field.default:
-                for single in value if isinstance(value, tuple) else (value,):
-                    arguments += [f"--{field.name}", str(single)]
-        return tuple(arguments)
-
-
 def select_cells(selection: Selection) -> list[Cell]:
     """The cells of a selection, in an order that depends on nothing else.
 
-    Raises ValueError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
+    Raises UsageError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
     """
     names = selection.backend or tuple(registered_backends())
     data = {"path": selection.data, **{k: getattr(selection, k) for k in ("input_key", "output_key", "max_len")}}
@@ -122,17 +96,16 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Read a built-in profile by name, or one of your own by path. Raises ValueError with what is wrong."""
+    """Read a built-in profile by name, or one of your own by path. Raises UsageError with what is wrong."""
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
     try:
         return TypeAdapter(Profile).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ValueError(f"no profile {name!r}; known: {', '.join(profile_names())}, or give a .toml file") from None
+        raise UsageError(f"no profile {name!r}; known: {', '.join(profile_names())}, or give a .toml file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ValueError(f"{path} is not a valid profile:\n" + "\n".join(lines)) from None
+        raise explain(error, source=str(path), what="profile") from None
 
 
 def expand(
@@ -142,11 +115,12 @@ def expand(
 
     ``faults`` are planted in every cell.
 
-    Raises ValueError for a scenario, layout or data set that is not valid.
+    Raises UsageError for a scenario, layout, program or data set that is not valid, and for two different cells of one
+    id, such as those of two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
     for table in profile.cells:
-        asked = [backend for backend in backends if backend.name in (table.backends or (backend.name,))]
+        chains = _chains(table, backends)
         models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
             values: dict[str, Any] = {"model": model, "precision": precision}
@@ -155,10 +129,54 @@ def expand(
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
-            for layout, backend in itertools.product(table.layouts, asked):
-                cell = Cell(scenario=scenario, backend=backend, layout=_layout(layout, overrides.stride), faults=faults)
-                cells.setdefault(str(cell), cell)
-    return sorted(cells.values(), key=lambda c: (c.backend.name, c.layout.world_size, str(c)))
+            for layout, chain in itertools.product(table.layouts, chains):
+                layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
+                legs = _legs(_program(profile, table.program), chain, layouts, scenario)
+                cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
+                if cells.setdefault(str(cell), cell) != cell:
+                    raise UsageError(
+                        f"two different cells have the id {cell}; rename one of the scenario files or model folders"
+                    )
+    return sorted(cells.values(), key=lambda c: (c.backend, c.world_size, str(c)))
+
+
+def _chains(table: CellTable, backends: Sequence[BackendEntry]) -> list[list[BackendEntry]]:
+    """The backends of the legs, as far as all of them are asked for."""
+    asked = {backend.name: backend for backend in backends}
+    if not table.backends:
+        return [[backend] for backend in backends]
+    wanted = [chain.split(TO) for chain in table.backends]
+    return [[asked[name] for name in chain] for chain in wanted if asked.keys() >= set(chain)]
+
+
+def _program(profile: Profile, name: str) -> tuple[PlannedLeg, ...]:
+    if not name:
+        return (PlannedLeg(),)
+    if name not in profile.programs:
+        known = ", ".join(profile.programs) or "none"
+        raise UsageError(f"a table names the program {name!r}, which the profile does not have (known: {known})")
+    return profile.programs[name]
+
+
+def _legs(
+    program: Sequence[PlannedLeg], chain: Sequence[BackendEntry], layouts: Sequence[Layout], scenario: Scenario
+) -> tuple[Leg, ...]:
+    count = len(program)
+    for what, given in (("backends", chain), ("layouts", layouts)):
+        if len(given) not in (1, count):
+            raise UsageError(f"{len(given)} {what} for a program of {count} legs; give one for all, or one for each")
+    left = scenario.steps - sum(leg.steps or 0 for leg in program)
+    if any(leg.steps is None for leg in program[:-1]):
+        raise UsageError("only the last leg of a program may leave out its steps")
+    return tuple(
+        Leg(
+            backend=chain[i % len(chain)],
+            layout=layouts[i % len(layouts)],
+            steps=left if leg.steps is None else leg.steps,
+            save=leg.save,
+        )
+        for i, leg in enumerate(program)
+    )
 
 
 def _layout(text: str, stride: int | None) -> Layout:
@@ -168,14 +186,13 @@ def _layout(text: str, stride: int | None) -> Layout:
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose id, with or without seed and faults, matches a shell pattern; ValueError for one without a cell."""
+    """Cells whose id, with or without seed and faults, matches a shell pattern; UsageError for one without a cell."""
 
     def matches(cell: Cell, pattern: str) -> bool:
-        plain = dataclasses.replace(cell, scenario=dataclasses.replace(cell.scenario, seed=0), faults=())
-        return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(plain)))
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(cell.plain)))
 
     for pattern in patterns:
         if not any(matches(cell, pattern) for cell in cells):
             near = ", ".join(str(cell) for cell in cells[:3])
-            raise ValueError(f"no cell matches {pattern!r}; ids look like {near} ({len(cells)} in all: parity list)")
+            raise UsageError(f"no cell matches {pattern!r}; ids look like {near} ({len(cells)} in all: parity list)")
     return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]

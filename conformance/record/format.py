@@ -128,8 +128,8 @@ def _order(file: Path, lines: Lines) -> RecordError | None:
     if seen == [*range(first - 1, first + lines.footer.get("steps", 0))]:
         return None
     return DigestMismatch(
-        f"{file} has steps {seen}, but its header and footer promise {lines.footer.get('steps')} from step {first}; run "
-        f"the cell again"
+        f"{file} has steps {seen}, but its header and footer promise {lines.footer.get('steps')} from step {first}; "
+        f"run the cell again"
     )
 
 

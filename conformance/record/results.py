@@ -1,8 +1,8 @@
 """Results: verdicts and the summary of a run on disk; read and written here and nowhere else, without torch.
 
 docs/architecture.md has the fields of ``summary.json`` and ``verdict.json``. What follows from quantities (findings,
-worst of a stage, the verdict of a run) is worked out when it is asked for and never read from a file, so that no file can
-claim more than it shows.
+worst of a stage, the verdict of a run) is worked out when it is asked for and never read from a file, so that no file
+can claim more than it shows.
 """
 
 import json
@@ -28,7 +28,8 @@ _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where"
 class Quantity:
     """One judged number: how far it is from the reference, and how far it may be.
 
-    observed: the relative error. allowed: its bound. tensor: what was compared, within its stage. step: -1 is as loaded.
+    observed: the relative error. allowed: its bound. tensor: what was compared, within its stage. step: -1 is as
+    loaded.
     max_abs, where: the largest absolute difference and its place, where they are known. hint: a guess at the cause, of
     a finding.
     """
@@ -91,8 +92,8 @@ class Entry:
 
     cell: its id; scenario, model, backend, layout and variant (precision, program, seed, faults) are the parts of it.
     folder: of the cell, in the output folder. records: of its legs, in the cell's folder, as far as they came; oracle:
-    the folder of the oracle's records, from the cell's folder. completed: all legs came to their end. expected: what the
-    backend says must differ. reproduce: a command.
+    the folder of the oracle's records, from the cell's folder. completed: all legs came to their end. expected: what
+    the backend says must differ. reproduce: a command.
     """
 
     cell: str
@@ -120,7 +121,9 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What ``summary.json`` says of the run as a whole. ``finished`` is None while it goes on, or if it was cut short."""
+    """What ``summary.json`` says of the run as a whole. ``finished`` is None while it goes on, or if it was cut
+    short.
+    """
 
     started: str
     finished: str | None
@@ -165,7 +168,7 @@ def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
         }
         for entry in entries
     ]
-    counts = {state: 0 for state in STATES} | Counter(entry.verdict.state for entry in entries)
+    counts = dict.fromkeys(STATES, 0) | Counter(entry.verdict.state for entry in entries)
     head = {"schema": SCHEMA, "suite_version": conformance.__version__, "verdict": run.verdict(entries)}
     replace_json(out / SUMMARY, {**head, **vars(run), "counts": counts, "cells": cells}, indent=1)
 
@@ -235,7 +238,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"there is no {file}; give the complete --out folder of a parity run") from None
     except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again") from None
+        raise UsageError(
+            f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again"
+        ) from None
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise UsageError(

@@ -1,17 +1,13 @@
-"""Record: what one cell observed. Immutable, on disk, readable without a GPU, a backend or torch.distributed.
+"""Record: what one leg of a cell observed, with its tensors. Immutable, on disk, readable without a GPU or a backend.
 
-A folder with ``record.jsonl`` (a header line, one line per optimizer step, a footer line) and one safetensors file
-per step. Serves claim 8: a run that stopped half-way has no footer, a changed one a wrong digest; both are errors with
-a name, never a pass. The oracle writes its records in the same format.
-
-Tensor names in a step's file: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step), ``logprob/ROW``; step
--1, written before the first step, holds only the weights as loaded.
+conformance.record.format says what the lines hold. Every step has a safetensors file; a tensor in it is named
+``KEY/NAME`` by the key of its observable: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step),
+``logprob/ROW``. The oracle writes its records in the same format.
 """
 
 import contextlib
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,35 +16,33 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.record.format import record_digest
-
-SCHEMA = 1
-FILE = "record.jsonl"
-
-
-class RecordError(ValueError):
-    """A record that cannot be trusted; the message says which file, what is wrong, and what to do."""
-
-
-class MissingFooter(RecordError):
-    """The run stopped before it was complete."""
-
-
-class DigestMismatch(RecordError):
-    """The record, or one of its tensor files, was changed after it was written."""
-
-
-class WrongSchema(RecordError):
-    """Written by another version of the suite."""
+from conformance.observable import Observable, observables_to_json
+from conformance.record.format import (
+    FILE,
+    SCHEMA,
+    DigestMismatch,
+    Line,
+    Lines,
+    RecordError,
+    dumps,
+    number,
+    read_lines,
+    record_digest,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. ``values`` are the line's plain JSON values; tensors are read on demand."""
+    """One optimizer step, or the weights as loaded; tensors are read on demand."""
 
     step: int
-    values: dict[str, Any]
+    line: Line
     path: Path
+
+    def value(self, key: str) -> float | None:
+        """A scalar or setting by its key; None where it was not observed."""
+        value = self.line.get("values", {}).get(key)
+        return None if value is None else number(value)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the step, on the CPU, in the dtype in which they were observed."""
@@ -60,105 +54,106 @@ class StepRecord:
         handle: contextlib.AbstractContextManager[Any] = safe_open(self.path, framework="pt")
         return handle
 
+    def names(self) -> list[str]:
+        """Names of all tensors of the step; none of them is read."""
+        with self.open() as file:
+            return list(file.keys())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A complete, verified record. ``initial`` is step -1, ``steps`` are the optimizer steps in order."""
+    """A complete, verified record. ``loaded`` holds the weights as loaded, ``steps`` the optimizer steps in order."""
 
     path: Path
-    header: dict[str, Any]
-    initial: StepRecord
+    lines: Lines
+    loaded: StepRecord
     steps: tuple[StepRecord, ...]
-    footer: dict[str, Any]
+
+    @property
+    def header(self) -> Line:
+        return self.lines.header
+
+    @property
+    def footer(self) -> Line:
+        return self.lines.footer
+
+    @property
+    def observables(self) -> tuple[Observable, ...]:
+        return self.lines.observables
 
 
 class RecordWriter:
-    """Writes a record line by line, flushed, so that what was seen before a crash stays on disk."""
+    """Writes a record line by line, flushed, so that what was seen before a crash stays on disk.
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    ``first_step`` is the number of the first optimizer step; it is not 0 for a leg that goes on from another.
+    """
+
+    def __init__(
+        self, path: Path, header: Mapping[str, Any], *, observables: Sequence[Observable], first_step: int = 0
+    ) -> None:
         path.mkdir(parents=True, exist_ok=False)
         self._path = path
         self._file = (path / FILE).open("w", encoding="utf-8")
-        self._steps = 0
-        self._line({"type": "header", "schema": SCHEMA, **header})
+        self._next = first_step - 1
+        self._first = first_step
+        declared = observables_to_json(observables)
+        self._line({"type": "header", "schema": SCHEMA, "first_step": first_step, "observables": declared, **header})
 
-    def step(self, step: int, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add one step; tensors are written first, so that a line never names a file that is not complete."""
-        name = f"step-{step:04d}.safetensors" if step >= 0 else "initial.safetensors"
+    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The first entry: the weights before the first step."""
+        self._entry("loaded.safetensors", {}, tensors)
+
+    def step(
+        self,
+        values: Mapping[str, float],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        replicas: Mapping[str, Any] | None = None,
+        seconds: float,
+    ) -> None:
+        """Add the next optimizer step. ``values`` by the key of their observable, ``replicas`` as JSON values."""
+        line = {"values": dict(values), "replicas": replicas or {}, "seconds": seconds}
+        self._entry(f"step-{self._next:04d}.safetensors", line, tensors)
+
+    def _entry(self, name: str, line: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        # Tensors are written first, so that a line never names a file that is not complete.
         save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, self._path / name)
-        sha256 = _sha256(self._path / name)
-        self._line({"type": "step", "step": step, **values, "tensors": {"file": name, "sha256": sha256}})
-        self._steps += step >= 0
+        file = {"file": name, "sha256": _sha256(self._path / name)}
+        self._line({"type": "step", "step": self._next, **line, "tensors": file})
+        self._next += 1
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """Write the footer, with the digest of all lines and of itself; the record is complete now."""
-        footer = {"type": "footer", "steps": self._steps, **values}
+        footer = {"type": "footer", "steps": self._next - self._first, **values}
         self._line({**footer, "sha256": record_digest((self._path / FILE).read_bytes(), footer)})
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        line = json.dumps(values, allow_nan=True) + "\n"
-        self._file.write(line)
+        self._file.write(dumps(values) + "\n")
         self._file.flush()
 
 
 def read_record(path: Path) -> Record:
-    """Read and verify the record in folder ``path``.
+    """Read and verify the record in folder ``path``, tensor files included.
 
     Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
     """
-    values = read_lines(path)
-    steps = [_read_step(path, value) for value in values[1:-1]]
-    if [s.step for s in steps] != list(range(-1, values[-1]["steps"])):
-        raise DigestMismatch(
-            f"{path / FILE} names steps {[s.step for s in steps]}, its footer {values[-1]['steps']}; run the cell again"
-        )
-    return Record(path=path, header=values[0], initial=steps[0], steps=tuple(steps[1:]), footer=values[-1])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read and verify the lines of the record in folder ``path``: header, steps, footer. Its tensors are not looked at.
-
-    Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
-    """
-    file = path / FILE
-    if not file.is_file():
-        raise RecordError(f"{path} holds no {FILE}: this is not a record, or its cell ended before it wrote anything")
-    lines = file.read_bytes().splitlines(keepends=True)
-    values = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-            values.append(value if isinstance(value, dict) else {})
-        except ValueError:
-            if number < len(lines):
-                raise DigestMismatch(f"{file}:{number} is not JSON: the file was changed; run the cell again") from None
-    if not values or values[0].get("type") != "header":
-        raise RecordError(
-            f"{file} does not begin with a header line: not a record, or its beginning is lost; run the cell again"
-        )
-    if (schema := values[0].get("schema")) != SCHEMA:
-        writer = values[0].get("environment", {}).get("backend-parity", "unknown")
-        raise WrongSchema(
-            f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the "
-            f"version that wrote it (backend-parity {writer})"
-        )
-    if values[-1].get("type") != "footer":
-        seen = [v["step"] for v in values if v.get("type") == "step"]
-        raise MissingFooter(
-            f"{file} has no footer: the cell stopped after step {max(seen, default='none')}; run it again"
-        )
-    if record_digest(b"".join(lines[:-1]), values[-1]) != values[-1].get("sha256"):
-        raise DigestMismatch(f"{file} does not match its own digest: it was edited; run the cell again")
-    return values
-
-
-def _read_step(folder: Path, values: dict[str, Any]) -> StepRecord:
-    file = folder / values["tensors"]["file"]
+    lines = read_lines(path)
     try:
-        if _sha256(file) != values["tensors"]["sha256"]:
+        loaded, *steps = [_read_step(path, line) for line in (lines.loaded, *lines.steps)]
+    except RecordError as error:
+        error.left = lines
+        raise
+    return Record(path=path, lines=lines, loaded=loaded, steps=tuple(steps))
+
+
+def _read_step(folder: Path, line: Line) -> StepRecord:
+    file = folder / line["tensors"]["file"]
+    try:
+        if _sha256(file) != line["tensors"]["sha256"]:
             raise DigestMismatch(f"{file} was changed after the run; run the cell again")
-        return StepRecord(step=values["step"], values=values, path=file)
+        with safe_open(file, framework="pt"):
+            return StepRecord(step=line["step"], line=line, path=file)
     except FileNotFoundError:
         raise DigestMismatch(f"{file} is missing; copy the whole record folder, or run the cell again") from None
     except SafetensorError as error:
@@ -166,4 +161,5 @@ def _read_step(folder: Path, values: dict[str, Any]) -> StepRecord:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,55 +1,32 @@
-"""References: the frozen inputs and oracle runs that cells share, made once per output folder.
+"""Oracles: the oracle's records that cells are judged by, made once and kept across runs.
 
-Oracle runs go on beside the cells, in a world of their own. Other processes on the same output folder (pytest-xdist
-workers) wait for each other's and use them.
+Oracle runs go on beside the cells, in a world of their own. Their records are cached under everything that they depend
+on: the models' files, the batches, the scenario without what does not matter to it, the sources of the oracle and of
+the objective, torch, and below float64 the device. So no run is repeated by another process, nor by the next run of the
+suite. ``PARITY_CACHE`` names the cache's folder (default: ``~/.cache/backend-parity``).
 """
 
 import contextlib
-import fcntl
 import hashlib
+import inspect
 import json
+import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.batch import write_batches
-from conformance.inputs.documents import build_batches
-from conformance.oracle.architecture import read_architecture
+import torch
+
+from conformance import oracle
+from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
 from conformance.oracle.run import PolicyName
-from conformance.paths import resolve
-from conformance.record.tensors import RecordError, read_record
+from conformance.plan.cell import Cell
+from conformance.record.format import RecordError
+from conformance.record.tensors import read_record
 from conformance.scenario import Scenario, scenario_to_json
-from conformance.inputs.model import prepare_model
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What every backend and the oracle get: a Hugging Face folder and the file of frozen batches."""
-
-    model: Path
-    batches: Path
-
-
-def prepare_inputs(scenario: Scenario, root: Path) -> Inputs:
-    """Make the scenario's inputs under ``root/inputs``, or find them there.
-
-    Raises ValueError for a model or data set that cannot be used.
-    """
-    model = root / "inputs" / f"{scenario.model_name}-{_key(scenario.model, scenario.seed)}"
-    data = {"data": scenario_to_json(scenario)["data"], "steps": scenario.steps, "model": model.name}
-    batches = root / "inputs" / f"batches-{_key(data)}.json"
-    with _locked(root / "inputs" / "lock"):
-        if not model.exists():
-            read_architecture(resolve(scenario.model))  # what the oracle does not know cannot be judged
-            with _complete_or_nothing(model) as folder:
-                prepare_model(scenario, folder)
-        if not batches.exists():
-            with _complete_or_nothing(batches) as file:
-                write_batches(file, build_batches(scenario, model))
-    return Inputs(model=model, batches=batches)
+CACHE_SIZE = 4 * 2**30  # bytes; what was used least recently goes first
 
 
 class Oracles:
@@ -70,79 +47,119 @@ class Oracles:
         self._thread.submit(self._close)
         self._thread.shutdown()
 
-    def folder(self, scenario: Scenario) -> Path:
-        """Holds ``float64`` and, below the exact tier, the cell's precision."""
-        values = scenario_to_json(scenario.reference)
-        for irrelevant in ("name", "precision"):
-            values.pop(irrelevant)
-        return self._root / "oracle" / f"{scenario.model_name}-{_key(values)}"
+    def folder(self, cell: Cell) -> Path:
+        """Holds the records ``float64`` and, below the exact tier, the cell's precision."""
+        asked = [_relevant(cell.scenario), *([list(cell.restarts)] if cell.restarts else [])]
+        return self._root / "oracle" / f"{cell.scenario.model_name}-{short_key(*asked)}"
 
-    def request(self, scenario: Scenario, inputs: Inputs) -> None:
-        """Have the runs made that a cell of this scenario is judged by, if they are not made or under way."""
-        policies: list[PolicyName] = ["float64", *([] if scenario.precision == "exact" else [scenario.precision])]
-        for policy in policies:
-            out = self.folder(scenario) / policy
+    def request(self, cell: Cell, inputs: FrozenInputs) -> None:
+        """Have the runs made that the cell is judged by, if they are not made or under way."""
+        for policy in _policies(cell):
+            out = self.folder(cell) / policy
             if out not in self._runs:
-                self._runs[out] = self._thread.submit(self._run, scenario.reference, inputs, out, policy)
+                self._runs[out] = self._thread.submit(self._run, cell, inputs, out, policy)
 
-    def wait(self, scenario: Scenario) -> str:
-        """Wait for the scenario's runs; returns why one failed, or nothing."""
-        folder = self.folder(scenario)
-        return "; ".join(filter(None, (run.result() for out, run in self._runs.items() if out.parent == folder)))
+    def wait(self, cell: Cell) -> str:
+        """Wait for the runs that the cell is judged by; returns why one failed, or nothing."""
+        return "; ".join(filter(None, (self._runs[self.folder(cell) / policy].result() for policy in _policies(cell))))
 
-    def _run(self, scenario: Scenario, inputs: Inputs, out: Path, policy: PolicyName) -> str:
-        with _locked(out.with_name(f"{policy}.lock")):
-            with contextlib.suppress(RecordError):
-                read_record(out)
+    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName) -> str:
+        device = "cpu" if policy == "float64" else self._device
+        cached = cache_folder() / "oracle" / _cache_key(cell, inputs, policy, device)
+        with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
+            if _is_whole(out):
                 return ""
             shutil.rmtree(out, ignore_errors=True)  # what a run that was interrupted left
-            outcome = self._outcome(scenario, inputs, out, policy)
-        return "" if outcome.state == "done" else f"the oracle's {policy} run failed: {outcome.reason}"
+            if not _is_whole(cached):
+                shutil.rmtree(cached, ignore_errors=True)
+                with complete_or_nothing(cached) as unfinished:
+                    outcome = self._outcome(
+                        cell, inputs, unfinished, policy, device, logs=out.with_name(f"{policy}-logs")
+                    )
+                    if outcome.state != "done":
+                        return f"the oracle's {policy} run failed: {outcome.reason}"
+            os.utime(cached)
+            with complete_or_nothing(out) as unfinished:
+                shutil.copytree(cached, unfinished)
+        return ""
 
-    def _outcome(self, scenario: Scenario, inputs: Inputs, out: Path, policy: PolicyName) -> Outcome:
+    def _outcome(
+        self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, device: Device, *, logs: Path
+    ) -> Outcome:
         self._pool = self._pool or Pool(work_dir=self._root / "worlds")
         return self._pool.run(
             key="oracle",
-            # The noise of a precision is that of the device's kernels; float64 is the same everywhere.
-            config=WorldConfig(
-                size=1,
-                device="cpu" if policy == "float64" else self._device,
-                preload=("conformance.oracle.task",),
-            ),
+            config=WorldConfig(size=1, device=device, preload=("conformance.oracle.task",)),
             task="conformance.oracle.task:run",
             kwargs={
-                "scenario": scenario_to_json(scenario),
-                "model": str(inputs.model),
+                "scenario": scenario_to_json(cell.scenario.reference),
+                "models": {role: str(folder) for role, folder in inputs.models.items()},
                 "batches": str(inputs.batches),
                 "out": str(out),
                 "policy": policy,
+                "restarts": list(cell.restarts),
             },
-            log_dir=out.with_name(f"{policy}-logs"),
+            log_dir=logs,
             budget_s=self._budget_s,
         )
 
     def _close(self) -> None:
         if self._pool:
             self._pool.close()
+        prune(cache_folder() / "oracle", size=CACHE_SIZE)
 
 
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+def cache_folder() -> Path:
+    """Where records are kept across runs."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
+    return Path(os.environ.get("PARITY_CACHE") or default)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the file stays, locks end with their process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def prune(folder: Path, *, size: int) -> None:
+    """Remove the records that were used least recently, until ``size`` bytes at most are left."""
+    records = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda path: path.stat().st_mtime, reverse=True)
+    held = 0
+    for record in records:
+        held += sum(file.stat().st_size for file in record.glob("*"))
+        if held > size:
+            shutil.rmtree(record, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _complete_or_nothing(path: Path) -> Iterator[Path]:
-    """A path to write to, which gets its name only when all is written."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    yield unfinished
-    unfinished.rename(path)
+def _policies(cell: Cell) -> list[PolicyName]:
+    precision = cell.scenario.precision
+    return ["float64"] if precision == "exact" else ["float64", precision]
+
+
+def _relevant(scenario: Scenario) -> dict[str, object]:
+    """What of a scenario the oracle's numbers depend on; its model and data are told by their files."""
+    values = scenario_to_json(scenario.reference)
+    return {key: value for key, value in values.items() if key not in ("name", "precision")}
+
+
+def _is_whole(record: Path) -> bool:
+    with contextlib.suppress(RecordError):
+        read_record(record)
+        return True
+    return False
+
+
+def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device) -> str:
+    digest = hashlib.sha256()
+    values = _relevant(cell.scenario)
+    values.pop("model")
+    kernels = "" if device == "cpu" else torch.cuda.get_device_name()
+    parts = [values, policy, list(cell.restarts), torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
+    digest.update(json.dumps(parts, sort_keys=True).encode())
+    source = inspect.getsourcefile(type(cell.scenario.objective))
+    package = Path(oracle.__file__).parent
+    files = [inputs.batches, *sorted(package.glob("*.py")), *([Path(source)] if source else [])]
+    files += [package.parent / name for name in ("observable.py", "record/format.py", "record/tensors.py")]
+    for role, folder in sorted(inputs.models.items()):
+        digest.update(role.encode())
+        files += sorted(
+            file for file in folder.iterdir() if file.name == "config.json" or file.suffix == ".safetensors"
+        )
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32]

@@ -1,56 +1,63 @@
-"""Replicas: are the pieces that several ranks claim to share really equal? Serves claim 3.
+"""Replicas: are the numbers that several ranks claim to share really equal? Serves claim 3.
 
 Ranks exchange digests; only pieces whose bits differ are exchanged themselves, one at a time, and measured.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from conformance.backend import Kind, Shard
+from conformance.backend import Shard
+
+Piece = tuple[str, str, str]  # group, name, region
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """``offered``: pieces of all ranks together. ``compared``: of them, by name and region, those of two or more ranks.
-
-    ``differing``: JSON values, one per piece whose bits differ.
-    """
+class Replicas:
+    """offered: number of pieces of all ranks together. compared: number of distinct (name, region) that at least two
+    ranks hold. differing: one JSON object for each of these whose bytes are not identical on all its ranks."""
 
     offered: int
     compared: int
     differing: list[dict[str, Any]]
 
 
-def compare(kind: Kind, shards: Iterable[Shard]) -> Result:
-    """Compare every piece over the ranks that hold it; collective.
+def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
+    """Compare every piece of each group over the ranks that hold it; collective, every rank gives the same groups.
 
-    A differing entry gives kind, tensor, region, ranks, and ``relative``: the largest distance to the first holder's
-    piece, ||x - x_0|| / ||x_0||, in float64.
+    A differing entry gives name, region, ranks, and ``relative``: the largest distance to the first holder's piece,
+    ||x - x_0|| / ||x_0||, in float64.
     """
-    mine = {(shard.name, shard.region): shard.tensor.detach().cpu() for shard in shards}
-    digests = {key: hashlib.sha256(_bytes(tensor)).digest() for key, tensor in mine.items()}
-    everyone: list[dict[tuple[str, str], bytes]] = [{} for _ in range(dist.get_world_size())]
+    mine = {(key, s.name, s.region): s.tensor.detach().cpu() for key, shards in groups.items() for s in shards}
+    digests = {piece: hashlib.sha256(_bytes(tensor)).digest() for piece, tensor in mine.items()}
+    everyone: list[dict[Piece, bytes]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
-    holders: dict[tuple[str, str], list[int]] = defaultdict(list)
+    holders: dict[Piece, list[int]] = defaultdict(list)
     for rank, held in enumerate(everyone):
-        for key in held:
-            holders[key].append(rank)
-    shared = {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
-    differing = []
-    for (name, region), ranks in shared.items():
-        if len({everyone[rank][name, region] for rank in ranks}) == 1:
+        for piece in held:
+            holders[piece].append(rank)
+    differing: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for piece, ranks in holders.items():
+        if len({everyone[rank][piece] for rank in ranks}) == 1:
             continue
         copies: list[torch.Tensor | None] = [None] * len(everyone)
-        dist.all_gather_object(copies, mine.get((name, region)))
+        dist.all_gather_object(copies, mine.get(piece))
         relative = _distance([copy for copy in copies if copy is not None])
-        differing.append({"kind": kind, "tensor": name, "region": region, "ranks": ranks, "relative": relative})
-    return Result(offered=sum(map(len, everyone)), compared=len(shared), differing=differing)
+        key, name, region = piece
+        differing[key].append({"name": name, "region": region, "ranks": ranks, "relative": relative})
+    return {
+        key: Replicas(
+            offered=sum(piece[0] == key for held in everyone for piece in held),
+            compared=sum(piece[0] == key and len(ranks) > 1 for piece, ranks in holders.items()),
+            differing=differing[key],
+        )
+        for key in groups
+    }
 
 
 def _distance(copies: list[torch.Tensor]) -> float:

@@ -1,15 +1,13 @@
-"""Session: cells to verdicts. Runs each cell in a live world, waits for its oracle, judges, and keeps it all on disk.
+"""Session: cells to verdicts. Runs the legs of each cell in live worlds, waits for its oracle, judges, keeps it all.
 
-The output folder (docs/architecture.md): ``summary.json``, ``cells/SLUG/{verdict.json,record/,logs/}``, ``oracle/``,
+The output folder (docs/architecture.md): ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``, ``oracle/``,
 ``inputs/``. The summary is written before the first cell and after every one, so that a session that is interrupted
-shows what was not run (claim 8).
+shows what was not run (claim 9).
 """
 
-import json
 import os
-import platform
 import shlex
-import subprocess
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,14 +18,17 @@ from typing import Any
 import torch
 
 from conformance.backend import ExpectedDifference, MissingExtra, Unsupported
-from conformance.plan.cell import Cell, package_version
-from conformance.judge.verdict import Verdict, judge_folder
-from conformance.run.oracles import Inputs, Oracles, prepare_inputs
-from conformance.record.results import Entry, apply_expectation, write_entry, write_summary
+from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.judge.expected import apply_expectation
+from conformance.judge.verdict import judge_folders
+from conformance.objective import all_observables
+from conformance.oracle.objectives import functions_of
+from conformance.plan.cell import Cell, Leg
+from conformance.record.results import Entry, Run, Verdict, write_entry, write_summary
+from conformance.run.environment import environment, model_sizes
+from conformance.run.oracles import Oracles
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
-
-PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # whose versions a summary keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +44,13 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """A judged cell."""
+class JudgedCell:
+    """A cell with its verdict."""
 
     cell: Cell
     verdict: Verdict
     seconds: float = 0.0
+    completed: bool = False
 
 
 class Session:
@@ -61,6 +63,7 @@ class Session:
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
         self._clock = time.monotonic()
+        self._environment = environment()
         self.config.out.mkdir(parents=True, exist_ok=True)
         self._pool = Pool(work_dir=self.config.out / "worlds")
         self._oracles = Oracles(root=self.config.out, device=self.config.device, budget_s=self.config.budget_s)
@@ -70,186 +73,201 @@ class Session:
         self._pool.close()
         self._oracles.__exit__()
 
-    def run_all(self, cells: Sequence[Cell], *, progress: Callable[[Result], None]) -> None:
+    def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
         """Run and judge the cells one after another; their oracles are computed meanwhile."""
         self.announce(cells)
         for cell in cells:
-            if not self._refusal(cell):
+            if not self.refusal(cell):
                 self._request(cell)
         for cell in cells:
-            result = self.run(cell)
+            judged = self.run(cell)
             self.write_summary(finished=False)
-            progress(result)
+            progress(judged)
         self.write_summary(finished=True)
 
     def announce(self, cells: Sequence[Cell]) -> None:
         """Put every cell into the output folder as not run, so that none is forgotten if the session is cut short."""
         for cell in cells:
-            self._keep(Result(cell=cell, verdict=Verdict(state="not_run", reason="the run ended before this cell")))
+            self._keep(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason="the run ended before this cell")))
         self.write_summary(finished=False)
 
-    def run(self, cell: Cell) -> Result:
-        """Run one cell in its world and judge it; writes the cell's verdict."""
+    def run(self, cell: Cell) -> JudgedCell:
+        """Run one cell, leg after leg, and judge it; writes the cell's verdict."""
         began = time.monotonic()
-        verdict = self._run(cell)
-        result = Result(cell=cell, verdict=verdict, seconds=time.monotonic() - began)
-        self._keep(result)
-        return result
+        verdict, completed = self._run(cell)
+        judged = JudgedCell(cell=cell, verdict=verdict, seconds=time.monotonic() - began, completed=completed)
+        self._keep(judged)
+        return judged
 
-    def _run(self, cell: Cell) -> Verdict:
-        if refusal := self._refusal(cell):
-            return Verdict(state="unsupported", reason=refusal)
+    def _run(self, cell: Cell) -> tuple[Verdict, bool]:
+        """The verdict, and whether all legs came to their end."""
+        if refusal := self.refusal(cell):
+            return Verdict(state="unsupported", reason=refusal), False
         inputs = self._request(cell)
-        folder = self._folder(cell)
-        outcome = self._run_in_world(cell, inputs, folder)
-        if failure := self._oracles.wait(cell.scenario):
-            return Verdict(state="infrastructure", reason=failure)
-        if outcome.state == "failed":
-            return Verdict(state="infrastructure", reason=outcome.reason)
-        verdict = judge_folder(folder / "record", self._oracles.folder(cell.scenario))
+        failure = self._run_legs(cell, inputs)
+        if missing := self._oracles.wait(cell):
+            return Verdict(state="infrastructure", reason=missing), not failure
+        if failure:
+            return Verdict(state="infrastructure", reason=failure), False
+        legs = [self._leg_folder(cell, number) for number in range(len(cell.legs))]
+        verdict = judge_folders([leg / "record" for leg in legs], self._oracles.folder(cell))
+        if verdict.state == "conforms":
+            for leg in legs:
+                shutil.rmtree(leg / "saved", ignore_errors=True)  # what differs is kept for whoever looks into it
         known = _expectation(cell)
-        return apply_expectation(verdict, asdict(known) if known else None)
+        return apply_expectation(verdict, asdict(known) if known else None), True
 
-    def _request(self, cell: Cell) -> Inputs:
+    def _request(self, cell: Cell) -> FrozenInputs:
         inputs = prepare_inputs(cell.scenario, self.config.out)
-        self._oracles.request(cell.scenario, inputs)
+        self._oracles.request(cell, inputs)
         return inputs
 
-    def _refusal(self, cell: Cell) -> str:
+    def refusal(self, cell: Cell) -> str:
         """Why the cell cannot be run at all, in words for the user; empty if it can.
 
-        Raises ValueError for a model or data set that cannot be used: that is no property of the cell.
+        Raises UsageError for a model, data set or objective that cannot be used: that is no property of the cell.
         """
-        model = prepare_inputs(cell.scenario, self.config.out).model
-        try:
-            answer = cell.backend.load().supports(cell.scenario, cell.layout)
-        except MissingExtra as error:
-            return str(error)
-        if isinstance(answer, Unsupported):
-            return answer.reason
-        data, accumulation = cell.scenario.data, cell.scenario.accumulation
-        try:
-            cell.layout.validate(**_sizes(model), rows=data.rows, accumulation=accumulation)
-        except ValueError as error:
-            return str(error)
-        gpus = torch.cuda.device_count()
-        if self.config.device == "cuda" and gpus < cell.layout.world_size:
-            return f"needs {cell.layout.world_size} GPUs, {gpus} visible; a layout of at most {gpus} ranks would run"
+        functions_of(cell.scenario.objective)
+        model = next(iter(prepare_inputs(cell.scenario, self.config.out).models.values()))
+        for leg in cell.legs:
+            if reason := self._refusal_of_leg(cell, leg, model):
+                return reason
         return ""
 
-    def _run_in_world(self, cell: Cell, inputs: Inputs, folder: Path) -> Outcome:
+    def _refusal_of_leg(self, cell: Cell, leg: Leg, model: Path) -> str:
+        scenario, kind = cell.scenario, cell.scenario.objective.kind
+        try:
+            adapter = leg.backend.load()
+        except MissingExtra as error:
+            return str(error)
+        if kind not in getattr(adapter, "objectives", ("sft",)):
+            return f"{leg.backend.name} does not train the objective {kind!r}"
+        answer = adapter.supports(scenario, leg.layout)
+        if isinstance(answer, Unsupported):
+            return answer.reason
+        try:
+            leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+        except ValueError as error:
+            return str(error)
+        gpus, ranks = torch.cuda.device_count(), leg.layout.world_size
+        if self.config.device == "cuda" and gpus < ranks:
+            return f"needs {ranks} GPUs, {gpus} visible; a layout of at most {gpus} ranks would run"
+        return ""
+
+    def _run_legs(self, cell: Cell, inputs: FrozenInputs) -> str:
+        """Run the legs in order, each in processes that never saw another; returns why one failed, or nothing."""
+        for number in range(len(cell.legs)):
+            outcome = self._run_leg(cell, number, inputs)
+            if outcome.state == "failed":
+                where = f"leg {number + 1} of {len(cell.legs)}: " if len(cell.legs) > 1 else ""
+                return where + outcome.reason
+        return ""
+
+    def _run_leg(self, cell: Cell, number: int, inputs: FrozenInputs) -> Outcome:
+        leg, folder = cell.legs[number], self._leg_folder(cell, number)
         return self._pool.run(
-            key=cell.backend.name,
-            config=world_config(cell, self.config.device),
-            task="conformance.plan.cell:run_cell",
-            kwargs=task_arguments(cell, inputs, folder / "record"),
+            key=leg.backend.name,
+            config=world_config(leg, self.config.device),
+            task="conformance.run.task:run_leg",
+            kwargs=leg_arguments(cell, number, inputs, folder, self._saved_before(cell, number)),
             log_dir=folder / "logs",
             budget_s=self.config.budget_s,
+            fresh=number > 0,
         )
 
-    def _folder(self, cell: Cell) -> Path:
-        return self.config.out / "cells" / cell.slug
+    def _saved_before(self, cell: Cell, number: int) -> Path | None:
+        return self._leg_folder(cell, number - 1) / "saved" if number else None
 
-    def _keep(self, result: Result) -> None:
-        cell, folder = result.cell, self._folder(result.cell)
-        has_record = (folder / "record").is_dir()
-        completed = result.verdict.state not in ("infrastructure", "not_run", "unsupported")
+    def _leg_folder(self, cell: Cell, number: int) -> Path:
+        return self.config.out / "cells" / cell.slug / "legs" / str(number)
+
+    def _keep(self, judged: JudgedCell) -> None:
+        cell, folder = judged.cell, self.config.out / "cells" / judged.cell.slug
+        legs = [f"legs/{number}/record" for number in range(len(cell.legs))]
+        records = tuple(leg for leg in legs if (folder / leg).is_dir())
         known = _expectation(cell)
-        details = {
-            "cell": str(cell),
-            "scenario": cell.scenario.name,
-            "model": cell.scenario.model_name,
-            "backend": cell.backend.name,
-            "layout": str(cell.layout),
-            "precision": cell.scenario.precision,
-            "world_size": cell.layout.world_size,
-            "seconds": result.seconds,
-            "folder": f"cells/{cell.slug}",
-            "completed": completed,  # otherwise the record, if there is one, is not to be judged again
-            "record": "record" if has_record else None,
-            "oracle": os.path.relpath(self._oracles.folder(cell.scenario) / "float64", folder) if has_record else None,
-            "expected": asdict(known) if known else None,
-            "reproduce": shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
-        }
-        self._entries[str(cell)] = Entry(details=details, verdict=result.verdict)
-        write_entry(self.config.out, self._entries[str(cell)])
+        entry = Entry(
+            cell=str(cell),
+            scenario=cell.scenario.name,
+            model=cell.scenario.model_name,
+            backend=cell.backend,
+            layout=cell.layout,
+            variant=cell.variant,
+            world_size=cell.world_size,
+            seconds=judged.seconds,
+            folder=f"cells/{cell.slug}",
+            completed=judged.completed,
+            records=records,
+            oracle=os.path.relpath(self._oracles.folder(cell), folder) if records else None,
+            expected=asdict(known) if known else None,
+            reproduce=shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
+            observables=all_observables(cell.scenario.objective),
+            verdict=judged.verdict,
+        )
+        self._entries[str(cell)] = entry
+        write_entry(self.config.out, entry)
 
     def write_summary(self, *, finished: bool) -> None:
         """Write ``summary.json`` with what is known so far."""
-        run = {
-            "started": self._started.isoformat(timespec="seconds"),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
-            "seconds": round(time.monotonic() - self._clock, 2),
-            "profile": self.config.profile,
-            "device": self.config.device,
-            "command": self.config.command or shlex.join(["parity", "run", *self.config.arguments]),
-            "environment": environment(),
-        }
+        run = Run(
+            started=self._started.isoformat(timespec="seconds"),
+            finished=datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
+            seconds=round(time.monotonic() - self._clock, 2),
+            profile=self.config.profile,
+            device=self.config.device,
+            command=self.config.command or shlex.join(["parity", "run", *self.config.arguments]),
+            environment=self._environment,
+        )
         write_summary(self.config.out, run, list(self._entries.values()))
 
 
-def world_config(cell: Cell, device: Device) -> WorldConfig:
-    """The world that a cell runs in: its size, and what its backend is slow to import."""
-    preload = (cell.backend.target.partition(":")[0], "conformance.plan.cell", *getattr(cell.backend.load(), "preload", ()))
-    return WorldConfig(size=cell.layout.world_size, device=device, preload=preload)
+def world_config(leg: Leg, device: Device) -> WorldConfig:
+    """The world that a leg runs in: its size, and what its backend is slow to import."""
+    preload = (
+        leg.backend.target.partition(":")[0],
+        "conformance.run.task",
+        *getattr(leg.backend.load(), "preload", ()),
+    )
+    return WorldConfig(size=leg.layout.world_size, device=device, preload=preload)
 
 
-def task_arguments(cell: Cell, inputs: Inputs, record: Path) -> dict[str, Any]:
-    """The arguments of conformance.plan.cell.run_cell, as JSON values."""
+def leg_arguments(
+    cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None
+) -> dict[str, Any]:
+    """The arguments of conformance.run.task.run_leg, as JSON values.
+
+    ``folder`` is the leg's; ``saved_before`` is what the leg before has saved.
+    """
+    leg, before = cell.legs[number], cell.legs[number - 1].save if number else None
+    models = {role: str(path) for role, path in inputs.models.items()}
+    if before == "export":
+        models = {role: str(saved_before / role) for role in models} if saved_before else models
     return {
         "cell": str(cell),
-        "target": cell.backend.target,
+        "target": leg.backend.target,
         "scenario": scenario_to_json(cell.scenario),
-        "layout": str(cell.layout),
-        "weights": str(inputs.model),
+        "layout": str(leg.layout),
+        "models": models,
         "batches": str(inputs.batches),
-        "record": str(record),
+        "first_step": cell.first_steps[number],
+        "steps": leg.steps,
+        "load": str(saved_before) if before == "checkpoint" else None,
+        "save": str(folder / "saved") if leg.save == "checkpoint" else None,
+        "export": str(folder / "saved") if leg.save == "export" else None,
+        "record": str(folder / "record"),
         "planted": list(cell.faults),
     }
 
 
 def _expectation(cell: Cell) -> ExpectedDifference | None:
-    """What the backend says must differ about this cell. A backend that cannot be imported says nothing.
+    """What the backend of the first leg says must differ. A backend that cannot be imported says nothing.
 
     A planted fault is no known defect: it has to be found wherever it is planted.
     """
     if cell.faults:
         return None
     try:
-        known: tuple[ExpectedDifference, ...] = getattr(cell.backend.load(), "expected", ())
+        known: tuple[ExpectedDifference, ...] = getattr(cell.legs[0].backend.load(), "expected", ())
     except MissingExtra:
         return None
     return next((k for k in known if k.means(str(cell))), None)
-
-
-def environment() -> dict[str, Any]:
-    """What a reader needs in order to see the same numbers."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": _gpus(),
-        "cuda": torch.version.cuda,
-        **{name: package_version(name) for name in PACKAGES},
-    }
-
-
-def _gpus() -> list[str]:
-    """Name and driver of each GPU of the host, asked without creating a CUDA context in this process."""
-    if not torch.cuda.device_count():
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-
-
-def _sizes(model: Path) -> dict[str, int]:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    if "num_attention_heads" not in config:
-        raise ValueError(f"{model}/config.json does not say num_attention_heads; this is no model that the suite knows")
-    heads = config["num_attention_heads"]
-    return {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "layers": config["num_hidden_layers"],
-    }

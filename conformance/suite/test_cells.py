@@ -5,19 +5,17 @@
 Serves every claim, claim 8 in that only a cell that conforms passes.
 """
 
-import json
-
 import pytest
 
 from conformance.plan.cell import Cell
-from conformance.record.results import VERDICT
-from conformance.run.session import Result, Session
+from conformance.record.results import VERDICT, read_entry
+from conformance.run.session import JudgedCell, Session
 
 SHOWN = 12  # findings in a message; verdict.json has them all
 
 
 @pytest.fixture
-def result(cell: Cell, parity_session: Session) -> Result:
+def result(cell: Cell, parity_session: Session) -> JudgedCell:
     """The cell, run and judged. Where infrastructure failed, pytest reports an error and not a failure of the test."""
     result = parity_session.run(cell)
     if result.verdict.state == "infrastructure":
@@ -25,7 +23,7 @@ def result(cell: Cell, parity_session: Session) -> Result:
     return result
 
 
-def test_cell(result: Result, parity_session: Session) -> None:
+def test_cell(result: JudgedCell, parity_session: Session) -> None:
     """The backend computes what the oracle computes; if not, the message says where they part."""
     verdict = result.verdict
     if verdict.state == "unsupported":
@@ -36,14 +34,14 @@ def test_cell(result: Result, parity_session: Session) -> None:
         pytest.fail(_message(result, parity_session), pytrace=False)
 
 
-def _message(result: Result, session: Session) -> str:
+def _message(result: JudgedCell, session: Session) -> str:
     """All that a person needs in order to go on."""
     verdict = result.verdict
     folder = session.config.out / "cells" / result.cell.slug
     findings = [f"  {finding}" for finding in verdict.findings[:SHOWN]]
     if len(verdict.findings) > SHOWN:
         findings.append(f"  and {len(verdict.findings) - SHOWN} more, in {VERDICT}")
-    reproduce = json.loads((folder / VERDICT).read_text(encoding="utf-8"))["reproduce"]
+    reproduce = read_entry(folder / VERDICT).reproduce
     return "\n".join(
         [f"{verdict.state}: {verdict.reason}", *findings, f"reproduce: {reproduce}", f"record and logs: {folder}"]
     )

@@ -9,8 +9,10 @@ of an earlier one finds the addresses of the earlier one in the store.
 """
 
 import gc
+import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from conformance.world.process import thread_count
 
@@ -37,10 +38,14 @@ class Holdings:
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
 SETTLE_S = 2.0  # the threads of a destroyed group end a little later, on a loaded machine much later
 _TICK_S = 0.01
+# A second of imports together, so they are left to those who use DTensor; for others there is no cache to clear.
+_DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 
 
 def freeze() -> None:
     """Exempt what is imported by now from garbage collection: it is fast then, and forked ranks share the memory."""
+    if _DTENSOR in sys.modules:
+        import_module(_CACHES)  # once here, or in every rank's first clean-up
     gc.collect()
     gc.freeze()
 
@@ -104,7 +109,9 @@ def _forget_meshes(device: str) -> None:
     """
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()  # older meshes hold names only
-    _clear_sharding_prop_cache()
+    if _DTENSOR not in sys.modules:
+        return
+    import_module(_CACHES)._clear_sharding_prop_cache()
     _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
@@ -115,5 +122,5 @@ class _ClearInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _clear_sharding_prop_cache()
+        import_module(_CACHES)._clear_sharding_prop_cache()
         return gradient

@@ -4,7 +4,6 @@ Serves claim 8: however the controller ends, a zygote notices (its socket closes
 ranks along.
 """
 
-import contextlib
 import itertools
 import os
 import select
@@ -20,7 +19,7 @@ from typing import Literal, Protocol
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.process import process_state
 from conformance.world.reason import exit_words, tail
-from conformance.world.wire import Lines, Message, Packets, packet_pair, stream_pair
+from conformance.world.wire import Message, Wire, wire_pair
 
 START_LIMIT_S = 120.0  # to import torch and a backend on a loaded machine
 _ZYGOTE = "conformance.world.zygote"
@@ -30,7 +29,7 @@ _GONE_LIMIT_S = 2.0
 _world_numbers = itertools.count(1)
 
 
-class Source(Protocol):
+class Pollable(Protocol):
     """What can be polled."""
 
     def fileno(self) -> int: ...
@@ -47,7 +46,7 @@ class World:
     number: int
     zygote: "ZygoteHandle"
     pids: list[int]
-    lines: list[Lines]
+    wires: list[Wire]
     beats: Heartbeats
     statuses: dict[int, int] = field(default_factory=dict)
 
@@ -63,8 +62,8 @@ class World:
     def bury(self) -> list[int]:
         """End and reap all processes of the world; returns those that could not be ended."""
         left = self.zygote.bury(self)
-        for lines in self.lines:
-            lines.close()
+        for wire in self.wires:
+            wire.close()
         self.beats.close()
         return left
 
@@ -73,11 +72,10 @@ class ZygoteHandle:
     """A running zygote. Belongs to the thread that makes it: the kernel ends the zygote with that thread."""
 
     def __init__(self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path) -> None:
-        self._log = log
+        self._log = log  # of this zygote alone: it is deleted at the end when nothing was written
         self._worlds: dict[int, World] = {}
         self.is_alive = True
-        own, theirs = packet_pair()
-        self._control = Packets(own)
+        self._control, theirs = wire_pair()
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), ranks, *preload],
@@ -116,7 +114,7 @@ class ZygoteHandle:
         """Start the ranks of a world; they join each other in their first task."""
         number = next(_world_numbers)
         beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
-        pairs = [stream_pair() for _ in range(size)]
+        pairs = [wire_pair() for _ in range(size)]
         beats = Heartbeats(beats_fd, size=size)
         spec = {
             "size": size,
@@ -134,9 +132,7 @@ class ZygoteHandle:
         os.close(beats_fd)
         os.close(store_fd)
         started = self._answer("started", world=number, limit_s=_ANSWER_LIMIT_S)
-        world = World(
-            number=number, zygote=self, pids=started["pids"], lines=[Lines(own) for own, _ in pairs], beats=beats
-        )
+        world = World(number=number, zygote=self, pids=started["pids"], wires=[wire for wire, _ in pairs], beats=beats)
         self._worlds[number] = world
         return world
 
@@ -165,9 +161,8 @@ class ZygoteHandle:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        with contextlib.suppress(FileNotFoundError):  # another process's pool may have the same log
-            if self._log.stat().st_size == 0:
-                self._log.unlink()
+        if self._log.exists() and self._log.stat().st_size == 0:
+            self._log.unlink()
         return self._process.returncode
 
     def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:
@@ -192,7 +187,7 @@ class ZygoteHandle:
         return message
 
 
-def readable(sources: Iterable[Source], *, limit_s: float) -> list[int]:
+def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
     """Descriptors of ``sources`` that have something to read or are closed, waited for at most ``limit_s``."""
     poll = select.poll()
     for source in sources:

@@ -1,10 +1,14 @@
 """Pool: runs tasks in live worlds, and keeps the worlds that end them well. What the rest of the suite uses.
 
 Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task suffers from the one before.
+Why a world was retired goes to the logger ``conformance.world.pool``, which no command of the suite configures: an
+outcome says what its user needs, and the log is for whoever wonders why a run is slow.
 """
 
+import itertools
 import json
 import logging
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -13,19 +17,23 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from conformance.world.launch import StartError, World, ZygoteHandle
-from conformance.world.reason import Kind
+from conformance.world.reason import FailureKind
 from conformance.world.watch import TaskFailed, run_task
 
 Device = Literal["cpu", "cuda"]
 
+_RanksAre = Literal["forked", "started"]
+
 logger = logging.getLogger(__name__)
+_zygote_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
     """A world's shape.
 
-    preload: modules to import before the first task, such as the adapter's; on the CPU once for all worlds of a key.
+    preload: modules to import before the first task, such as the adapter's; on the CPU once for all worlds of a pool
+        that preload the same.
     memory_limit_bytes: address space per rank beyond what is mapped when it starts (CPU only). Address space is more
         than memory: each thread reserves some tens of MiB of it.
 
@@ -56,7 +64,7 @@ class Outcome:
 
     state: Literal["done", "failed"]
     reason: str
-    kind: Kind
+    kind: FailureKind
     rank: int | None
     seconds: float
     results: list[Any]
@@ -72,7 +80,7 @@ class Pool:
     def __init__(self, *, work_dir: Path) -> None:
         work_dir.mkdir(parents=True, exist_ok=True)
         self._work_dir = work_dir
-        self._zygotes: dict[tuple[str, Device, tuple[str, ...]], ZygoteHandle] = {}
+        self._zygotes: dict[tuple[_RanksAre, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
 
     def __enter__(self) -> Self:
@@ -84,9 +92,21 @@ class Pool:
         self.close()
 
     def run(
-        self, *, key: str, config: WorldConfig, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float
+        self,
+        *,
+        key: str,
+        config: WorldConfig,
+        task: str,
+        kwargs: dict[str, Any],
+        log_dir: Path,
+        budget_s: float,
+        fresh: bool = False,
     ) -> Outcome:
         """Call ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
+
+        ``fresh``: the task runs in processes that have never seen another task, such as the part of a cell that
+        resumes from a checkpoint, which must find there all that it needs. The live world of this key and config is
+        retired before. The fresh one is kept for the next task, as any other.
 
         ``log_dir`` gets rank-N.log and, if a rank had to be asked where it is, rank-N.stacks. Whatever the task does,
         this returns within the budget and a few seconds; starting the world comes on top. Raises ValueError for a
@@ -97,13 +117,15 @@ class Pool:
         log_dir.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         try:
+            if fresh:
+                self._retire(key, config, why="the next task wants a fresh one")
             world = self._world(key, config)
             results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s)
         except StartError as error:
             return _failed(str(error), kind="raised", rank=None, began=began)
         except TaskFailed as failure:
-            self._retire(key, config, why=str(failure.fault))
-            return _failed(str(failure), kind=failure.fault.kind, rank=failure.fault.rank, began=began)
+            self._retire(key, config, why=str(failure.cause))
+            return _failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began)
         except BaseException:
             self._retire(key, config, why="interrupted")
             raise
@@ -128,7 +150,7 @@ class Pool:
             self._retire(key, config, why="a rank died while it was idle")
             world = None
         if world is None:
-            world = self._zygote(key, config).start_world(
+            world = self._zygote(config).start_world(
                 size=config.size,
                 device=config.device,
                 preload=config.preload,
@@ -137,14 +159,14 @@ class Pool:
             self._worlds[key, config] = world
         return world
 
-    def _zygote(self, key: str, config: WorldConfig) -> ZygoteHandle:
-        kind = key, config.device, config.preload
-        zygote = self._zygotes.get(kind)
+    def _zygote(self, config: WorldConfig) -> ZygoteHandle:
+        """The live zygote that has imported just what this world preloads, or a new one. Raises StartError."""
+        ranks: _RanksAre = "forked" if config.device == "cpu" else "started"
+        preload = config.preload if ranks == "forked" else ()  # ranks that are started import for themselves
+        zygote = self._zygotes.get((ranks, preload))
         if zygote is None or not zygote.is_alive:
-            log = self._work_dir / f"zygote-{re.sub(r'[^A-Za-z0-9_.-]', '-', key)}.log"
-            zygote = self._zygotes[kind] = ZygoteHandle(
-                ranks="forked" if config.device == "cpu" else "started", preload=config.preload, log=log
-            )
+            log = self._work_dir / f"zygote-{os.getpid()}-{next(_zygote_numbers)}.log"  # others may share the folder
+            zygote = self._zygotes[ranks, preload] = ZygoteHandle(ranks=ranks, preload=preload, log=log)
         return zygote
 
     def _retire(self, key: str, config: WorldConfig, *, why: str) -> None:
@@ -155,7 +177,7 @@ class Pool:
                 logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
 
 
-def _failed(reason: str, *, kind: Kind, rank: int | None, began: float) -> Outcome:
+def _failed(reason: str, *, kind: FailureKind, rank: int | None, began: float) -> Outcome:
     seconds = time.monotonic() - began
     return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[])
 

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import FileStore
 from conformance.world import heartbeat
 from conformance.world.cleanup import Cleaner, freeze
 from conformance.world.heartbeat import Heartbeats, RankContext, beat
-from conformance.world.wire import Lines, Message
+from conformance.world.wire import Message, Wire
 
 # The watchdog ends a hang, with stacks; a collective that timed out first would hide which rank it waited for.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
@@ -57,24 +57,23 @@ def serve(spec: RankSpec) -> None:
     heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.size), spec.rank)
     device = "cpu" if spec.device == "cpu" else f"cuda:{spec.rank}"
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
-    lines = Lines(socket.socket(fileno=spec.socket_fd))
-    messages = iter(lines)
+    wire = Wire(socket.socket(fileno=spec.socket_fd))
     cleaner = Cleaner(device)
-    for message in messages:
+    while (message := wire.receive()[0]) is not None:
         with _logs(Path(message["log_dir"]), spec.rank):
-            lines.send(_run_task(spec, context, message, lines))
-            if next(messages, None) is None:
+            wire.send(_run_task(spec, context, message, wire))
+            if wire.receive()[0] is None:
                 return
             beat("clean-up")
             leaks = cleaner.clean_up()
-        lines.send({"type": "clean", "leaks": leaks})
+        wire.send({"type": "clean", "leaks": leaks})
 
 
-def _run_task(spec: RankSpec, context: RankContext, message: Message, lines: Lines) -> Message:
+def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire) -> Message:
     try:
         if not dist.is_initialized():
             _join(spec)
-        lines.send({"type": "started"})
+        wire.send({"type": "started"})
         beat("task")
         module_name, _, function = message["task"].partition(":")
         result = getattr(import_module(module_name), function)(context, **message["kwargs"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory"]
+FailureKind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory"]
 
 _TAIL_LINES = 20
 # How an error reads on a rank whose peer has gone (gloo, NCCL): the peer is the cause, not this rank.
@@ -25,14 +25,14 @@ _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class Failure:
     """What went wrong, and on which rank; None: on no single one.
 
     ``what`` is a sentence such as "rank 1 raised", ``detail`` what else is known, in one line.
     """
 
     rank: int | None
-    kind: Kind
+    kind: FailureKind
     what: str
     phase: str = ""
     detail: str = ""
@@ -44,17 +44,17 @@ class Fault:
         )
 
 
-def first_cause(faults: Sequence[Fault]) -> Fault:
-    """The fault that explains the others: one that is on no single rank, else the first that is no echo of a lost peer.
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that explains the others: one of no single rank, else the first that is no echo of a lost peer.
 
     A death outranks an exception seen just before it: a dying rank's peers may hear of it before the controller does.
     """
 
-    def rank_of(fault: Fault) -> tuple[bool, bool, bool]:
-        is_echo = fault.kind == "raised" and any(echo in fault.detail.lower() for echo in _ECHOES)
-        return fault.rank is not None, is_echo, fault.kind in ("raised", "out of memory")
+    def order(failure: Failure) -> tuple[bool, bool, bool]:
+        is_echo = failure.kind == "raised" and any(echo in failure.detail.lower() for echo in _ECHOES)
+        return failure.rank is not None, is_echo, failure.kind in ("raised", "out of memory")
 
-    return min(faults, key=rank_of)
+    return min(failures, key=order)
 
 
 def exit_words(status: int) -> str:
@@ -79,14 +79,14 @@ def indent(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Location:
     """Where a rank's main thread is, out of its stacks file."""
 
     text: str
     in_collective: bool
 
 
-def read_place(stacks: Path) -> Place | None:
+def read_location(stacks: Path) -> Location | None:
     """Read what faulthandler wrote; None when the rank wrote nothing (it is dead, or stuck in the kernel)."""
     try:
         main_thread = stacks.read_text(errors="replace").rstrip().rpartition("\n\n")[2]
@@ -98,7 +98,7 @@ def read_place(stacks: Path) -> Place | None:
     in_collective = any(Path(file).name in _COLLECTIVES for file, _, _ in frames[:3])
     # torch's own frames say little; the line of the backend that called it does.
     file, line, function = next((f for f in frames if "/torch/" not in f[0]), frames[0])
-    place = f"{function} ({Path(file).name}:{line})"
-    return Place(
-        text=f"in a collective called from {place}" if in_collective else f"in {place}", in_collective=in_collective
+    where = f"{function} ({Path(file).name}:{line})"
+    return Location(
+        text=f"in a collective called from {where}" if in_collective else f"in {where}", in_collective=in_collective
     )

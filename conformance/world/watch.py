@@ -13,7 +13,16 @@ from typing import Any, NoReturn
 
 from conformance.world.launch import START_LIMIT_S, World, readable
 from conformance.world.process import process_state, signal_process
-from conformance.world.reason import Fault, Kind, Place, exit_words, first_cause, indent, read_place, tail
+from conformance.world.reason import (
+    Failure,
+    FailureKind,
+    Location,
+    exit_words,
+    first_cause,
+    indent,
+    read_location,
+    tail,
+)
 from conformance.world.wire import Garbage, Message
 
 GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
@@ -24,11 +33,11 @@ _TICK_S = 0.25
 
 
 class TaskFailed(Exception):
-    """A task did not end well on all ranks; ``fault`` is the first cause, the message the whole reason."""
+    """A task did not end well on all ranks; ``cause`` is the first failure, the message the whole reason."""
 
-    def __init__(self, fault: Fault, reason: str) -> None:
+    def __init__(self, cause: Failure, reason: str) -> None:
         super().__init__(reason)
-        self.fault = fault
+        self.cause = cause
 
 
 def run_task(
@@ -40,13 +49,13 @@ def run_task(
     """
     watch = _Watch(world, log_dir)
     world.beats.reset("start")
-    for lines in world.lines:
-        lines.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
+    for wire in world.wires:
+        wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
     watch.expect("started", limit_s=START_LIMIT_S, since=time.monotonic())
     began = time.monotonic()
     done = watch.expect("done", limit_s=budget_s, since=began)
-    for lines in world.lines:
-        lines.send({"do": "clean"})
+    for wire in world.wires:
+        wire.send({"do": "clean"})
     clean = watch.expect("clean", limit_s=budget_s, since=began)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
     return [message["result"] for message in done], "; ".join(leaks)
@@ -56,9 +65,9 @@ class _Watch:
     def __init__(self, world: World, log_dir: Path) -> None:
         self._world = world
         self._log_dir = log_dir
-        self._inbox: list[deque[Message]] = [deque() for _ in world.lines]
+        self._inbox: list[deque[Message]] = [deque() for _ in world.wires]
         self._open = set(range(world.size))
-        self._faults: dict[int | None, Fault] = {}  # by rank, in the order in which they were seen
+        self._failures: dict[int | None, Failure] = {}  # by rank, in the order in which they were seen
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
 
@@ -67,98 +76,101 @@ class _Watch:
         deadline = since + limit_s
         while not all(self._inbox):
             self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
-            if self._faults:
+            if self._failures:
                 self._hear_the_others()
-                self._fail(first_cause(list(self._faults.values())), self._stacks())
+                self._fail(first_cause(list(self._failures.values())), self._stacks())
             if not all(self._inbox) and time.monotonic() > deadline:
                 self._hang(limit_s)
         messages = [inbox.popleft() for inbox in self._inbox]
         for rank, message in enumerate(messages):
             if message.get("type") != kind:
-                self._fault(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
-                self._fail(self._faults[rank], self._stacks())
+                self._note(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
+                self._fail(self._failures[rank], self._stacks())
         return messages
 
     def _look(self, *, limit_s: float) -> None:
-        """Wait for news, and turn bad news into faults."""
+        """Wait for news, and turn bad news into failures."""
         world = self._world
-        ready = readable([world.zygote, *(world.lines[rank] for rank in self._open)], limit_s=limit_s)
+        ready = readable([world.zygote, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
         for rank in sorted(self._open):
-            if world.lines[rank].fileno() in ready:
+            if world.wires[rank].fileno() in ready:
                 self._read(rank)
         world.zygote.receive()
         if not world.zygote.is_alive:
             status = world.zygote.close()
             what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
-            self._faults[None] = Fault(rank=None, kind="killed" if status < 0 else "exited", what=what)
+            self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
         for rank, status in world.statuses.items():
-            self._fault(rank, "killed" if status < 0 else "exited", exit_words(status))
+            self._note(rank, "killed" if status < 0 else "exited", exit_words(status))
         now = time.monotonic()
         for rank in range(world.size):
             if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
-                self._fault(rank, "exited", "closed its connection to the controller")
+                self._note(rank, "exited", "closed its connection to the controller")
             if process_state(world.pids[rank]) != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
-                self._fault(rank, "stopped", "was stopped (SIGSTOP, or job control)")
+                self._note(rank, "stopped", "was stopped (SIGSTOP, or job control)")
 
     def _read(self, rank: int) -> None:
-        try:
-            messages, is_open = self._world.lines[rank].receive()
-        except Garbage as garbage:
-            self._open.discard(rank)
-            self._fault(rank, "exited", "sent garbage to the controller", detail=str(garbage))
-            return
-        if not is_open:
-            self._open.discard(rank)
-            self._cut_since[rank] = time.monotonic()
-        for message in messages:
-            if message.get("type") == "raised":
-                kind: Kind = "out of memory" if message["out_of_memory"] else "raised"
+        """Take in all that the rank has sent by now: the last of it may explain its death."""
+        wire = self._world.wires[rank]
+        while rank in self._open and readable([wire], limit_s=0.0):
+            try:
+                message, _ = wire.receive()
+            except Garbage as garbage:
+                self._open.discard(rank)
+                self._note(rank, "exited", "sent garbage to the controller", detail=str(garbage))
+                return
+            if message is None:
+                self._open.discard(rank)
+                self._cut_since[rank] = time.monotonic()
+            elif message.get("type") == "raised":
+                kind: FailureKind = "out of memory" if message["out_of_memory"] else "raised"
                 what = "ran out of memory" if message["out_of_memory"] else "raised"
-                self._fault(rank, kind, what, detail=message["error"], traceback=message["traceback"])
+                self._note(rank, kind, what, detail=message["error"], traceback=message["traceback"])
             else:
                 self._inbox[rank].append(message)
 
-    def _fault(self, rank: int, kind: Kind, what: str, *, detail: str = "", traceback: str = "") -> None:
-        """Note a rank's first fault; what follows on the same rank is its consequence."""
+    def _note(self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = "") -> None:
+        """Note a rank's first failure; what follows on the same rank is its consequence."""
         phase = self._world.beats.read(rank).phase
-        fault = Fault(rank=rank, kind=kind, what=f"rank {rank} {what}", phase=phase, detail=detail, traceback=traceback)
-        self._faults.setdefault(rank, fault)
+        what = f"rank {rank} {what}"
+        failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
+        self._failures.setdefault(rank, failure)
 
     def _hear_the_others(self) -> None:
         deadline = time.monotonic() + GRACE_S
-        while self._unheard() and None not in self._faults and time.monotonic() < deadline:
+        while self._unheard() and None not in self._failures and time.monotonic() < deadline:
             self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
 
     def _unheard(self) -> list[int]:
         """Ranks that have neither done their work nor failed; that they started says nothing."""
         at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
-        return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._faults]
+        return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
 
     def _hang(self, limit_s: float) -> NoReturn:
         """Name the ranks that lag behind: the fewest heartbeats, then those that are not waiting for others."""
-        places = self._stacks()
+        locations = self._stacks()
         late = self._unheard()
         fewest = min(self._world.beats.read(rank).count for rank in late)
         suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
-        if outside := [rank for rank in suspects if rank in places and not places[rank].in_collective]:
+        if outside := [rank for rank in suspects if rank in locations and not locations[rank].in_collective]:
             suspects = outside
         names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
-        fault = Fault(
+        cause = Failure(
             rank=suspects[0] if len(suspects) < self._world.size else None,
             kind="hung",
             what=f"{names} hung",
             phase=self._world.beats.read(suspects[0]).phase,
             detail=f"not done within {limit_s:.1f} s",
         )
-        self._fail(fault, places)
+        self._fail(cause, locations)
 
-    def _stacks(self) -> dict[int, Place]:
+    def _stacks(self) -> dict[int, Location]:
         """Have the ranks that still run write their stacks; returns where they are."""
         ranks = [
             *self._unheard(),
-            *(rank for rank, f in self._faults.items() if rank is not None and f.kind == "stopped"),
+            *(rank for rank, f in self._failures.items() if rank is not None and f.kind == "stopped"),
         ]
         files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
         for rank in ranks:
@@ -171,27 +183,27 @@ class _Watch:
         for file in self._log_dir.glob("rank-*.stacks"):
             if not _is_written(file):
                 file.unlink(missing_ok=True)
-        return {rank: place for rank, file in files.items() if (place := read_place(file))}
+        return {rank: location for rank, file in files.items() if (location := read_location(file))}
 
-    def _fail(self, fault: Fault, places: dict[int, Place]) -> NoReturn:
+    def _fail(self, cause: Failure, locations: dict[int, Location]) -> NoReturn:
         """Put the reason into words: the cause, the other ranks, where to look, the end of the log."""
-        lines = [str(fault)]
+        lines = [str(cause)]
         now = time.monotonic()
         for rank in range(self._world.size):
-            other = self._faults.get(rank)
+            other = self._failures.get(rank)
             beat = self._world.beats.read(rank)
-            if other is not None and other is not fault:
+            if other is not None and other is not cause:
                 lines.append(f"  then {other}")
-            elif rank in places:
-                lines.append(f"  rank {rank} is {places[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
+            elif rank in locations:
+                lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
         stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
         logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
         lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")
-        if fault.traceback:
-            lines += [f"traceback of rank {fault.rank}:", indent(fault.traceback)]
-        elif fault.rank is not None:
-            lines += [f"end of rank-{fault.rank}.log:", tail(self._log_dir / f"rank-{fault.rank}.log")]
-        raise TaskFailed(fault, "\n".join(lines))
+        if cause.traceback:
+            lines += [f"traceback of rank {cause.rank}:", indent(cause.traceback)]
+        elif cause.rank is not None:
+            lines += [f"end of rank-{cause.rank}.log:", tail(self._log_dir / f"rank-{cause.rank}.log")]
+        raise TaskFailed(cause, "\n".join(lines))
 
 
 def _is_written(file: Path) -> bool:

@@ -1,8 +1,8 @@
-"""Zygote: imports torch and a backend once, then forks ranks on request, reports their deaths and reaps them.
+"""Zygote: imports once what its ranks need, then forks ranks on request, reports their deaths and reaps them.
 
-``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, one per backend. It never runs a
-task and stays single-threaded, because threads do not survive a fork. Where ranks are to be started (GPUs, or a backend
-whose import starts a thread), it imports nothing.
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, one for all worlds that preload
+the same modules. It never runs a task and stays single-threaded, because threads do not survive a fork. Where ranks are
+to be started (GPUs, or a backend whose import starts a thread), it imports nothing.
 Serves claim 8: it is the parent of every rank, so that no rank can die unseen, and none can outlive it.
 """
 
@@ -26,7 +26,7 @@ from conformance.world.process import (
     signal_process,
     thread_count,
 )
-from conformance.world.wire import Message, Packets
+from conformance.world.wire import Message, Wire
 
 TERM_GRACE_S = 0.5  # for a task's own SIGTERM handler
 KILL_LIMIT_S = 5.0  # a process that is still there then sits in the kernel: a driver, a network file system
@@ -40,7 +40,7 @@ class Zygote:
     the group's name, cannot come to mean somebody else's process.
     """
 
-    def __init__(self, control: Packets, *, forks: bool) -> None:
+    def __init__(self, control: Wire, *, forks: bool) -> None:
         self._control, self._forks = control, forks
         self._pids: dict[int, list[int]] = {}  # of each world, by rank
         self._reported: set[int] = set()
@@ -183,11 +183,11 @@ def main() -> None:
     control_fd, parent, ranks, *preload = sys.argv[1:]
     signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()
-    control = Packets(socket.socket(fileno=int(control_fd)))
+    control = Wire(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(int(control_fd), False)
     if ranks == "forked":
         try:
-            culprit = _import([*preload, "torch", "transformers", "conformance.world.rank"])
+            culprit = _import([*preload, "conformance.world.rank"])
         except BaseException:
             error = f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
             control.send({"type": "ready", "error": error})

@@ -3,14 +3,23 @@
 The Trainer deals out rows, counts tokens, reduces, clips, steps and logs; model, optimizer and schedule live on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments, get_scheduler
 
-from conformance.backend import BackendInfo, Kind, NamedTensors, Shard, StepMetrics, Support, Supported, Unsupported
+from conformance.backend import (
+    BackendInfo,
+    NamedTensors,
+    Shard,
+    StepMetrics,
+    Support,
+    Supported,
+    TensorKind,
+    Unsupported,
+)
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -21,7 +30,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.token_count = int(num_items_in_batch)
         if self.accelerator.sync_gradients:  # the last micro-batch: DDP has reduced, the Trainer clips next
-            self.on_gradients()
+            self.on_gradients("policy")
         return loss
 
 
@@ -42,7 +51,7 @@ class HFTrainerBackend:
             return Unsupported(f"the Trainer runs on plain DDP here; use dp{layout.world_size}")
         return Supported() if scenario.precision != "fp16" else Unsupported("fp16 loss scaling is not undone; use bf16")
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
         o, s, k = scenario.optimizer, scenario.schedule, scenario.accumulation
         sgd = {"optim": "sgd", "optim_args": f"momentum={o.momentum}"}
         adamw = {"adam_beta1": o.betas[0], "adam_beta2": o.betas[1], "adam_epsilon": o.eps}
@@ -55,7 +64,9 @@ class HFTrainerBackend:
             **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # writes nothing
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
-        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.get_default_dtype(), trust_remote_code=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            weights["policy"], dtype=torch.get_default_dtype(), trust_remote_code=True
+        )
         self.trainer = ObservedTrainer(model, args, data_collator=collate)
         name = s.name.replace("constant", "constant_with_warmup")
         # Given from outside: the Trainer would start a schedule of its own at every train().
@@ -63,7 +74,7 @@ class HFTrainerBackend:
         self.parts = (model, self.trainer.optimizer, self.trainer.lr_scheduler)
         return {"optimizer": repr(self.trainer.optimizer), "attention": model.config._attn_implementation}
 
-    def train_step(self, batch: Batch, on_gradients: Callable[[], None]) -> StepMetrics:
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         dp, k = self.trainer.args.world_size, self.trainer.args.gradient_accumulation_steps
         ranks = [batch.micro_batches(dp_rank=rank, dp_size=dp, accumulation=k) for rank in range(dp)]
         # The Trainer's loader deals micro-batches to the ranks in turn, like cards.
@@ -71,16 +82,15 @@ class HFTrainerBackend:
         self.trainer.on_gradients = on_gradients
         self.trainer.train()
         log, n = self.trainer.state.log_history[0], self.trainer.token_count
-        return StepMetrics(loss_sum=log["loss"] * n, token_count=n, grad_norm=log["grad_norm"], lr=log["learning_rate"])
+        names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+        return StepMetrics(values={"token_count": n, **{key: log[theirs] for key, theirs in names.items()}})
 
-    def named_weights(self) -> NamedTensors:
-        yield from self.trainer.model.named_parameters()
+    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+        for name, parameter in self.trainer.model.named_parameters():
+            yield name, parameter if kind == "weight" else parameter.grad
 
-    def named_gradients(self) -> NamedTensors:
-        yield from ((name, parameter.grad) for name, parameter in self.trainer.model.named_parameters())
-
-    def local_shards(self, kind: Kind) -> Iterator[Shard]:
-        for name, tensor in self.named_weights() if kind == "weight" else self.named_gradients():
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        for name, tensor in self.named_tensors(kind, model):
             yield Shard(name, "full", tensor.detach())
 
     def save(self, path: Path) -> None:
@@ -90,6 +100,9 @@ class HFTrainerBackend:
     def load(self, path: Path) -> None:
         for part, state in zip(self.parts, torch.load(path / "state.pt", map_location="cpu"), strict=True):
             part.load_state_dict(state)
+
+    def export(self, path: Path, model: str) -> None:
+        self.trainer.model.save_pretrained(path, is_main_process=self.trainer.is_world_process_zero())
 
     def teardown(self) -> None:
         del self.trainer, self.parts

@@ -1,15 +1,17 @@
-"""What DeepSpeed keeps in the process beside an engine: set before the first, undone after each.
+"""What DeepSpeed keeps in the process beside its engines: set before the first, undone after the last.
 
 A rank runs one cell after another. What an engine leaves in DeepSpeed, torch and transformers decides how the next one
-behaves, whoever's it is; docs/findings/deepspeed-global-state.md lists what that is and does.
+behaves, whoever's it is; docs/findings/deepspeed-global-state.md lists what that is and does. Several contexts may be
+open at a time: they are counted, and the last to leave undoes what they share.
 """
 
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -20,30 +22,101 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.sequence import layer
 from deepspeed.utils import groups
 from transformers.integrations import deepspeed as hf
 
-_LINEAR = torch.nn.functional.linear
+from conformance.layout import Layout
+from conformance.validation import UsageError
+
+_open: list[tuple[int, int]] = []  # (tp, ulysses) of each context that has entered and not left
+_undo = contextlib.ExitStack()  # what is to be done when the last leaves
 
 
-def enter(device: str) -> None:
-    """Make DeepSpeed use the initialised default process group, on ``device``."""
+def enter(device: str, layout: Layout) -> None:
+    """Make DeepSpeed use the initialised default process group, on ``device``.
+
+    Raises UsageError where another context is open with another way of cutting: DeepSpeed has one set of groups.
+    """
+    cut = (layout.tp, layout.ulysses)
+    if any(other != cut for other in _open):
+        raise UsageError(
+            f"DeepSpeed keeps its process groups in globals, and a context with tp{_open[0][0]}.ulysses{_open[0][1]} "
+            f"is open; tear it down before you set up tp{cut[0]}.ulysses{cut[1]}, or use the same tp and ulysses"
+        )
+    if not _open:
+        _set_up(device)
+    _open.append(cut)
+
+
+def leave() -> None:
+    """Undo what contexts and their engines left, if this is the last one; engines have been destroyed before."""
+    _open.pop()
+    if not _open:
+        _undo.close()
+        gc.collect()
+
+
+def when_left(undo: Callable[[], None]) -> None:
+    """Call ``undo`` when the last context leaves."""
+    assert _open
+    _undo.callback(undo)
+
+
+def _set_up(device: str) -> None:
     # Two lines per collective otherwise: torch 2.13 deprecates names that DeepSpeed calls.
     deprecated = r".*\b(all_gather_into_tensor|reduce_scatter_tensor)\b.*"
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
+    _undo.callback(deepspeed.logger.setLevel, deepspeed.logger.level)
     deepspeed.logger.setLevel(logging.WARNING)
+    _undo.callback(_forget_groups)
+    _replace(torch.nn.functional, "linear", torch.nn.functional.linear)  # zero.Init puts its own there
     if device == "cpu":
         set_accelerator(CPU_Accelerator())
         # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
-        deepspeed.ops.__compatible_ops__ = {}
+        _replace(deepspeed.ops, "__compatible_ops__", {})
+        # It asks oneDNN, which has float16 on CPUs with AVX512-FP16 or AMX only. torch's own kernels, which compute
+        # instead then, have it on any CPU (docs/findings/deepspeed-cpu-fp16.md).
+        _replace(get_accelerator(), "is_fp16_supported", lambda: True)
     else:
         # For ops that are compiled at first use. Its builder cannot read "9.0a" in this variable (DeepSpeed#8619).
-        os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        name, capability = "TORCH_CUDA_ARCH_LIST", torch.cuda.get_device_capability(device)
+        known = os.environ.get(name)
+        _undo.callback(os.environ.pop, name) if known is None else _undo.callback(os.environ.update, {name: known})
+        os.environ[name] = "{}.{}".format(*capability)
     accelerator = get_accelerator()
     assert accelerator.device_name() == torch.device(device).type
     # ZeRO-0 reduces gradients of the listed dtypes only, and float64 is not among them.
-    accelerator.supported_dtypes = lambda: [*type(accelerator).supported_dtypes(accelerator), torch.float64]
+    dtypes = [*accelerator.supported_dtypes(), torch.float64]
+    _replace(accelerator, "supported_dtypes", lambda: dtypes)
     deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the last context leaves; then it is again what it was, or absent again."""
+    if name in vars(owner):
+        _undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        _undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _forget_groups() -> None:
+    """Let go of process groups, which the suite destroys itself, and of the tensor-parallel mode."""
+    groups._release_process_group_references()
+    layer._all_to_all_groups.clear()  # of Ulysses; a group that is held keeps its sockets and threads
+    set_autotp_mode(training=False)
+
+
+def forget_model(model: torch.nn.Module) -> None:
+    """Let go of a model that ZeRO-3 has cut; its engine has been destroyed before."""
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not model]
+    # A cache under a decorated method holds all engines and modules from their second forward pass on. Engines that are
+    # still there fill it again.
+    decorated: Any = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 
 
 @contextlib.contextmanager
@@ -51,7 +124,7 @@ def any_dtype() -> Iterator[None]:
     """Let ZeRO-3 cut parameters of any dtype.
 
     It asserts that they are float16, bfloat16 or float32, but uses the dtype only to decide which buffers of a model in
-    half precision stay in float32. On a CPU without float16 a slip in its precedence hides the assertion.
+    half precision stay in float32.
     """
     checked = partition_parameters.InsertPostInitMethodToModuleSubClasses
     original = checked._set_dtype
@@ -80,7 +153,10 @@ def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(owner: type) -> Iterator[None]:
-    """Undo what was set on a class: zero.Init leaves its copies of what it patched, and patches for what it copied."""
+    """Snapshot a class's attributes and restore them on exit.
+
+    zero.Init's own clean-up is incomplete: it leaves saved originals behind and patches installed.
+    """
     before = dict(vars(owner))
     try:
         yield
@@ -90,12 +166,3 @@ def _restored(owner: type) -> Iterator[None]:
                 delattr(owner, name)
             elif value is not before[name]:
                 setattr(owner, name, before[name])
-
-
-def leave() -> None:
-    """Undo what engines left."""
-    groups._release_process_group_references()  # the suite destroys the groups themselves
-    set_autotp_mode(training=False)
-    parameter_offload.FWD_MODULE_STACK.clear()
-    torch.nn.functional.linear = _LINEAR  # zero.Init puts its own there
-    gc.collect()

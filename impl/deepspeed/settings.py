@@ -1,15 +1,15 @@
-"""DeepSpeed's JSON configuration, from what a strategy is told."""
+"""DeepSpeed's JSON configuration, from what a context is told."""
 
 from typing import Any
 
 from conformance.scenario import OptimizerConfig
-from impl.strategy import StrategyConfig
+from impl.strategy import ContextConfig
 
 DEFAULT_STAGE = 3  # cuts what FSDP2 cuts
 NEVER = 10**9
 
 
-def zero_stage(config: StrategyConfig) -> int:
+def zero_stage(config: ContextConfig) -> int:
     return DEFAULT_STAGE if config.layout.zero is None else config.layout.zero
 
 
@@ -18,7 +18,7 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
-def engine_settings(config: StrategyConfig) -> dict[str, Any]:
+def engine_settings(config: ContextConfig) -> dict[str, Any]:
     """The dictionary for ``deepspeed.initialize``; an engine does not look at the rows per micro-batch, which vary."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -45,7 +45,18 @@ def engine_settings(config: StrategyConfig) -> dict[str, Any]:
     return settings
 
 
-def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+def frozen_settings(config: ContextConfig) -> dict[str, Any]:
+    """The dictionary for an engine without an optimizer, around a model that is in its compute dtype already.
+
+    It cuts as the others do: ZeRO-3 the parameters, AutoTP the matrices. The other stages cut nothing of such a model.
+    """
+    settings = engine_settings(config)
+    kept = ("train_micro_batch_size_per_gpu", "steps_per_print", "tensor_parallel")
+    zero = settings["zero_optimization"] if zero_stage(config) == 3 else {"stage": 0}
+    return {name: settings[name] for name in kept if name in settings} | {"zero_optimization": zero}
+
+
+def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     """The optimizer that DeepSpeed builds itself: on GPUs its fused AdamW, which it compiles at first use.
 
     torch's AdamW, by its switch for that, where there is no such thing: on the CPU, and in float64.
@@ -57,7 +68,7 @@ def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> di
     return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
 
 
-def _zero(config: StrategyConfig) -> dict[str, Any]:
+def _zero(config: ContextConfig) -> dict[str, Any]:
     stage = zero_stage(config)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:

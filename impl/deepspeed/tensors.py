@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -22,15 +23,15 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
-from conformance.backend import Kind, NamedTensors, Shard
+from conformance.backend import NamedTensors, Shard, TensorKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank is: its number among the data-parallel ranks and their count, its group of tensor-parallel ranks."""
+class RankPlace:
+    """What a rank holds: piece ``zero_rank`` of ``zero_size`` of what ZeRO cuts, and a part within ``tensor_group``."""
 
-    rank: int
-    size: int
+    zero_rank: int
+    zero_size: int
     tensor_group: dist.ProcessGroup | None
 
 
@@ -41,7 +42,7 @@ class EngineTensors:
     and free of the loss scale.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, place: Place) -> None:
+    def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
         self._engine, self._stage, self._place = engine, engine.zero_optimization_stage(), place
         # Below ZeRO-1 a half-precision model has its masters in the optimizer's wrapper, else it is its own master.
         wrapper = engine.optimizer
@@ -50,11 +51,11 @@ class EngineTensors:
             for half, full in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
                 self._masters |= dict(zip(half, full, strict=True))
 
-    def named(self, kind: Kind) -> NamedTensors:
+    def named(self, kind: TensorKind) -> NamedTensors:
         """Full tensors, one at a time."""
         for name, parameter in self._engine.module.named_parameters():
             tensor = self._weight(parameter) if kind == "weight" else self._gradient(parameter)
-            yield name, self._whole(parameter, tensor.detach())
+            yield name, _whole(parameter, tensor.detach(), self._place)
 
     def optimizer_state(self, key: str) -> NamedTensors:
         """One state of the optimizer, such as ``exp_avg``, in full; one parameter's at a time."""
@@ -68,16 +69,14 @@ class EngineTensors:
                 state = self._engine.basic_optimizer.state[self._masters.get(parameter, parameter)][key]
             else:
                 state = safe_get_full_optimizer_state(parameter, key)
-            yield name, self._whole(parameter, state.detach())
+            yield name, _whole(parameter, state.detach(), self._place)
 
-    def local(self, kind: Kind) -> Iterator[Shard]:
+    def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         for name, parameter in self._engine.module.named_parameters():
-            cut = _cut(parameter)
-            part = f"tp{dist.get_rank(self._place.tensor_group)} " if cut else ""
             own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
             if own:
-                yield Shard(name, part + own[0], own[1].detach())
+                yield Shard(name, _part(parameter, self._place) + own[0], own[1].detach())
 
     def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Overwrite the masters with full float32 tensors by name."""
@@ -92,18 +91,14 @@ class EngineTensors:
                 safe_set_full_fp32_param(parameter, weight)
             else:  # its own function for full tensors forgets the padding of the last rank's piece
                 numel = parameter.ds_tensor.numel()
-                flat = torch.nn.functional.pad(weight.flatten(), (0, numel * self._place.size - weight.numel()))
-                safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.rank, numel))
+                flat = torch.nn.functional.pad(weight.flatten(), (0, numel * self._place.zero_size - weight.numel()))
+                safe_set_local_fp32_param(parameter, flat.narrow(0, numel * self._place.zero_rank, numel))
 
     def mark_cut_gradients(self) -> None:
         """Say of gradients at ZeRO-0 that they are pieces: its norm in half precision asks them, not the parameters."""
         for parameter in self._engine.module.parameters():
             if _cut(parameter) and parameter.grad is not None:
                 parameter.grad.tensor_model_parallel = True
-
-    def cut_count(self) -> int:
-        """How many parameters tensor parallelism has cut."""
-        return sum(_cut(parameter) is not None for parameter in self._engine.module.parameters())
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self._stage == 0:
@@ -117,17 +112,20 @@ class EngineTensors:
         return self._unscaled(gradient.detach())
 
     def _own_weight(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor]:
-        """Region and piece: what the rank computes with, as far as it holds that between steps."""
+        """(region, tensor) of this rank's copy of the compute weight.
+
+        At ZeRO-3, of its fp32 partition, since the full weight is freed between steps.
+        """
         if self._stage == 3:
-            return f"piece {self._place.rank}", safe_get_local_fp32_param(parameter)
+            return f"piece {self._place.zero_rank}", safe_get_local_fp32_param(parameter)
         return "full", parameter
 
     def _own_gradient(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor] | None:
-        """Region and piece; None where the rank owns nothing of it."""
+        """(region, tensor) of the piece of the gradient that this rank owns; None where it owns nothing of it."""
         if self._stage == 0:
             return "full", self._gradient(parameter)
         if self._stage == 3:
-            return f"piece {self._place.rank}", self._unscaled(safe_get_local_grad(parameter))
+            return f"piece {self._place.zero_rank}", self._unscaled(safe_get_local_grad(parameter))
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -142,15 +140,49 @@ class EngineTensors:
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
         return gradient.to(torch.get_default_dtype()) / scale
 
-    def _whole(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """Put the tensor-parallel pieces together; collective over their ranks."""
-        cut = _cut(parameter)
-        if not cut:
-            return tensor
-        assert len(set(cut["partition_sizes"])) == 1, "pieces of different sizes"
-        pieces = [torch.empty_like(tensor) for _ in cut["partition_sizes"]]
-        dist.all_gather(pieces, tensor.contiguous(), group=self._place.tensor_group)
-        return torch.cat(pieces, dim=cut["partition_dim"])
+
+class FrozenTensors:
+    """Reads the weights of a model without an optimizer, which are what it computes with."""
+
+    def __init__(self, model: torch.nn.Module, place: RankPlace) -> None:
+        self._model, self._place = model, place
+
+    def named(self, kind: TensorKind) -> NamedTensors:
+        """Full weights in float32 (float64 in the exact tier), one at a time."""
+        assert kind == "weight", "a frozen model has no gradients"
+        for name, parameter in self._model.named_parameters():
+            with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                weight = parameter.detach().to(torch.get_default_dtype(), copy=True)
+            yield name, _whole(parameter, weight, self._place)
+
+    def local(self, kind: TensorKind) -> Iterator[Shard]:
+        """This rank's own pieces."""
+        assert kind == "weight", "a frozen model has no gradients"
+        for name, parameter in self._model.named_parameters():
+            cut = hasattr(parameter, "ds_id")
+            region, own = (f"piece {self._place.zero_rank}", parameter.ds_tensor) if cut else ("full", parameter)
+            yield Shard(name, _part(parameter, self._place) + region, own.detach())
+
+
+def cut_count(model: torch.nn.Module) -> int:
+    """How many parameters tensor parallelism has cut."""
+    return sum(_cut(parameter) is not None for parameter in model.parameters())
+
+
+def _part(parameter: torch.nn.Parameter, place: RankPlace) -> str:
+    """Which tensor-parallel part of a parameter this rank holds, as the beginning of a region."""
+    return f"tp{dist.get_rank(place.tensor_group)} " if _cut(parameter) else ""
+
+
+def _whole(parameter: torch.nn.Parameter, tensor: torch.Tensor, place: RankPlace) -> torch.Tensor:
+    """Put the tensor-parallel parts of a parameter together; collective over their ranks."""
+    cut = _cut(parameter)
+    if not cut:
+        return tensor
+    assert len(set(cut["partition_sizes"])) == 1, "parts of different sizes"
+    parts = [torch.empty_like(tensor) for _ in cut["partition_sizes"]]
+    dist.all_gather(parts, tensor.contiguous(), group=place.tensor_group)
+    return torch.cat(parts, dim=cut["partition_dim"])
 
 
 def _cut(parameter: torch.nn.Parameter) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ has none: unlike ``sdpa`` it knows documents and windows without a mask, and Uly
 (docs/findings/deepspeed-ulysses-sdpa.md).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -12,37 +13,75 @@ import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from conformance.validation import UsageError
+from impl.deepspeed import process
 from impl.ring.attention import NAME
 
 ROWS = 1  # of a rank's part of a micro-batch: its documents are laid end to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What an exchange is built for: heads of queries, heads of keys and values, and the size of a head."""
+
+    query: int
+    key_value: int
+    size: int
+
+
+_exchanging: tuple[Heads, Any] | None = None  # the one exchange of the process: transformers has one NAME; and its mpu
 
 
 def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, group: dist.ProcessGroup) -> Any:
     """Put the exchange around the attention of ``model``; returns the ``mpu`` for ``deepspeed.initialize``.
 
     With tensor parallelism there is none, because AutoTP takes its place; every rank is a data rank for ZeRO then.
-    ``withdraw`` undoes it.
+    Models with the same heads share the exchange until the last context leaves the process. Raises UsageError for other
+    heads.
     """
-    if tp == 1:
-        return UlyssesSPAttentionHF.register_with_transformers(
-            model, core_attn_implementation=NAME, sequence_parallel_size=size, micro_batch_size=ROWS
-        )
+    global _exchanging
     config = model.config.get_text_config()
-    attention = UlyssesSPAttentionHF(
+    heads = Heads(
+        query=config.num_attention_heads,
+        key_value=config.num_key_value_heads,
+        size=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+    )
+    if _exchanging is None:
+        layers = config.num_hidden_layers
+        mpu = _around_model(model, size) if tp == 1 else _around_shards(heads, layers=layers, tp=tp, group=group)
+        _exchanging = heads, mpu
+        process.when_left(_withdraw)
+    known, mpu = _exchanging
+    if heads != known:
+        raise UsageError(
+            f"Ulysses exchanges the heads of one shape of attention in a process: {known} are exchanged, and this "
+            f"model has {heads}; use models with the same heads, or a ring (sp2) in place of ulysses2"
+        )
+    return mpu
+
+
+def _around_model(model: transformers.PreTrainedModel, size: int) -> Any:
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model, core_attn_implementation=NAME, sequence_parallel_size=size, micro_batch_size=ROWS
+    )
+
+
+def _around_shards(heads: Heads, *, layers: int, tp: int, group: dist.ProcessGroup) -> None:
+    """The exchange for the heads that AutoTP leaves to a rank."""
+    ALL_ATTENTION_FUNCTIONS[NAME] = UlyssesSPAttentionHF(
         attn=ALL_ATTENTION_FUNCTIONS[NAME],
         batch_size=ROWS,
-        attn_head_count=config.num_attention_heads // tp,
-        attn_head_size=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
-        kv_head_count=config.num_key_value_heads // tp,
-        num_hidden_layers=config.num_hidden_layers,
+        attn_head_count=heads.query // tp,
+        attn_head_size=heads.size,
+        kv_head_count=heads.key_value // tp,
+        num_hidden_layers=layers,
         process_group=group,
         seq_length_is_variable=True,
     )
-    ALL_ATTENTION_FUNCTIONS[NAME] = attention
-    return None
 
 
-def withdraw() -> None:
+def _withdraw() -> None:
     """Attention as transformers knew it before."""
-    if NAME in ALL_ATTENTION_FUNCTIONS._local_mapping:
-        del ALL_ATTENTION_FUNCTIONS[NAME]
+    global _exchanging
+    _exchanging = None
+    del ALL_ATTENTION_FUNCTIONS[NAME]

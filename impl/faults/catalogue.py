@@ -4,26 +4,26 @@
 see such a fault, however tight. Seams and what a function there means:
 
 ==================  ===================================================================================
-load_model          (strategy, path) -> model: whole model from a Hugging Face folder
+load_model          (trainable, path) -> model: whole model from a Hugging Face folder
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
-count_targets       (strategy, micro_batches) -> target tokens of the whole optimizer step
-start_micro_batch   (strategy, index, count): before each micro-batch; clears gradients before the first
-backward            (strategy, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end,
+step_totals         (context, functions, micro_batches) -> the objective's sums over the whole optimizer step, by name
+start_micro_batch   (trainable, index, count): before each micro-batch; clears gradients before the first
+backward            (trainable, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end,
                     or returns what the framework is to take the gradient of
 reduce_replicas     (...): averages gradients over ranks that hold the same parameters, in place
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
 clip_threshold      (max_norm or None) -> what a library that clips by itself is told; None is for no clipping
-advance_schedule    (strategy): after each optimizer step
-gradient_scale      (strategy) -> number of ranks that the framework averages gradients over
-reduction_mesh      (strategy) -> mesh of the ranks that see different tokens: gradients are reduced over it
+advance_schedule    (trainable): after each optimizer step
+gradient_scale      (trainable) -> number of ranks that the framework averages gradients over
+reduction_mesh      (trainable) -> mesh of the ranks that see different tokens: gradients are reduced over it
 mark_cut_gradients  (...): says of gradients that they are shards, which a library's norm asks
 forgotten_scale     (strategy) -> loss scale, where the library divides by it and does not multiply
 forget_steps        (strategy): undoes the count of a step that was made to allocate the optimizer's state
 shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
 merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
 pipeline_config     (...) -> configuration of a pipeline's exchanges, with the switches that megatron-core names
-qkv_runs            (...) -> for q, k, v: (row of it, row in the fused parameter, count) of each stretch that a rank has
+qkv_spans           (...) -> for q, k, v: named tuples (theirs: row of it, own: row in the fused parameter, length)
 project_output      (module, x) -> output summed over tensor-parallel ranks, and the bias to add
 layer_numbers       (part of a model) -> numbers of its layers in the whole model, from 0
 reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
@@ -37,15 +37,15 @@ from typing import Any
 
 import torch
 
-from impl.faults.engine import ENGINE_FAULTS
 from conformance.faults.fault import Fault, Function
+from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from impl.faults.ring import RING_FAULTS
 
 
 def _dropped_o_bias(load_model: Function) -> Function:
-    def faulty(strategy: Any, path: Any) -> Any:
-        model = load_model(strategy, path)
+    def faulty(trainable: Any, path: Any) -> Any:
+        model = load_model(trainable, path)
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.bias", "linear_proj.bias")):  # Hugging Face's name, and Megatron's
                 torch.nn.init.zeros_(parameter)
@@ -63,19 +63,19 @@ def _leaking_documents(collate: Function) -> Function:
     return faulty
 
 
-def _local_token_mean(count_targets: Function) -> Function:
-    def faulty(strategy: Any, micro_batches: Any) -> Any:
+def _local_token_mean(step_totals: Function) -> Function:
+    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, float]:
         # The mean over a rank's own tokens, then averaged over ranks by the data-parallel reduction.
-        local = sum(row.target_count for rows in micro_batches for row in rows)
-        return max(1, local) * strategy.data_size
+        own = functions.totals([row for rows in micro_batches for row in rows])
+        return {key: max(1, value) * context.data_size for key, value in own.items()}
 
     return faulty
 
 
 def _cleared_gradients(start_micro_batch: Function) -> Function:
-    def faulty(strategy: Any, index: int, count: int) -> None:
-        strategy.optimizer.zero_grad()
-        start_micro_batch(strategy, index, count)
+    def faulty(trainable: Any, index: int, count: int) -> None:
+        trainable.optimizer.zero_grad()
+        start_micro_batch(trainable, index, count)
 
     return faulty
 
@@ -109,9 +109,9 @@ def _clip_on_one_replica(clip_coefficient: Function) -> Function:
 
 
 def _schedule_per_micro_batch(advance_schedule: Function) -> Function:
-    def faulty(strategy: Any) -> None:
-        for _ in range(strategy.config.accumulation):
-            advance_schedule(strategy)
+    def faulty(trainable: Any) -> None:
+        for _ in range(trainable.context.config.accumulation):
+            advance_schedule(trainable)
 
     return faulty
 
@@ -141,7 +141,7 @@ _FAULTS = (
         name="local-token-mean",
         summary="each rank divides by its own token count before gradients are averaged",
         source="https://github.com/pytorch/torchtitan/pull/2206",
-        seam="count_targets",
+        seam="step_totals",
         stage="loss",
         loss_blind=False,
         needs="dp of 2 or more and ranks with different token counts",
@@ -209,4 +209,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = {fault.name: fault for fault in (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)}
+CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)

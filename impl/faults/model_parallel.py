@@ -4,18 +4,16 @@ from typing import Any
 
 from conformance.faults.fault import Fault, Function, not_called
 
-Run = tuple[int, int, int]  # theirs, own, count: see the seam qkv_runs
 
-
-def _concatenated_qkv(qkv_runs: Function) -> Function:
-    def faulty(*arguments: Any) -> tuple[tuple[Run, ...], ...]:
+def _concatenated_qkv(qkv_spans: Function) -> Function:
+    def faulty(*arguments: Any) -> Any:
         # All of q, then all of k, then all of v; consistently so, and a round trip gives back what it got.
         own, concatenated = 0, []
-        for runs in qkv_runs(*arguments):
+        for spans in qkv_spans(*arguments):
             moved = []
-            for theirs, _, count in runs:
-                moved.append((theirs, own, count))
-                own += count
+            for span in spans:
+                moved.append(span._replace(own=own))
+                own += span.length
             concatenated.append(tuple(moved))
         return tuple(concatenated)
 
@@ -54,8 +52,8 @@ def _duplicates_counted(counts_in_norm: Function) -> Function:
 
 
 def _ring_not_counted(gradient_scale: Function) -> Function:
-    def faulty(strategy: Any) -> float:
-        return float(gradient_scale(strategy) / strategy.config.layout.sp)
+    def faulty(trainable: Any) -> float:
+        return float(gradient_scale(trainable) / trainable.context.config.layout.sp)
 
     return faulty
 
@@ -65,7 +63,7 @@ MODEL_PARALLEL_FAULTS = (
         name="concatenated-qkv",
         summary="q, k and v are concatenated where the layer expects them interleaved per key-value head",
         source="https://github.com/NVIDIA-NeMo/RL/pull/2802",
-        seam="qkv_runs",
+        seam="qkv_spans",
         stage="log-probs",
         loss_blind=False,
         needs="fewer key-value heads than heads, or several of them",

@@ -43,15 +43,16 @@ def _dropped_last_token(shard_inputs: Function) -> Function:
 
 
 def _divided_by_world(gradient_scale: Function) -> Function:
-    def faulty(strategy: Any) -> float:
-        return float(gradient_scale(strategy) * strategy.config.layout.dp / torch.distributed.get_world_size())
+    def faulty(trainable: Any) -> float:
+        dp = trainable.context.config.layout.dp
+        return float(gradient_scale(trainable) * dp / torch.distributed.get_world_size())
 
     return faulty
 
 
 def _ring_not_reduced(reduction_mesh: Function) -> Function:
-    def faulty(strategy: Any) -> Any:
-        return strategy.mesh["dp"]
+    def faulty(trainable: Any) -> Any:
+        return trainable.context.mesh["dp"]
 
     return faulty
 

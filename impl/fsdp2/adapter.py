@@ -18,7 +18,7 @@ class Fsdp2Backend(StrategyBackend):
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
     )
     preload = (
-        "impl.fsdp2.strategy",
+        "impl.fsdp2.context",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
@@ -36,16 +36,16 @@ class Fsdp2Backend(StrategyBackend):
         *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
-        "load_model": "impl.fsdp2.strategy:Fsdp2Strategy.load_model",
+        "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
         "collate": "impl.trainer:collate",
-        "count_targets": "impl.trainer:count_targets",
-        "start_micro_batch": "impl.fsdp2.strategy:Fsdp2Strategy.start_micro_batch",
-        "backward": "impl.fsdp2.strategy:Fsdp2Strategy.backward",
+        "step_totals": "impl.trainer:step_totals",
+        "start_micro_batch": "impl.fsdp2.trainable:Fsdp2Trainable.start_micro_batch",
+        "backward": "impl.fsdp2.trainable:Fsdp2Trainable.backward",
         "norm_axes": "impl.fsdp2.norm:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.norm:clip_coefficient",
-        "advance_schedule": "impl.fsdp2.strategy:Fsdp2Strategy.advance_schedule",
-        "gradient_scale": "impl.fsdp2.strategy:Fsdp2Strategy.gradient_scale",
-        "reduction_mesh": "impl.fsdp2.strategy:Fsdp2Strategy.reduction_mesh",
+        "advance_schedule": "impl.fsdp2.trainable:Fsdp2Trainable.advance_schedule",
+        "gradient_scale": "impl.fsdp2.trainable:Fsdp2Trainable.gradient_scale",
+        "reduction_mesh": "impl.fsdp2.trainable:Fsdp2Trainable.reduction_mesh",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }

@@ -5,12 +5,15 @@ and a norm that sees only a rank's own heads has its gradient summed over the ra
 """
 
 import inspect
+import math
 import re
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -67,7 +70,7 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     """Shard ``model`` in place by an explicit plan for the Llama, openPangu, Qwen3 and Gemma3 families.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
-    ``loss``: the head's output stays cut along the vocabulary, for torch's ``loss_parallel``.
+    ``loss``: the head's output stays cut along the vocabulary, see ``vocabulary_shard``; a value model has no such head.
     Raises ValueError for another family.
     """
     kind = model.config.model_type
@@ -75,13 +78,21 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
         raise ValueError(f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)})")
     tied = _untie(model)
     stream = Shard(1) if sequence else Replicate()  # how the residual stream (rows, length, hidden) lies
-    norm: dict[str, ParallelStyle] = {"model.norm": SequenceParallel(use_local_output=True)} if sequence else {}
-    head = ColwiseParallel(
-        input_layouts=stream, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
-    )
     # The embedding gives the whole sequence, because the model takes the length of its masks from it.
-    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    parallelize_module(model, mesh, {"model.embed_tokens": embedding, "lm_head": head, **norm})
+    outside: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    }
+    if sequence:
+        outside["model.norm"] = SequenceParallel(use_local_output=True)
+    if model.get_output_embeddings() is not None:
+        outside["lm_head"] = ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
+        )
+    elif sequence:  # every rank computes the values of the whole sequence
+        outside["score"] = PrepareModuleInput(
+            input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
+        )
+    parallelize_module(model, mesh, outside)
     for layer in model.model.layers:
         parallelize_module(layer, mesh, _layer_plan(kind, stream=stream, sequence=sequence))
     if sequence:  # the residual stream is cut where it enters the first layer
@@ -89,6 +100,30 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
         parallelize_module(model.model.layers[0], mesh, cut)
     if tied:
         _tie(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """Logits (rows, length, V of this rank), the token that they begin with, and the ranks that hold the others."""
+
+    logits: Tensor
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+def vocabulary_shard(logits: Tensor) -> VocabularyShard:
+    """This rank's part of a model's logits: all of them, or its shard where they are a DTensor cut along the vocabulary.
+
+    DTensor cuts as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ones fewer or none.
+    """
+    if not isinstance(logits, DTensor):
+        return VocabularyShard(logits=logits)
+    assert logits.placements == (Shard(logits.ndim - 1),)
+    mesh, whole, local = logits.device_mesh, logits.shape[-1], logits.to_local()
+    size = math.ceil(whole / mesh.size())
+    start = min(mesh.get_local_rank() * size, whole)
+    assert local.shape[-1] == min(size, whole - start)
+    return VocabularyShard(logits=local, start=start, group=mesh.get_group())
 
 
 def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:

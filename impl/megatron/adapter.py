@@ -7,6 +7,7 @@ from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupp
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
+from conformance.validation import UsageError
 from impl.adapter import StrategyBackend
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
@@ -27,7 +28,7 @@ class MegatronBackend(StrategyBackend):
         packages=("torch", "megatron-core", "transformers", "ring-flash-attn"),
         url="https://docs.nvidia.com/megatron-core/developer-guide/latest/",
     )
-    preload = ("impl.megatron.strategy", *RING_MODULES)
+    preload = ("impl.megatron.context", *RING_MODULES)
     expected = (
         *(
             ExpectedDifference(
@@ -52,18 +53,18 @@ class MegatronBackend(StrategyBackend):
         ),
     )
     seams: ClassVar[dict[str, str]] = {
-        "load_model": "impl.megatron.strategy:MegatronStrategy.load_model",
+        "load_model": "impl.megatron.trainable:MegatronTrainable.load_model",
         "collate": "impl.trainer:collate",
-        "count_targets": "impl.trainer:count_targets",
-        "backward": "impl.megatron.strategy:MegatronStrategy.backward",
-        "gradient_scale": "impl.megatron.strategy:MegatronStrategy.gradient_scale",
+        "step_totals": "impl.trainer:step_totals",
+        "backward": "impl.megatron.trainable:MegatronTrainable.backward",
+        "gradient_scale": "impl.megatron.trainable:MegatronTrainable.gradient_scale",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.settings:clip_threshold",
-        "advance_schedule": "impl.megatron.strategy:MegatronStrategy.advance_schedule",
+        "advance_schedule": "impl.megatron.trainable:MegatronTrainable.advance_schedule",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
-        "pipeline_config": "impl.megatron.strategy:transformer_config",
-        "qkv_runs": "impl.megatron.convert:qkv_runs",
+        "pipeline_config": "impl.megatron.trainable:transformer_config",
+        "qkv_spans": "impl.megatron.convert:qkv_spans",
         "project_output": "impl.megatron.model:BiasedRowParallelLinear.forward",
         "layer_numbers": "impl.megatron.tensors:layer_numbers",
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
@@ -74,13 +75,9 @@ class MegatronBackend(StrategyBackend):
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         try:
-            shape = read_shape(resolve(scenario.model))
-        except ValueError as error:
+            read_shape(resolve(scenario.model))
+        except UsageError as error:
             return Unsupported(str(error))
-        if shape.head != "causal":
-            return Unsupported("a value model has no log-probs; give a causal language model")
-        if scenario.resume_after and (find_spec("transformer_engine") or find_spec("apex")):
-            return Unsupported("the state of TransformerEngine's and Apex's AdamW is not read here; uninstall both")
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
         if layout.rep > 1:

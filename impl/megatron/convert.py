@@ -1,32 +1,38 @@
-"""Names and numbers of Hugging Face <-> those of Megatron, for any rank of any layout: arithmetic on row numbers.
+"""Maps Hugging Face tensors to the parameters of any rank of any Megatron layout and back: arithmetic on row numbers.
 
-A parameter of a Megatron rank consists of *parts*: rows or columns of Hugging Face tensors, put together. Each part is
-a list of runs ``(theirs, own, count)``: ``count`` rows that begin at ``theirs`` in the Hugging Face tensor and at
-``own`` in the rank's. The same runs serve for loading, for gathering and for saving, one parameter at a time, and a
-rank reads from a file what it holds and nothing else.
+A parameter of a Megatron rank consists of *parts*: rows or columns of Hugging Face tensors, put together. A part is a
+list of *spans*. The same spans serve for loading, for gathering and for saving, one parameter at a time, and a rank
+reads from a file what it holds and nothing else.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from impl.megatron.shape import VALUE_HEAD, ModelShape
 
-Run = tuple[int, int, int]
+
+class Span(NamedTuple):
+    """``length`` rows (or columns): from ``theirs`` in a Hugging Face tensor, from ``own`` in a rank's parameter."""
+
+    theirs: int
+    own: int
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """``name``: of the Hugging Face tensor, of this ``shape``; ``dim``: along which the runs lie.
+    """``name``: of the Hugging Face tensor, of this ``shape``; ``dim``: along which the spans lie.
 
-    ``runs`` is empty for a tensor that every rank holds whole.
+    ``spans`` is empty for a tensor that every rank holds whole.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
-    runs: tuple[Run, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ def all_parameters(shape: ModelShape) -> tuple[str, ...]:
 
 def is_cut(name: str, shape: ModelShape) -> bool:
     """Whether tensor parallelism cuts a parameter."""
-    return bool(parts(name, shape, Rank(rank=0, size=1))[0].runs)
+    return bool(parts(name, shape, Rank(rank=0, size=1))[0].spans)
 
 
 def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
@@ -87,18 +93,18 @@ def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
     each = shape.padded_vocab(tp.size) // tp.size
     start = min(tp.rank * each, shape.vocab)
     count = min((tp.rank + 1) * each, shape.vocab) - start
-    return Part(name=name, shape=(shape.vocab, shape.hidden), runs=((start, 0, count),))
+    return Part(name=name, shape=(shape.vocab, shape.hidden), spans=(Span(start, 0, count),))
 
 
-def qkv_runs(shape: ModelShape, tp: Rank) -> tuple[tuple[Run, ...], ...]:
-    """Runs of q, of k and of v in the fused parameter: for each key-value head its query heads, its key, its value."""
+def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
+    """Spans of q, of k and of v in the fused parameter: for each key-value head its query heads, its key, its value."""
     group, size = shape.heads // shape.kv_heads, shape.head_dim
     held = shape.kv_heads // tp.size
     first = tp.rank * held
     stride = (group + 2) * size  # rows of one key-value head in the fused parameter
-    q = tuple(((first + i) * group * size, i * stride, group * size) for i in range(held))
-    k = tuple(((first + i) * size, i * stride + group * size, size) for i in range(held))
-    v = tuple(((first + i) * size, i * stride + (group + 1) * size, size) for i in range(held))
+    q = tuple(Span((first + i) * group * size, i * stride, group * size) for i in range(held))
+    k = tuple(Span((first + i) * size, i * stride + group * size, size) for i in range(held))
+    v = tuple(Span((first + i) * size, i * stride + (group + 1) * size, size) for i in range(held))
     return q, k, v
 
 
@@ -107,8 +113,8 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
         width = (shape.hidden,) if kind == "weight" else ()
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
         return tuple(
-            Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(heads * shape.head_dim, *width), runs=runs)
-            for x, heads, runs in zip("qkv", sizes, qkv_runs(shape, tp), strict=True)
+            Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(heads * shape.head_dim, *width), spans=spans)
+            for x, heads, spans in zip("qkv", sizes, qkv_spans(shape, tp), strict=True)
         )
 
     return qkv
@@ -121,7 +127,7 @@ def _gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         Part(
             name=f"{prefix}mlp.{x}_proj.weight",
             shape=(shape.ffn, shape.hidden),
-            runs=((tp.rank * each, at * each, each),),
+            spans=(Span(tp.rank * each, at * each, each),),
         )
         for at, x in enumerate(("gate", "up"))
     )
@@ -131,7 +137,7 @@ def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, Mo
     def columns(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         each = width(shape) // tp.size
         full = (shape.hidden, width(shape))
-        return (Part(name=prefix + name, shape=full, dim=1, runs=((tp.rank * each, 0, each),)),)
+        return (Part(name=prefix + name, shape=full, dim=1, spans=(Span(tp.rank * each, 0, each),)),)
 
     return columns
 
@@ -158,15 +164,15 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
 
 def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
     """Fill a rank's parameter with one of its parts. ``read(name, dim, start, stop)`` gives a slice of a tensor."""
-    if not part.runs:
+    if not part.spans:
         own.copy_(read(part.name, 0, 0, part.shape[0]))
-    for theirs, at, count in part.runs:
-        own.narrow(part.dim, at, count).copy_(read(part.name, part.dim, theirs, theirs + count))
+    for theirs, own_start, length in part.spans:
+        own.narrow(part.dim, own_start, length).copy_(read(part.name, part.dim, theirs, theirs + length))
 
 
 def take(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
     """Put what a rank's parameter holds of one part into the whole Hugging Face tensor."""
-    if not part.runs:
+    if not part.spans:
         full.copy_(own)
-    for theirs, at, count in part.runs:
-        full.narrow(part.dim, theirs, count).copy_(own.narrow(part.dim, at, count))
+    for theirs, own_start, length in part.spans:
+        full.narrow(part.dim, theirs, length).copy_(own.narrow(part.dim, own_start, length))

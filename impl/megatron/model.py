@@ -27,7 +27,11 @@ COMPUTE = {"exact": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16
 
 
 class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """o_proj: has a bias, whatever the layer asks for, because the question is about the MLP's biases as well."""
+    """o_proj with a bias.
+
+    megatron-core has one flag, add_bias_linear, for o_proj and the MLP; it must stay False for the MLP, so the bias is
+    forced here.
+    """
 
     def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
         super().__init__(*sizes, bias=True, **options)

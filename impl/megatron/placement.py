@@ -9,7 +9,6 @@ recognises dtypes by names such as ``torch.cuda.FloatTensor``, and double has to
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
@@ -25,10 +24,23 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if on_cpu:
             for owner, replacements in _REPLACEMENTS:
-                stack.enter_context(mock.patch.multiple(owner, **replacements))
+                stack.enter_context(_replaced(owner, replacements))
         if on_cpu or exact:
             stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
         yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Other values for some of an object's attributes, and the old ones on exit."""
+    before = {name: vars(owner)[name] for name in replacements}
+    for name, value in replacements.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 class _Placing(TorchFunctionMode):
@@ -62,7 +74,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Done:
-    """A stream or an event on a device where everything has happened when a call returns."""
+    """No-op replacement for torch.cuda.Stream and Event; CPU ops are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

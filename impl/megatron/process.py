@@ -1,44 +1,81 @@
-"""What megatron-core keeps in the process beside a model: made for a layout, and unmade after it.
-
-``destroy_model_parallel`` forgets the process groups without destroying them, and each keeps sockets and threads.
-"""
+"""What megatron-core keeps in the process beside models: made when a layout is entered first, unmade after the last."""
 
 import os
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel import random as megatron_random
 
 from conformance.layout import Layout
+from conformance.validation import UsageError
 
 # megatron-core chooses TransformerEngine's attention by these, and refuses another choice later in the same process.
 _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 class ModelParallel:
-    """The process groups of a layout, from ``enter`` to ``leave``; both are collective."""
+    """The process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
+
+    Both are collective, and are called where ``placement.placed`` is entered.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int | None] = {}
+        self._entered = 0
 
     def enter(self, layout: Layout) -> None:
-        self._groups = set(dist.distributed_c10d._world.pg_map)
-        self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.sp,
-        )
-        # Nothing here is random, but under sequence parallelism layers switch to a generator that has to exist.
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        """Raises UsageError where another layout is entered already."""
+        sizes: dict[str, int | None] = {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+            "context_parallel_size": layout.sp,
+        }
+        if not self._entered:
+            self._make(sizes)
+        elif sizes != self._sizes:
+            raise UsageError(
+                f"megatron-core knows one layout at a time, and this process has entered {self._sizes}; "
+                f"tear its contexts down before you set up {layout}"
+            )
+        self._entered += 1
 
     def leave(self) -> None:
+        assert self._entered
+        self._entered -= 1
+        if not self._entered:
+            self._unmake()
+
+    def _make(self, sizes: dict[str, int | None]) -> None:
+        self._sizes = sizes
+        self._groups = set(dist.distributed_c10d._world.pg_map)
+        self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
+        self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
+        generator = torch.cuda.get_rng_state()
+        parallel_state.initialize_model_parallel(**sizes)
+        # Nothing here is random, but under sequence parallelism layers switch to a generator that has to exist.
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        torch.cuda.set_rng_state(generator)
+
+    def _unmake(self) -> None:
+        """``destroy_model_parallel`` does less: it destroys no group, and each keeps sockets and threads."""
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in self._groups:
                 dist.destroy_process_group(group)
-        parallel_state.destroy_model_parallel()
-        megatron_random._CUDA_RNG_STATE_TRACKER = None
-        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        for module, variables in self._globals:
+            vars(module).update(variables)
         for name, value in self._environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _variables(module: Any) -> dict[str, Any]:
+    """A module's private global variables, without its functions."""
+    return {name: v for name, v in vars(module).items() if name.startswith("_") and not callable(v)}
+
+
+MODEL_PARALLEL = ModelParallel()

@@ -1,4 +1,4 @@
-"""megatron-core's settings of optimizer, schedule and gradient reduction, from what a strategy is told."""
+"""megatron-core's settings of optimizer, schedule and gradient reduction."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.megatron.model import COMPUTE
-from impl.strategy import StrategyConfig
+from impl.strategy import ContextConfig
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
@@ -17,12 +17,12 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
-def cuts_optimizer(config: StrategyConfig) -> bool:
+def cuts_optimizer(config: ContextConfig) -> bool:
     """Whether the layout asks for the distributed optimizer (ZeRO-1)."""
     return config.layout.zero == 1
 
 
-def reduction_settings(config: StrategyConfig, *, parameters: int) -> DistributedDataParallelConfig:
+def reduction_settings(config: ContextConfig, *, parameters: int) -> DistributedDataParallelConfig:
     """``parameters``: of this rank. Overlap needs several buckets; by default models of this size make one."""
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
@@ -34,7 +34,7 @@ def reduction_settings(config: StrategyConfig, *, parameters: int) -> Distribute
     )
 
 
-def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:
+def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:
     kind: dict[str, Any] = (
         {"optimizer": "sgd", "sgd_momentum": optimizer.momentum}
         if optimizer.name == "sgd"
@@ -49,7 +49,7 @@ def optimizer_settings(config: StrategyConfig, optimizer: OptimizerConfig) -> Me
         lr=optimizer.lr,
         min_lr=0.0,
         weight_decay=optimizer.weight_decay,
-        clip_grad=clip_threshold(config.max_grad_norm),
+        clip_grad=clip_threshold(optimizer.max_grad_norm),
         params_dtype=COMPUTE[config.precision],
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",

@@ -1,11 +1,12 @@
-"""What a Hugging Face configuration says about a model, as far as Megatron's layers need it. No library is imported."""
+"""What a Hugging Face configuration says about a model, as far as Megatron's layers need it; imports no Megatron."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Head = Literal["causal", "value"]
+from conformance.objective import Head
+from conformance.validation import UsageError
 
 # Architectures whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
 # The switch for biases on q, k, v and o (the MLP has none) and what it is where a configuration does not say; whether q
@@ -45,36 +46,33 @@ class ModelShape:
         return -(-self.vocab // multiple) * multiple
 
 
-def read_shape(folder: Path, *, head: Head | None = None) -> ModelShape:
-    """The shape of the model in a Hugging Face folder; ValueError that says what is not built in.
-
-    ``head``: another one than the architecture's, such as the value model of a language model's folder.
-    """
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of the model in a Hugging Face folder; UsageError that says what is not built in."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or ()), None)
     if name not in ARCHITECTURES:
-        raise ValueError(
+        raise UsageError(
             f"{name} is not among the architectures that are built here on megatron-core "
             f"({', '.join(ARCHITECTURES)}); use fsdp2 or deepspeed"
         )
-    family, own_head = ARCHITECTURES[name]
+    family, head = ARCHITECTURES[name]
     bias, default, qk_norm = FAMILIES[family]
     ropes = [rope for key in ("rope_parameters", "rope_scaling") if (rope := config.get(key))]
-    values = own_head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
+    several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
         "scaled rotary positions": any(r.get("rope_type", r.get("type", "default")) != "default" for r in ropes),
         "dropout in attention": config.get("attention_dropout"),
-        "a head with more than one value per token": values,
+        "a head with more than one value per token": several,
         "biases in the MLP": config.get("mlp_bias"),
         "a sliding window": config.get("use_sliding_window"),
         "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
     }
     if missing := [what for what, asked in refused.items() if asked]:
-        raise ValueError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
+        raise UsageError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
     try:
-        return _shape(config, bias=bool(config.get(bias, default)), qk_norm=qk_norm, head=head or own_head)
+        return _shape(config, bias=bool(config.get(bias, default)), qk_norm=qk_norm, head=head)
     except KeyError as lacking:
-        raise ValueError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
+        raise UsageError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
 
 
 def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> ModelShape:

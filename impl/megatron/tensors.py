@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from conformance.backend import Kind, NamedTensors, Shard
+from conformance.backend import NamedTensors, Shard, TensorKind
 from impl.megatron.convert import (
     EMBEDDING,
     FINAL_NORM,
@@ -65,15 +65,15 @@ def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """A parameter of this rank, under its name with the layer's number in the whole model."""
+class OwnParameter:
+    """A parameter of this rank. ``name``: Megatron's, with the layer's number in the whole model."""
 
     name: str
     parameter: Any  # a torch.nn.Parameter with megatron-core's attributes
 
 
 class ModelTensors:
-    """``chunks``: this rank's GPTModels. ``optimizer``: the one of megatron-core's that trains them."""
+    """``chunks``: this rank's GPTModels. ``optimizer``: the one of megatron-core's that trains them, or None."""
 
     def __init__(self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages) -> None:
         self._chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
@@ -81,20 +81,20 @@ class ModelTensors:
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
-    def held(self) -> Iterator[Held]:
+    def own_parameters(self) -> Iterator[OwnParameter]:
         """This rank's parameters; a tied head on another stage than the embedding is one of its own."""
         for number, chunk in enumerate(self._chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
             found = dict(chunk.named_parameters())
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:
-                    yield Held(name=name, parameter=found[name])
+                    yield OwnParameter(name=name, parameter=found[name])
             for local, layer in enumerate(layers):
                 for kind in layer_parameters(self._shape):
                     parameter = found[f"decoder.layers.{local}.{kind}"]
-                    yield Held(name=f"decoder.layers.{layer}.{kind}", parameter=parameter)
+                    yield OwnParameter(name=f"decoder.layers.{layer}.{kind}", parameter=parameter)
 
-    def named(self, kind: Kind) -> NamedTensors:
+    def named(self, kind: TensorKind) -> NamedTensors:
         """Full weights (masters) or gradients, on every rank; collective."""
         return self._named(self._master if kind == "weight" else self._gradient)
 
@@ -102,39 +102,39 @@ class ModelTensors:
         """One state of the optimizer in full, by its name in torch, such as ``exp_avg``; collective."""
         return self._named(lambda parameter: self._whole(parameter, self._states(parameter, key)))
 
-    def local(self, kind: Kind) -> Iterator[Shard]:
+    def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces: what it computes with, and the gradients that it is to know."""
-        for held in self.held():
-            place = f"tp{self._tp.rank}" if is_cut(held.name, self._shape) else "full"
+        for own in self.own_parameters():
+            place = f"tp{self._tp.rank}" if is_cut(own.name, self._shape) else "full"
             if kind == "gradient" and self._cut:
-                stretch = self._stretch(held.parameter)
+                stretch = self._stretch(own.parameter)
                 if stretch:
                     start, end = stretch
-                    piece = held.parameter.main_grad.flatten()[start:end]
-                    yield Shard(self._label(held.name), f"{place} {start}:{end}", self._unscaled(piece))
+                    piece = own.parameter.main_grad.flatten()[start:end]
+                    yield Shard(self._label(own.name), f"{place} {start}:{end}", self._unscaled(piece))
                 continue
-            own = held.parameter if kind == "weight" else self._unscaled(held.parameter.main_grad)
-            for part in parts(held.name, self._shape, self._tp):
-                yield Shard(part.name, place, _piece(part, own.detach()))
+            tensor = own.parameter if kind == "weight" else self._unscaled(own.parameter.main_grad)
+            for part in parts(own.name, self._shape, self._tp):
+                yield Shard(part.name, place, _piece(part, tensor.detach()))
 
     def write_masters(self, read: Read) -> None:
         """Set the masters, and the model's parameters by them, from whole tensors."""
-        for held in self.held():
-            full = torch.empty_like(held.parameter, dtype=torch.get_default_dtype())
-            fill(full, held.name, self._shape, read)
-            held.parameter.data.copy_(full)
-            main = getattr(held.parameter, "main_param", None)
+        for own in self.own_parameters():
+            full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
+            fill(full, own.name, self._shape, read)
+            own.parameter.data.copy_(full)
+            main = getattr(own.parameter, "main_param", None)
             if main is not None:
-                main.copy_(self._part_of(held.parameter, full))
+                main.copy_(self._part_of(own.parameter, full))
 
     def write_optimizer_state(self, key: str, read: Read) -> None:
         """Set one state of the optimizer from whole tensors."""
-        for held in self.held():
-            inner = self._inner(held.parameter)
+        for own in self.own_parameters():
+            inner = self._inner(own.parameter)
             if inner is not None:
-                full = torch.empty_like(held.parameter, dtype=inner.dtype)
-                fill(full, held.name, self._shape, read)
-                self._optimizer.optimizer.state[inner][key] = self._part_of(held.parameter, full).clone()
+                full = torch.empty_like(own.parameter, dtype=inner.dtype)
+                fill(full, own.name, self._shape, read)
+                self._optimizer.optimizer.state[inner][key] = self._part_of(own.parameter, full).clone()
 
     def set_steps(self, step: float) -> None:
         """Number of updates that AdamW has made: a tensor for each parameter, because it counts them in place."""
@@ -142,7 +142,7 @@ class ModelTensors:
             state["step"] = torch.tensor(step)
 
     def _named(self, of: Callable[[Any], torch.Tensor]) -> NamedTensors:
-        mine = {held.name: held.parameter for held in self.held()}
+        mine = {own.name: own.parameter for own in self.own_parameters()}
         for name in all_parameters(self._shape):
             stage = self._stage(name)
             pieces = self._gather(name, of(mine[name]).detach()) if stage == self._pp_rank else None
@@ -241,6 +241,6 @@ class ModelTensors:
 
 def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
     """What a rank's parameter holds of one part."""
-    if not part.runs:
+    if not part.spans:
         return own
-    return torch.cat([own.narrow(part.dim, at, count) for _, at, count in part.runs], dim=part.dim)
+    return torch.cat([own.narrow(part.dim, start, length) for _, start, length in part.spans], dim=part.dim)

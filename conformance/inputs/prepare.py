@@ -1,0 +1,75 @@
+"""Prepare: the frozen inputs of a scenario, made once per output folder and shared by its cells and the oracle."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.batch import write_batches
+from conformance.inputs.documents import build_batches
+from conformance.inputs.model import prepare_model
+from conformance.objective import objective_to_json
+from conformance.oracle.architecture import read_architecture
+from conformance.paths import resolve
+from conformance.scenario import Scenario, scenario_to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenInputs:
+    """What every backend and the oracle get: a Hugging Face folder for each role, and the file of frozen batches."""
+
+    models: dict[str, Path]
+    batches: Path
+
+
+def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
+    """Make the scenario's inputs under ``root/inputs``, or find them there.
+
+    Raises UsageError for a model or data set that cannot be used.
+    """
+    folder = root / "inputs"
+    models = {}
+    with locked(folder / "lock"):
+        for role in scenario.objective.roles:
+            name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
+            model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head)}"
+            if not model.exists():
+                read_architecture(resolve(scenario.model))  # what the oracle does not know cannot be judged
+                with complete_or_nothing(model) as unfinished:
+                    prepare_model(scenario, role, unfinished)
+            models[role.name] = model
+        tokenizer = next(iter(models.values()))
+        asked = scenario_to_json(scenario)
+        used = {name: asked[name] for name in ("data", "steps", "seed", "model")}
+        batches = folder / f"batches-{short_key(used, objective_to_json(scenario.objective))}.safetensors"
+        if not batches.exists():
+            with complete_or_nothing(batches) as file:
+                write_batches(file, scenario.objective.annotate(build_batches(scenario, tokenizer)))
+    return FrozenInputs(models=models, batches=batches)
+
+
+def short_key(*parts: object) -> str:
+    """A short name for JSON values: different values have different names."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the file stays, locks end with their process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def complete_or_nothing(path: Path) -> Iterator[Path]:
+    """A path to write to, which gets its name only when all is written."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    yield unfinished
+    unfinished.rename(path)

@@ -1,0 +1,63 @@
+"""Selection: the cells that a user asks for, as options of ``parity run`` and of the pytest plugin alike.
+
+Imports nothing that is slow: everybody who has the package installed loads the plugin in every pytest run.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **argparse})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The fields are named as the options of ``parity run``, and mean the same.
+
+    No backend stands for all that are registered, no pattern in ``cells`` for all cells.
+    """
+
+    profile: str = _option("name (parity list shows them) or .toml file (default: quick)", default="quick")
+    backend: tuple[str, ...] = _option(
+        "name or module:Class; may be repeated (default: all)", default=(), action="append"
+    )
+    cells: tuple[str, ...] = _option("cell ids; may be repeated", default=(), action="append", metavar="GLOB")
+    faults: tuple[str, ...] = _option(
+        "plant a fault in every cell; may be repeated", default=(), action="append", metavar="NAME"
+    )
+    model: str | None = _option("Hugging Face folder to use instead of the profile's models")
+    data: str | None = _option("JSONL or Parquet file, or a Hugging Face dataset on disk")
+    input_key: str | None = _option("column of the prompt")
+    output_key: str | None = _option("column of the answer")
+    max_len: int | None = _option("longest row, in tokens", type=int)
+    packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
+    ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
+    seed: int | None = _option("another model and another order of the documents", type=int)
+
+    @staticmethod
+    def options() -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and argparse arguments of every option; an option that is not given is None or False."""
+        for option in fields(Selection):
+            yield option.name, dict(option.metadata)
+
+    @classmethod
+    def from_options(cls, options: object, *, prefix: str = "") -> "Selection":
+        """From what a parser returns: an attribute per field, None where the option was not given."""
+        values: dict[str, Any] = {field.name: getattr(options, prefix + field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{name: value for name, value in (values | lists).items() if value is not None})
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options of ``parity run`` that ask for the same, but for ``--cells``."""
+        arguments: list[str] = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is True:
+                arguments.append(f"--{option.name}")
+            elif option.name != "cells" and value != option.default:
+                for single in value if isinstance(value, tuple) else (value,):
+                    arguments += [f"--{option.name}", str(single)]
+        return tuple(arguments)

@@ -1,0 +1,247 @@
+"""The task that runs one leg of a cell in every rank of a world, and writes its record.
+
+It only observes and judges nothing. It asks the backend for gradients while they exist (claim 1), hears every rank and
+compares what several hold (claim 3), and in the exact tier lifts the libraries' silent downcasts.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import conformance
+from conformance import faults
+from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
+from conformance.batch import Batch, read_batches
+from conformance.layout import Layout
+from conformance.objective import Role, all_observables
+from conformance.observable import Observable, model_key
+from conformance.record.tensors import RecordWriter
+from conformance.run.exact import LeakWatch, exact_tier
+from conformance.run.replicas import Replicas, compare
+from conformance.scenario import Scenario, parse_scenario, scenario_to_json
+from conformance.world.heartbeat import RankContext
+
+
+def run_leg(
+    rank: RankContext,
+    *,
+    cell: str,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    first_step: int,
+    steps: int,
+    load: str | None,
+    save: str | None,
+    export: str | None,
+    record: str,
+    planted: list[str],
+) -> None:
+    """Run one leg and write its record at ``record``; called in every rank, with plain JSON values.
+
+    models: the Hugging Face folder of each role. load, save: a checkpoint's folder. export: where to write a folder for
+    each role.
+    """
+    config = parse_scenario(scenario)
+    with contextlib.ExitStack() as stack:
+        adapter = BackendEntry(name="", target=target).load()
+        observer = _Observer(rank, config, header(cell, adapter, config, layout), Path(record), first_step)
+        calls = stack.enter_context(faults.plant(planted, adapter))
+        if config.precision == "exact":
+            stack.enter_context(exact_tier())
+        started = time.perf_counter()
+        rank.beat("setup")
+        backend = adapter()
+        folders = {role: Path(folder) for role, folder in models.items()}
+        resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
+        if load:
+            rank.beat("load")
+            backend.load(Path(load))
+        observer.start(backend, resolved)
+        for batch in read_batches(Path(batches))[first_step : first_step + steps]:
+            rank.beat(f"step {batch.step}")
+            observer.step(backend, batch, watch=batch.step == first_step and config.precision == "exact")
+        if save:
+            rank.beat("save")
+            _make_folder(rank, Path(save))
+            backend.save(Path(save))
+        if export:
+            rank.beat("export")
+            _make_folder(rank, Path(export))
+            for role in config.objective.roles:
+                backend.export(Path(export) / role.name, role.name)
+        rank.beat("teardown")
+        backend.teardown()
+        observer.finish(time.perf_counter() - started)
+        _check_faults(rank, planted, calls)
+
+
+def _make_folder(rank: RankContext, path: Path) -> None:
+    if rank.rank == 0:
+        path.mkdir()
+    dist.barrier()
+
+
+def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int]) -> None:
+    """Raises ValueError for a planted fault that no rank ever ran into: its cell would conform, and prove nothing."""
+    if not planted:
+        return
+    of_all: list[Mapping[str, int]] = [{} for _ in range(rank.world_size)]
+    dist.all_gather_object(of_all, dict(calls))
+    for name in planted:
+        if not any(of_one.get(name) for of_one in of_all):
+            needs = faults.find_fault(name).needs
+            raise ValueError(f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}")
+
+
+def header(cell: str, adapter: type[Backend], scenario: Scenario, layout: str) -> dict[str, Any]:
+    """First line of the leg's record: who, what, where."""
+    info = adapter.describe()
+    return {
+        "cell": cell,
+        "backend": {"name": info.name, "url": info.url},
+        "scenario": scenario_to_json(scenario),
+        "layout": layout,
+        "environment": {
+            "backend-parity": conformance.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            **{package: package_version(package) for package in info.packages},
+        },
+    }
+
+
+def package_version(package: str) -> str:
+    """Version of an installed distribution, in words where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+class _Observer:
+    """Asks the backend on all ranks, compares the ranks, keeps and writes on rank 0."""
+
+    def __init__(
+        self, rank: RankContext, scenario: Scenario, header: dict[str, Any], path: Path, first_step: int
+    ) -> None:
+        self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
+        self.roles = scenario.objective.roles
+        self.observables = all_observables(scenario.objective)
+        self.writer: RecordWriter | None = None
+        self.leaks: list[dict[str, Any]] = []
+
+    def start(self, backend: Backend, resolved: dict[str, Any]) -> None:
+        loaded: dict[str, torch.Tensor] = {}
+        for role in self.roles:
+            loaded |= self._full("weight", role, backend)
+        if self.rank.rank == 0:
+            header = {**self.header, "resolved": resolved}
+            self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
+            self.writer.loaded(loaded)
+
+    def step(self, backend: Backend, batch: Batch, *, watch: bool) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        replicas: dict[str, Replicas] = {}
+        called: list[str] = []
+        observing = 0.0
+        watcher = LeakWatch() if watch else None
+        trained = {role.name: role for role in self.roles if role.trained}
+
+        def on_gradients(model: str) -> None:
+            nonlocal observing
+            called.append(model)
+            began = time.perf_counter()
+            if model in trained:
+                tensors.update(self._full("gradient", trained[model], backend))
+                replicas.update(compare(_shards("gradient", [trained[model]], backend)))
+            observing += time.perf_counter() - began
+
+        started = time.perf_counter()
+        with watcher or contextlib.nullcontext():
+            metrics = backend.train_step(batch, on_gradients)
+        seconds = time.perf_counter() - started - observing
+        if sorted(called) != sorted(trained):
+            raise ValueError(
+                f"{type(backend).__name__}.train_step called on_gradients() for {called or 'no model'}; call it "
+                f"exactly once per step for each of {list(trained)}, after the last backward and before clipping"
+            )
+        if watcher:
+            self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in watcher.leaks]
+        for role in trained.values():
+            tensors |= self._full("weight", role, backend)
+        values = check_values(metrics, self.observables, type(backend).__name__)
+        told = _pieces(metrics, self.observables)
+        replicas |= compare(_shards("weight", trained.values(), backend) | told)
+        tensors |= self._rows(metrics)
+        if self.writer:
+            found = {key: vars(result) for key, result in replicas.items()}
+            self.writer.step(values, tensors, replicas=found, seconds=seconds)
+
+    def finish(self, seconds: float) -> None:
+        dist.barrier()  # the footer says that all ranks came to their end
+        if self.writer:
+            self.writer.finish({"seconds": seconds, "leaks": self.leaks})
+
+    def _full(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
+        """Walk the iterator on all ranks; copies stay on rank 0 only."""
+        kept = {}
+        for name, tensor in backend.named_tensors(kind, role.name):
+            if self.rank.rank == 0:
+                kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
+        return kept
+
+    def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
+        """Each row from the first rank that has it."""
+        own = {f"{key}/{row}": t.detach().cpu() for key, rows in metrics.rows.items() for row, t in rows.items()}
+        gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
+        dist.gather_object(own, gathered if self.rank.rank == 0 else None)
+        return {name: t for held in reversed(gathered) if held for name, t in sorted(held.items())}
+
+
+def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], backend: str) -> dict[str, float]:
+    """The numbers of a step. Raises ValueError where they are not what StepMetrics and the declarations say."""
+    numbers = {o.key: o for o in observables if o.kind in ("scalar", "setting")}
+    rows = {o.key for o in observables if o.kind == "rows"}
+    if unknown := sorted((metrics.values.keys() - numbers.keys()) | (metrics.rows.keys() - rows)):
+        raise ValueError(
+            f"{backend}.train_step gave {', '.join(unknown)}, which nobody declares; values are "
+            f"{', '.join(numbers)}, rows are {', '.join(sorted(rows)) or 'none'}"
+        )
+    for key, observable in numbers.items():
+        value = metrics.values.get(key)
+        if value is None and not observable.required:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{backend}.train_step gave {key}={value!r}; StepMetrics.values wants a plain number")
+    if metrics.values.get("token_count", 1) < 1:
+        raise ValueError(f"{backend}.train_step gave token_count={metrics.values['token_count']}; count target tokens")
+    return metrics.values
+
+
+def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Iterator[Shard]]:
+    """This rank's pieces of the roles' tensors, by key."""
+    return {model_key(role.prefix, kind): backend.local_shards(kind, role.name) for role in roles}
+
+
+def _pieces(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
+    """What this rank says of the numbers and rows that other ranks have, too, by key."""
+    pieces: dict[str, Iterator[Shard]] = {}
+    for o in observables:
+        if o.replicated == "no" or o.kind == "tensors":
+            continue
+        if o.kind == "rows":
+            rows = metrics.rows.get(o.key, {})
+            pieces[o.key] = iter([Shard(f"row {row}", "full", tensor) for row, tensor in rows.items()])
+        else:
+            # A rank without the number holds no finite one, so that its silence differs from the others' number.
+            number = metrics.values.get(o.key, float("nan"))
+            pieces[o.key] = iter([Shard(o.key, "full", torch.tensor(number, dtype=torch.float64))])
+    return pieces

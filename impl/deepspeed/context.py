@@ -1,0 +1,75 @@
+"""DeepSpeed's context: the mesh, the ring, and DeepSpeed's share of the process, for all models of a cell.
+
+Mesh axes, outermost first: ``dp``, ``sp`` (the ring), ``ulysses``, ``tp``. ZeRO cuts over all but ``tp``.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from conformance.batch import Batch, Row
+from conformance.objective import Head
+from impl.deepspeed import process
+from impl.deepspeed.trainable import DeepspeedTrainable
+from impl.ring.attention import RingAttention, RingConfig, kind_of, register
+from impl.strategy import ContextConfig
+
+
+class DeepspeedContext:
+    """See impl.strategy.Context for the contract of each method."""
+
+    ring: RingAttention | None = None
+
+    def __init__(self, config: ContextConfig) -> None:
+        self.config = config
+
+    @property
+    def sequence_multiple(self) -> int:
+        return 1
+
+    def setup_distributed(self) -> None:
+        layout = self.config.layout
+        process.enter(self.config.device, layout)
+        sizes = (layout.dp, layout.sp, layout.ulysses, layout.tp)
+        kind = torch.device(self.config.device).type
+        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "sp", "ulysses", "tp"))
+        self.data_rank, self.data_size = self.mesh.get_local_rank("dp"), layout.dp
+        if layout.sp * layout.ulysses > 1:
+            self.setup_ring_attn()
+
+    def setup_ring_attn(self) -> None:
+        register()
+        layout = self.config.layout
+        config = RingConfig(
+            kind=kind_of(layout),
+            packed=self.config.packed or layout.ulysses > 1,  # documents end to end: slices of one row are wanted
+            shipped="shipped" in layout.options,
+            head_stride=layout.stride,
+            multiple=layout.ulysses,
+        )
+        slices = self.mesh.get_group("ulysses") if layout.ulysses > 1 else None
+        self.ring = RingAttention(self.mesh.get_group("sp"), config, slices=slices)
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def all_reduce(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
+        dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # ranks that share rows hold the same number
+        return tensor.item()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def new_trainable(self, head: Head) -> DeepspeedTrainable:
+        return DeepspeedTrainable(self, head)
+
+    def teardown(self) -> None:
+        self.ring = None
+        process.leave()

@@ -1,0 +1,270 @@
+"""DeepSpeed's trainable: one model at ZeRO 0 to 3, driven through the engine as its users drive it.
+
+DeepSpeed averages gradients over some of the ranks that see different tokens; ``backward`` multiplies the loss by their
+number, because the objective has divided by the whole step's totals already, and asks for no division by the
+accumulation. A frozen model has an engine as well, without an optimizer, which cuts it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.utils.groups import get_tensor_model_parallel_group
+
+from conformance.backend import NamedTensors, Shard, TensorKind
+from conformance.objective import Head
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from conformance.validation import UsageError
+from impl.collate import MicroBatch
+from impl.deepspeed import process
+from impl.deepspeed.settings import engine_settings, frozen_settings, optimizer_settings, zero_stage
+from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
+from impl.deepspeed.ulysses import exchange_heads
+from impl.files import write_model
+from impl.micro_batches import Loss, one_after_another
+from impl.models import load_model
+from impl.optimizers import learning_rates, parameter_groups, torch_optimizer
+from impl.outputs import Outputs, Wanted, token_statistics
+from impl.ring.attention import NAME
+
+if TYPE_CHECKING:
+    from impl.deepspeed.context import DeepspeedContext
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepspeedTrainable:
+    """See impl.strategy.Trainable for the contract of each method."""
+
+    source: Path
+    engine: deepspeed.DeepSpeedEngine
+    optimizer: torch.optim.Optimizer
+    tensors: EngineTensors | FrozenTensors
+
+    def __init__(self, context: "DeepspeedContext", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+        self.stage = zero_stage(context.config)
+        self.settings = engine_settings(context.config)
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        self.source = path
+        exact = self.context.config.precision == "exact"
+        attention = NAME if self.context.ring else "eager" if exact else "sdpa"
+        dtype = torch.float64 if exact else torch.float32
+        with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
+            model = load_model(path, dtype=dtype, attention=attention, head=self.head)
+        assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
+        return model
+
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
+    ) -> None:
+        if optimizer is None:
+            self._prepare_frozen(model)
+            return
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        own = "ownopt" in self.options
+        if own:
+            self.settings["optimizer"] = optimizer_settings(self.context.config, optimizer)
+        weights = self._starting_weights(model)
+        self._initialize(
+            model,
+            optimizer=None if own else self.create_optimizer(model, optimizer),
+            model_parameters=self._parameter_groups(model, optimizer) if own else None,
+            lr_scheduler=lambda made: learning_rates(made, schedule),
+        )
+        self.tensors = tensors = EngineTensors(self.engine, self._place())
+        if weights:
+            tensors.set_weights(weights)
+            if self.stage == 0:
+                self.forget_steps()
+
+    def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
+        if compute := COMPUTE.get(self.context.config.precision):
+            for parameter in model.parameters():  # buffers stay float32, as in an engine that trains
+                parameter.data = parameter.data.to(compute)
+        self.settings = frozen_settings(self.context.config)
+        self._initialize(model.eval().requires_grad_(False))
+        self.tensors = FrozenTensors(model, self._place())
+
+    def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
+        layout, mpu = self.context.config.layout, None
+        if layout.ulysses > 1:
+            group = self.context.mesh.get_group("ulysses")
+            mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
+        with process.any_dtype() if self.context.config.precision == "exact" else contextlib.nullcontext():
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
+            )
+        if self.context.ring and layout.tp > 1:
+            # AutoTP compares the first inputs of its ranks, pickled; a ring holds a process group, which has no pickle.
+            self.engine.first_dataloader_check.remove()
+
+    def _place(self) -> RankPlace:
+        tp = self.context.config.layout.tp
+        return RankPlace(
+            zero_rank=dist.get_rank() // tp,
+            zero_size=dist.get_world_size() // tp,
+            tensor_group=get_tensor_model_parallel_group() if tp > 1 else None,
+        )
+
+    def _starting_weights(self, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+        """What has to be written over the masters that DeepSpeed makes; nothing where they are right.
+
+        It casts the model to half precision first and copies the masters from that. As shipped they stay so, but at
+        ZeRO-0 they have to be written then too: by a step with gradients of zero they have decayed.
+        """
+        compute = COMPUTE.get(self.context.config.precision)
+        if compute is None:
+            return {}
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        if "shipped" not in self.options:
+            return weights
+        return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
+
+    def forget_steps(self) -> None:
+        """At ZeRO-0 in half precision, the wrapper has made a step to allocate AdamW's state: undo its count."""
+        self.engine.basic_optimizer.state.clear()
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        return torch_optimizer(self._parameter_groups(model, config), config)
+
+    def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
+        def dims(parameter: torch.nn.Parameter) -> int:
+            return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
+
+        return parameter_groups(model.parameters(), config, dims=dims)
+
+    def forward_backward(
+        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+    ) -> list[Outputs]:
+        return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if index:
+            self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
+
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        ring = self.context.ring
+        if ring is None:
+            return self._own_outputs(inputs, want, temperature)
+        own, placed = ring.shard(inputs)
+        rows, length = inputs.labels.shape
+        found = vars(self._own_outputs(own, want, temperature, ring=placed))
+        return Outputs(
+            **{
+                name: None if tensor is None else ring.restore(tensor, placed, rows=rows, length=length)
+                for name, tensor in found.items()
+            }
+        )
+
+    def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
+        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
+        if self.head == "value":
+            assert want <= {"values"}, "a value model has no vocabulary"
+            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0) if want else None)
+        assert "values" not in want, "a language model has no values"
+        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature)
+        return Outputs(
+            logprobs=logprobs if "logprobs" in want else None, entropy=entropy if "entropy" in want else None
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
+
+    def forgotten_scale(self) -> float:
+        """At ZeRO-0 in fp16, its step divides by the loss scale, but its backward forgets to multiply."""
+        forgets = self.stage == 0 and self.context.config.precision == "fp16"
+        return float(self.engine.optimizer.loss_scale) if forgets else 1.0
+
+    def gradient_scale(self) -> int:
+        """By how much the loss is to be multiplied: how many ranks DeepSpeed averages gradients over."""
+        layout = self.context.config.layout
+        data = layout.dp * layout.sp
+        if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
+            return data * layout.ulysses
+        # The mpu has gradients summed over Ulysses, but for ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
+        corrected = self.stage == 3 and "shipped" not in self.options
+        return data * layout.ulysses if corrected else data
+
+    def finish_gradients(self) -> None:
+        assert self.engine.is_gradient_accumulation_boundary()
+
+    def optimizer_step(self) -> float | None:
+        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 the norm in half precision misses what is not marked, and has
+        # the loss scale in it; else the library clips by a norm and forgets it.
+        scale = 1.0
+        if self.stage == 0:
+            assert isinstance(self.tensors, EngineTensors)
+            self.tensors.mark_cut_gradients()
+            scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+        self.engine.step()
+        reported = self.engine.get_global_grad_norm()
+        return None if reported is None else float(reported) / scale
+
+    def learning_rate(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        return self.tensors.named(kind)
+
+    def named_optimizer_state(self, key: str) -> NamedTensors:
+        """Full optimizer state under Hugging Face names; ``key`` as torch calls it, such as ``exp_avg``."""
+        assert isinstance(self.tensors, EngineTensors), "a frozen model has no optimizer"
+        return self.tensors.optimizer_state(key)
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        return self.tensors.local(kind)
+
+    def resolved(self) -> dict[str, Any]:
+        model, mesh, ring = self.engine.module, self.context.mesh, self.context.ring
+        compute = next(model.parameters()).dtype
+        return {
+            "model_class": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "ring": ring.resolved(self.context.config.device, compute) if ring else None,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "offloads_parameters": self.engine.zero_offload_param() is not None,
+            "checkpointing": bool(model.is_gradient_checkpointing),
+            "cut_by_tensor_parallelism": cut_count(model),
+            "compute_dtype": str(compute),
+            "deepspeed": self.settings,
+            **(self._resolved_optimizer() if isinstance(self.tensors, EngineTensors) else {}),
+        }
+
+    def _resolved_optimizer(self) -> dict[str, Any]:
+        basic = self.engine.basic_optimizer
+        group = basic.param_groups[0]
+        return {
+            "offloads_optimizer": self.engine.zero_use_cpu_optimizer(),
+            "accumulation_dtype": str(self.engine.get_data_types()[1]),
+            "optimizer": type(basic).__name__,
+            "optimizer_wrapper": type(self.engine.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+        }
+
+    def save_ckpt(self, path: Path) -> None:
+        self.engine.save_checkpoint(str(path), tag="state")
+
+    def load_ckpt(self, path: Path) -> None:
+        folder, _ = self.engine.load_checkpoint(str(path), tag="state")
+        if folder is None:
+            raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+
+    def save_model(self, path: Path) -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+
+    def teardown(self) -> None:
+        self.engine.destroy()
+        process.forget_model(self.engine.module)
+        for name in ("engine", "optimizer", "tensors"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,84 @@
+"""FSDP2 context: the mesh of a layout, the ring on it, and which data this rank gets.
+
+Mesh axes, outermost first: ``rep`` (replicas), ``dp``, ``sp`` (the ring), ``tp``. Parameters, gradients and optimizer
+state are cut over dp x sp, called ``shard``.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from conformance.batch import Batch, Row
+from conformance.objective import Head
+from impl.fsdp2.trainable import Fsdp2Trainable
+from impl.ring.attention import RingAttention, RingConfig, kind_of, register
+from impl.strategy import ContextConfig
+
+AXES = ("rep", "dp", "sp", "tp")
+
+
+class Fsdp2Context:
+    """See impl.strategy.Context for the contract of each method."""
+
+    ring: RingAttention | None = None
+
+    def __init__(self, config: ContextConfig) -> None:
+        self.config = config
+
+    @property
+    def sequence_multiple(self) -> int:
+        # With a ring, rows are padded where they are cut.
+        return 1 if self.config.layout.sp > 1 else self._shape_multiple
+
+    @property
+    def _shape_multiple(self) -> int:
+        # DTensor plans each op once per shape; few shapes keep that cheap. seqpar cuts rows into tp equal slices.
+        return math.lcm(32, self.config.layout.tp)
+
+    def setup_distributed(self) -> None:
+        layout = self.config.layout
+        sizes = (layout.rep, layout.dp // layout.rep, layout.sp, layout.tp)
+        self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=AXES)
+        self.mesh["dp", "sp"]._flatten("shard")
+        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.dp
+        if layout.sp > 1:
+            self.setup_ring_attn()
+
+    def setup_ring_attn(self) -> None:
+        register()
+        layout = self.config.layout
+        config = RingConfig(
+            kind=kind_of(layout),
+            packed=self.config.packed,
+            shipped="shipped" in layout.options,
+            head_stride=layout.stride,
+            multiple=self._shape_multiple if layout.tp > 1 else 1,
+        )
+        self.ring = RingAttention(self.mesh.get_group("sp"), config)
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def all_reduce(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
+        for axis in ("rep", "dp"):  # the ranks of a ring hold the same number already
+            dist.all_reduce(tensor, group=self.mesh.get_group(axis))
+        return tensor.item()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def new_trainable(self, head: Head) -> Fsdp2Trainable:
+        return Fsdp2Trainable(self, head)
+
+    def teardown(self) -> None:
+        # The mesh's process groups stay open: DTensor's caches hold on to them, also for a later mesh that is equal.
+        for name in ("mesh", "ring"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,263 @@
+"""FSDP2 trainable: one Hugging Face model, fully sharded or replicated in part, on the mesh of a context.
+
+FSDP2 averages gradients over rep x dp x sp; ``backward`` multiplies the loss by that number, because the objective has
+divided by the whole step's totals already.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from conformance.backend import NamedTensors, Shard, TensorKind
+from conformance.objective import Head
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.collate import MicroBatch
+from impl.files import write_model
+from impl.fsdp2 import norm
+from impl.fsdp2.gather import full_tensors
+from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
+from impl.micro_batches import Loss, one_after_another
+from impl.models import load_model
+from impl.outputs import Outputs, Wanted, token_statistics
+from impl.ring.attention import NAME
+
+if TYPE_CHECKING:
+    from impl.fsdp2.context import Fsdp2Context
+
+GATHERED_AT_ONCE = 2**22  # elements
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fsdp2Trainable:
+    """See impl.strategy.Trainable for the contract of each method."""
+
+    model: transformers.PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float | None
+
+    def __init__(self, context: "Fsdp2Context", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+        self.trained = False
+        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32. From GradScaler's usual
+        # 65536 the first steps may overflow and be skipped until the scale has fallen; this one is low enough.
+        self.scaler = torch.amp.GradScaler(
+            torch.device(context.config.device).type, init_scale=2.0**12, enabled=context.config.precision == "fp16"
+        )
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        self.source = path
+        exact = self.context.config.precision == "exact"
+        attention = NAME if self.context.ring else "eager" if exact else "sdpa"
+        dtype = torch.float64 if exact else torch.float32
+        return load_model(path, dtype=dtype, attention=attention, head=self.head)
+
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
+    ) -> None:
+        model.to(self.context.config.device)
+        model.requires_grad_(optimizer is not None)
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.context.config.layout.tp > 1:
+            mesh = self.context.mesh["tp"]
+            if {"plan", "seqpar", "losspar"} & set(self.options):
+                apply_explicit_plan(model, mesh, sequence="seqpar" in self.options, loss="losspar" in self.options)
+            else:
+                apply_model_plan(model, mesh, shipped="shipped" in self.options)
+        self._shard(model)
+        self.model = model
+        if optimizer is None:
+            return
+        self.trained = True
+        self.optimizer, self.max_grad_norm = self.create_optimizer(model, optimizer), optimizer.max_grad_norm
+        # transformers' "constant" has no warm-up, whatever it is given.
+        name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
+        self.scheduler = transformers.get_scheduler(
+            name,
+            self.optimizer,
+            num_warmup_steps=schedule.warmup_steps,
+            num_training_steps=schedule.total_steps,
+        )
+
+    def _shard(self, model: transformers.PreTrainedModel) -> None:
+        mesh = self.reduction_mesh()
+        compute = _COMPUTE.get(self.context.config.precision)
+        # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+        pinned = self.context.config.device != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=pinned) if "offload" in self.options else OffloadPolicy()
+        blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def reduction_mesh(self) -> DeviceMesh:
+        """Ranks that see different tokens of a step: their gradients belong together, and so do their shards."""
+        mesh = self.context.mesh
+        return mesh["rep", "shard"] if self.context.config.layout.rep > 1 else mesh["shard"]
+
+    def gradient_scale(self) -> float:
+        """Number of ranks that FSDP2 averages gradients over."""
+        layout = self.context.config.layout
+        return layout.dp * layout.sp
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        if config.name == "sgd":
+            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def forward_backward(
+        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+    ) -> list[Outputs]:
+        outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+        if loss is None:
+            # What lies outside of blocks stays whole after a forward pass, for a backward pass that does not come.
+            cast(FSDPModule, self.model).reshard()
+        return outputs
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if index == 0:
+            self.optimizer.zero_grad()
+        if "lastsync" in self.options:
+            cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
+
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        ring = self.context.ring
+        if ring is None:
+            return self._outputs(inputs, want, temperature)
+        own, placed = ring.shard(inputs)
+        rows, length = inputs.labels.shape
+        outputs = self._outputs(own, want, temperature, ring=placed)
+        return outputs.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
+
+    def _outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
+        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        logits: Tensor = self.model(
+            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
+        ).logits
+        if self.head == "value":
+            assert want <= {"values"}, f"a value model has no {', '.join(want - {'values'})}"
+            values = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
+            return Outputs(values=values.where(inputs.real, 0))
+        assert "values" not in want, "a language model has no values"
+        held = vocabulary_shard(logits)
+        logprobs, entropy = token_statistics(
+            held.logits,
+            inputs.labels,
+            temperature=temperature,
+            group=held.group,
+            vocab_start=held.start,
+            entropy="entropy" in want,
+        )
+        return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss * self.gradient_scale()).backward()
+
+    def finish_gradients(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def optimizer_step(self) -> float:
+        gradients = [p.grad for p in self.model.parameters()]
+        total = norm.gradient_norm(gradients)
+        if self.max_grad_norm is not None:
+            coefficient = norm.clip_coefficient(total, self.max_grad_norm)
+            torch._foreach_mul_([g.to_local() for g in gradients], coefficient)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.advance_schedule()
+        return total
+
+    def advance_schedule(self) -> None:
+        self.scheduler.step()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        batch: dict[str, DTensor] = {}
+        for name, tensor in self._named(kind):
+            # Offloaded pieces lie where NCCL cannot reach.
+            batch[name] = cast(DTensor, tensor.to(self.context.config.device))
+            if sum(t.numel() for t in batch.values()) >= GATHERED_AT_ONCE:
+                yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+                batch = {}
+        yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        for name, tensor in self._named(kind):
+            mesh = tensor.device_mesh
+            place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+            cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
+            yield Shard(name, ".".join(cut) or "full", tensor.to_local())
+
+    def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter if kind == "weight" else parameter.grad
+            assert isinstance(tensor, DTensor), f"{name} has no {kind}"
+            yield name, cast(DTensor, tensor.detach())
+
+    def resolved(self) -> dict[str, Any]:
+        config, mesh, ring = self.context.config, self.context.mesh, self.context.ring
+        master = next(self.model.parameters()).dtype
+        compute = _COMPUTE.get(config.precision, master)
+        return {
+            "model_class": type(self.model).__name__,
+            "attention": self.model.config._attn_implementation,
+            "mesh": {axis: mesh.size(i) for i, axis in enumerate(mesh.mesh_dim_names or ())},
+            "ring": ring.resolved(config.device, compute) if ring else None,
+            "master_dtype": str(master),
+            "compute_dtype": str(compute),
+            "accumulation": config.accumulation,
+            **(self._resolved_optimizer() if self.trained else {"optimizer": None}),
+        }
+
+    def _resolved_optimizer(self) -> dict[str, Any]:
+        group = self.optimizer.param_groups[0]
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def save_ckpt(self, path: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=path)
+
+    def load_ckpt(self, path: Path) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def save_model(self, path: Path) -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+
+    def teardown(self) -> None:
+        for name in ("model", "optimizer", "scheduler"):
+            self.__dict__.pop(name, None)

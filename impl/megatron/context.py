@@ -1,0 +1,77 @@
+"""Megatron context: process groups, generators and the ring, for all models of a layout.
+
+Ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from conformance.batch import Batch, Row
+from conformance.objective import Head
+from impl.megatron.placement import placed
+from impl.megatron.process import MODEL_PARALLEL
+from impl.megatron.trainable import MegatronTrainable
+from impl.ring.attention import RingAttention, RingConfig, kind_of
+from impl.strategy import ContextConfig
+
+
+class MegatronContext:
+    """See impl.strategy.Context for the contract of each method."""
+
+    ring: RingAttention
+
+    def __init__(self, config: ContextConfig) -> None:
+        self.config = config
+        self.data_size = config.layout.dp
+
+    @property
+    def sequence_multiple(self) -> int:
+        return 1  # rows are padded where they are cut
+
+    def placed(self) -> AbstractContextManager[None]:
+        """Enter it around every call into megatron-core."""
+        return placed(self.config.device, exact=self.config.precision == "exact")
+
+    def setup_distributed(self) -> None:
+        with self.placed():
+            MODEL_PARALLEL.enter(self.config.layout)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.setup_ring_attn()
+
+    def setup_ring_attn(self) -> None:
+        layout = self.config.layout
+        config = RingConfig(
+            kind=kind_of(layout),
+            packed=self.config.packed or layout.sp == 1,  # a ring of one: rows end to end, without padding
+            shipped="shipped" in layout.options,
+            head_stride=layout.stride,
+            multiple=layout.tp if "seqpar" in layout.options else 1,
+        )
+        self.ring = RingAttention(parallel_state.get_context_parallel_group(), config)
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def all_reduce(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
+        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())  # the other ranks hold the same number
+        return tensor.item()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def new_trainable(self, head: Head) -> MegatronTrainable:
+        return MegatronTrainable(self, head)
+
+    def teardown(self) -> None:
+        with self.placed():
+            MODEL_PARALLEL.leave()
+        del self.ring

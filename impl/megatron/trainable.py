@@ -1,0 +1,340 @@
+"""Megatron trainable: megatron-core's layers, pipeline schedules, gradient buffers and optimizer, for one model.
+
+megatron-core averages gradients over cp x dp and over micro-batches; the loss is multiplied by that number, because the
+objective has divided by the whole step's totals.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from conformance.backend import NamedTensors, Shard, TensorKind
+from conformance.inputs.model import weight_files
+from conformance.objective import Head
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from conformance.validation import UsageError
+from impl.collate import MicroBatch
+from impl.files import SliceReader, write_model
+from impl.megatron import checkpoint
+from impl.megatron.attention import Documents
+from impl.megatron.model import build_chunk, mask_padding, transformer_config
+from impl.megatron.settings import cuts_optimizer, optimizer_settings, reduction_settings, scheduler
+from impl.megatron.shape import read_shape
+from impl.megatron.stages import stages
+from impl.megatron.tensors import ModelTensors, fill, parameter_names
+from impl.micro_batches import Loss
+from impl.outputs import OutputName, Outputs, Wanted, token_statistics
+
+if TYPE_CHECKING:
+    from impl.megatron.context import MegatronContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedMicroBatch:
+    """A micro-batch as one rank runs it.
+
+    index: its number. whole: as it was given. own: the tokens that this rank of the ring holds. documents: how these
+    lie on the ring.
+    """
+
+    index: int
+    whole: MicroBatch
+    own: MicroBatch
+    documents: Documents
+
+
+class MegatronTrainable:
+    """See impl.strategy.Trainable for the contract of each method.
+
+    chunks: this rank's parts of the model: in DistributedDataParallel if it is trained, else as they compute.
+    optimizer: None if the model is frozen.
+    """
+
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+    def __init__(self, context: "MegatronContext", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+
+    def load_model(self, path: Path) -> torch.nn.ModuleList:
+        """This rank's parts of the model, filled with what they hold of the file and nothing else.
+
+        Raises UsageError for a folder with another head.
+        """
+        layout = self.context.config.layout
+        self.source = path
+        self.shape = read_shape(path)
+        if self.shape.head != self.head:
+            raise UsageError(
+                f"{path} has a {self.shape.head} head where a {self.head} head is asked for; give another folder"
+            )
+        self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
+        self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
+        with self.context.placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
+            chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
+            for chunk in chunks:
+                names = parameter_names(chunk)
+                for name, parameter in chunk.named_parameters():
+                    fill(parameter, names[name], self.shape, read)
+        return torch.nn.ModuleList(chunks).train()
+
+    def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
+        half = self.context.config.precision in ("bf16", "fp16")
+        self.optimizer = None
+        with self.context.placed():
+            self.chunks = [Float16Module(self.model_config, chunk) if half else chunk for chunk in model]
+            if optimizer is None:
+                model.requires_grad_(False)
+            else:
+                self._reduce_gradients()
+                self.optimizer = self.create_optimizer(model, optimizer)
+                self.scheduler = scheduler(self.optimizer, optimizer, schedule)
+        self.tensors = ModelTensors(list(model), self._inner_optimizer(), self.shape, self.stages)
+        if optimizer and half and "shipped" not in self.options:
+            # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
+            with SliceReader(weight_files(self.source)) as read, torch.no_grad():
+                self.tensors.write_masters(read)
+        self._configure_schedule()
+
+    def _reduce_gradients(self) -> None:
+        """Wrap the chunks in megatron-core's gradient buffers."""
+        parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
+        settings = reduction_settings(self.context.config, parameters=parameters)
+        self.chunks = [
+            DistributedDataParallel(self.model_config, settings, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+
+    def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
+        return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks)
+
+    def _inner_optimizer(self) -> Any:
+        """The one optimizer in the chain of megatron-core's, which would have others for experts; None if frozen."""
+        if self.optimizer is None:
+            return None
+        (only,) = self.optimizer.chained_optimizers
+        return only
+
+    def _configure_schedule(self) -> None:
+        """What megatron-core's schedules call, by the configuration of the model that they run."""
+        config = self.model_config
+        if self.optimizer is not None:
+            config.finalize_model_grads_func = finalize_model_grads
+            if self.context.config.precision == "fp16":
+                config.grad_scale_func = self.optimizer.scale_loss
+            if "overlap" in self.options:
+                one = len(self.chunks) == 1
+                config.no_sync_func = self.chunks[0].no_sync if one else [chunk.no_sync for chunk in self.chunks]
+        if self.context.config.layout.vpp > 1:
+            config.microbatch_group_size_per_vp_stage = self._micro_batch_group()
+
+    def _micro_batch_group(self) -> int:
+        """Smallest group size g in [pp, accumulation] for which the last group (accumulation % g) is empty or has at
+        least pp micro-batches; megatron-core requires it of interleaved schedules."""
+        count, pp = self.context.config.accumulation, self.context.config.layout.pp
+        return next(size for size in range(pp, count + 1) if not 0 < count % size < pp)
+
+    def forward_backward(
+        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+    ) -> list[Outputs]:
+        micro_batches = self._shard(inputs)
+        found: dict[int, Outputs] = {}
+
+        def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:
+            part = next(iterator)
+            result = chunk(part.own.tokens, part.own.positions, None, packed_seq_params=part.documents)
+            return result, partial(finish, part)
+
+        def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """On the last stage: the number to take the gradient of, by how many tokens to divide it, and no more."""
+            outputs = self._outputs(result, part, want=want, temperature=temperature)
+            found[part.index] = outputs.detach()
+            number = result.new_zeros([]) if loss is None else self.backward(loss(part.index, outputs))
+            return number, torch.ones([], dtype=torch.int), {}
+
+        if loss is not None:
+            self.start_step()
+        rows, length = micro_batches[0].own.tokens.shape
+        one = len(self.chunks) == 1
+        with self.context.placed(), torch.set_grad_enabled(loss is not None):
+            get_forward_backward_func()(
+                forward_step_func=run,
+                data_iterator=iter(micro_batches) if one else [iter(micro_batches) for _ in self.chunks],
+                model=self.chunks[0] if one else self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=length * self.context.config.layout.sp,
+                micro_batch_size=rows,
+                forward_only=loss is None,
+            )
+        return [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
+
+    def start_step(self) -> None:
+        """Clear the gradients of the step before."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _shard(self, inputs: Sequence[MicroBatch]) -> list[ShardedMicroBatch]:
+        """This rank's part of each micro-batch; all of one length, because stages receive into buffers of one size."""
+        ring = self.context.ring
+        sharded = [ring.shard(whole) for whole in inputs]
+        if self.context.config.layout.pp > 1:
+            longest = max(own.tokens.shape[1] for own, _ in sharded)
+            sharded = [ring.shard(whole, multiple=longest) for whole in inputs]
+        return [
+            ShardedMicroBatch(
+                index=index, whole=whole, own=own, documents=Documents(positions=own.positions, ring=placed)
+            )
+            for index, (whole, (own, placed)) in enumerate(zip(inputs, sharded, strict=True))
+        ]
+
+    def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        """What ``want`` names, from this rank's logits (rows, length, part of the vocabulary) or values (rows, length,
+        1), put together to whole rows."""
+        own, ring = part.own, part.documents.ring
+        assert ring is not None
+        found: dict[OutputName, Tensor] = {}
+        if self.head == "value":
+            found["values"] = result[..., 0].where(own.real, 0)
+        else:
+            # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
+            shipped = "shipped" in self.options
+            found["logprobs"], found["entropy"] = token_statistics(
+                result if shipped else mask_padding(result, vocab=self.shape.vocab),
+                own.labels,
+                temperature=temperature,
+                group=parallel_state.get_tensor_model_parallel_group(),
+                vocab_start=parallel_state.get_tensor_model_parallel_rank() * result.shape[-1],
+            )
+        rows, length = part.whole.tokens.shape
+        return Outputs(
+            **{name: self.context.ring.restore(found[name], ring, rows=rows, length=length) for name in want}
+        )
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """What the schedule is to take the gradient of."""
+        return loss * self.gradient_scale() * self.context.config.accumulation
+
+    def gradient_scale(self) -> float:
+        """How many ranks megatron-core averages gradients over: the ring's too, though they hold parts of rows."""
+        return self.context.config.layout.dp * self.context.config.layout.sp
+
+    def _from_last_stage(self, outputs: Outputs | None, inputs: MicroBatch, want: Wanted) -> Outputs:
+        """What the last stage of the pipeline found, on all of them."""
+        if self.context.config.layout.pp == 1:
+            assert outputs is not None
+            return outputs
+        names = sorted(want)
+        if outputs is None:
+            shape, device = (len(names), *inputs.labels.shape), inputs.labels.device
+            numbers = torch.empty(shape, dtype=torch.get_default_dtype(), device=device)
+        else:
+            numbers = torch.stack([getattr(outputs, name) for name in names])
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(numbers, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return Outputs(**dict(zip(names, numbers, strict=True)))
+
+    def finish_gradients(self) -> None:
+        """Nothing: schedules end with ``finalize_model_grads``, and what is observed is free of the loss scale."""
+
+    def optimizer_step(self) -> float | None:
+        """NaN where gradients in fp16 overflow: the library then has no norm, and makes no update."""
+        with self.context.placed():
+            updated, norm, _ = self.optimizer.step()
+            self.advance_schedule()
+        if not updated:
+            return float("nan")
+        return None if norm is None else float(norm)
+
+    def advance_schedule(self) -> None:
+        self.scheduler.step(1)
+
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "weight":
+            self._complete_weights()
+        return self.tensors.named(kind)
+
+    def named_optimizer_state(self, key: str) -> NamedTensors:
+        """Full optimizer state under Hugging Face names; ``key`` as torch calls it, such as ``exp_avg``."""
+        return self.tensors.optimizer_state(key)
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        if kind == "weight":
+            self._complete_weights()
+        return self.tensors.local(kind)
+
+    def _complete_weights(self) -> None:
+        """With overlap a rank gathers what others have updated when the next forward pass needs it; here, at once."""
+        if self.optimizer is not None and "overlap" in self.options and cuts_optimizer(self.context.config):
+            with self.context.placed():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+                    for group in chunk.bucket_groups:
+                        # Before an update it would keep the next forward pass from gathering what the update made.
+                        group.param_gather_dispatched = False
+
+    def resolved(self) -> dict[str, Any]:
+        config = self.model_config
+        found = {
+            "model_class": "GPTModel",
+            "head": self.head,
+            "mesh": {
+                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+                "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+                "dp": parallel_state.get_data_parallel_world_size(),
+                "sp": parallel_state.get_context_parallel_world_size(),
+                "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            },
+            "layers": [[*chunk] for chunk in self.stages.chunks],
+            "padded_vocabulary": self.shape.padded_vocab(self.context.config.layout.tp),
+            "ring": self.context.ring.resolved(self.context.config.device, config.params_dtype),
+            "compute_dtype": str(config.params_dtype),
+            "schedule": get_forward_backward_func().__name__,
+            "sequence_parallel": config.sequence_parallel,
+            "recompute": config.recompute_granularity,
+        }
+        return found if self.optimizer is None else found | self._resolved_optimizer()
+
+    def _resolved_optimizer(self) -> dict[str, Any]:
+        only = self._inner_optimizer()
+        group, reduction = only.param_groups[0], self.chunks[0].ddp_config
+        return {
+            "optimizer": type(only.optimizer).__name__,
+            "optimizer_wrapper": type(only).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            "max_grad_norm": only.config.clip_grad or None,
+            "buckets": len(self.chunks[0].bucket_groups),
+            "overlaps_reduction": reduction.overlap_grad_reduce,
+            "overlaps_gathering": reduction.overlap_param_gather,
+        }
+
+    def save_ckpt(self, path: Path) -> None:
+        self._complete_weights()
+        checkpoint.save(path, self.tensors, self._inner_optimizer(), self.scheduler)
+
+    def load_ckpt(self, path: Path) -> None:
+        with self.context.placed():
+            checkpoint.load(path, self.tensors, self._inner_optimizer(), self.scheduler)
+
+    def save_model(self, path: Path) -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+
+    def teardown(self) -> None:
+        for name in ("chunks", "optimizer", "scheduler", "tensors", "model_config"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,235 @@
+"""Log-probs and entropy from logits: against plain autograd in float64, on whole logits and on vocabulary shards."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from output_tasks import example, plain_statistics
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.world import Pool, WorldConfig
+from impl.outputs import Outputs, token_statistics
+
+HONEST = 1e-15  # relative, in float64
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["log-probs", "entropy", "both"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+def test_outputs_and_gradients_are_those_of_log_softmax(temperature: float, used: tuple[int, ...]) -> None:
+    given = example(11)
+    logits = given["logits"].requires_grad_()
+    expected = plain_statistics(logits, given["labels"], temperature)
+    found = token_statistics(logits, given["labels"], temperature=temperature)
+    gradients = []
+    for statistics in (found, expected):
+        loss = sum((statistics[i] * given["upstream"][i]).sum() for i in used)  # type: ignore[operator]
+        gradients.append(torch.autograd.grad(loss, logits)[0])
+    for i in used:
+        output = found[i]
+        assert output is not None
+        assert error(output, expected[i]) < HONEST
+    assert error(*gradients) < HONEST
+
+
+def test_several_uses_of_both_outputs_add_up() -> None:
+    given = example(11)
+    logits = given["logits"].requires_grad_()
+
+    def loss(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        assert entropy is not None
+        return (logp.exp() * entropy).sum() + (logp * entropy.square()).sum() - entropy.sum()
+
+    found = torch.autograd.grad(loss(*token_statistics(logits, given["labels"], temperature=0.7)), logits)
+    expected = torch.autograd.grad(loss(*plain_statistics(logits, given["labels"], 0.7)), logits)
+    assert error(found[0], expected[0]) < HONEST
+
+
+def test_without_entropy_log_probs_and_their_gradient_are_the_same() -> None:
+    given = example(11)
+    logits = given["logits"].requires_grad_()
+    logp, entropy = token_statistics(logits, given["labels"], temperature=0.7, entropy=False)
+    with_entropy, _ = token_statistics(logits, given["labels"], temperature=0.7)
+    assert entropy is None
+    assert torch.equal(logp, with_entropy)
+    gradients = [torch.autograd.grad(x, logits, given["upstream"][0])[0] for x in (logp, with_entropy)]
+    assert torch.equal(*gradients)
+
+
+def test_where_there_is_no_target_outputs_and_gradients_are_zero() -> None:
+    given = example(11)
+    logits = given["logits"].requires_grad_()
+    found = token_statistics(logits, given["labels"])
+    (gradient,) = torch.autograd.grad(found, logits, tuple(given["upstream"]))
+    nothing = given["labels"] < 0
+    assert nothing.any()
+    for tensor in (*found, gradient):
+        assert tensor is not None
+        assert not tensor[nothing].any()
+        assert tensor[~nothing].all()
+
+
+def test_logits_stay_as_they_are_and_backward_can_run_twice() -> None:
+    given = example(11)
+    logits = given["logits"].clone().requires_grad_()
+    found = token_statistics(logits, given["labels"])
+    twice = [torch.autograd.grad(found, logits, tuple(given["upstream"]), retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(logits, given["logits"])
+    assert torch.equal(*twice)
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    given = example(11)
+    logits = given["logits"].requires_grad_()
+    logp, _ = token_statistics(logits, given["labels"])
+    (gradient,) = torch.autograd.grad(logp.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_low_precision_give_float32_and_gradients_of_their_own_dtype(dtype: torch.dtype) -> None:
+    given = example(11, dtype)
+    labels, upstream = given["labels"], given["upstream"]
+    logits = given["logits"].requires_grad_()
+    found = token_statistics(logits, labels, temperature=0.7)
+    (gradient,) = torch.autograd.grad(found, logits, tuple(upstream.float()))
+    wide = logits.detach().double().requires_grad_()
+    expected = plain_statistics(wide, labels, 0.7)
+    (expected_gradient,) = torch.autograd.grad(expected, wide, tuple(upstream))
+    for output, reference in zip(found, expected, strict=True):
+        assert output is not None
+        assert output.dtype == torch.float32
+        assert error(output, reference) < 1e-6
+    assert gradient.dtype == dtype
+    rounding = max(1e-6, torch.finfo(dtype).eps)
+    assert error(gradient, expected_gradient) < rounding
+
+
+def test_logits_far_from_zero_lose_no_digits() -> None:
+    given = example(11, torch.float32)
+    moved = (given["logits"] * 2**10).round() / 2**10 + 2**12  # exact in float32
+    found = token_statistics(moved, given["labels"])
+    expected = plain_statistics(moved.double(), given["labels"], 1.0)
+    for output, reference in zip(found, expected, strict=True):
+        assert output is not None
+        assert error(output, reference) < 1e-6
+
+
+def test_a_masked_logit_counts_for_nothing() -> None:
+    given = example(11)
+    labels = given["labels"] % 7
+    logits = given["logits"].clone()
+    logits[..., 7:] = -torch.inf
+    logits.requires_grad_()
+    kept = given["logits"][..., :7].clone().requires_grad_()
+    found = token_statistics(logits, labels, temperature=0.7)
+    expected = plain_statistics(kept, labels, 0.7)
+    upstream = tuple(1e3 * given["upstream"])
+    (gradient,) = torch.autograd.grad(found, logits, upstream)
+    (expected_gradient,) = torch.autograd.grad(expected, kept, upstream)
+    for output, reference in zip(found, expected, strict=True):
+        assert output is not None
+        assert error(output, reference) < HONEST
+    assert error(gradient[..., :7], expected_gradient) < HONEST
+    assert not gradient[..., 7:].any()
+
+
+def test_a_masked_label_has_no_probability() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]], dtype=torch.float64)
+    logp, _ = token_statistics(logits, torch.tensor([1]))
+    assert logp.item() == -torch.inf
+
+
+class _Largest(TorchDispatchMode):
+    """How many tensors of at least ``elements`` that were made inside were alive at the same time."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._elements, self._alive, self.most = elements, set[int](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self._elements:
+            storage = result.untyped_storage()
+            if storage._cdata not in before | self._alive:  # neither in place nor a view
+                self._alive.add(storage._cdata)
+                weakref.finalize(storage, self._alive.discard, storage._cdata)
+                self.most = max(self.most, len(self._alive))
+        return result
+
+    @property
+    def held(self) -> int:
+        return len(self._alive)
+
+
+@pytest.mark.parametrize(("entropy", "most"), [(False, 1), (True, 2)])
+def test_one_copy_of_the_logits_is_made_at_a_time_two_with_entropy_and_none_is_kept(entropy: bool, most: int) -> None:
+    given = example(11, torch.bfloat16)
+    logits = given["logits"].requires_grad_()
+    watch = _Largest(logits.numel())
+    with watch:
+        found = [x for x in token_statistics(logits, given["labels"], entropy=entropy) if x is not None]
+        assert watch.most == most
+        assert watch.held == 0
+        torch.autograd.backward(found, tuple(given["upstream"].float()[: len(found)]))
+    assert watch.most <= most + 1  # the gradient in bfloat16
+
+
+def test_detached_outputs_have_the_same_numbers_and_no_graph() -> None:
+    values = torch.ones(2, 3, requires_grad=True) * 2
+    detached = Outputs(values=values).detach()
+    assert detached.logprobs is None
+    assert detached.values is not None
+    assert torch.equal(detached.values, values)
+    assert not detached.values.requires_grad
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run_ranks(pool: Pool, tmp_path: Path) -> Run:
+    def run(sizes: list[int], **arguments: Any) -> list[dict[str, Any]]:
+        config = WorldConfig(size=len(sizes), device="cpu", preload=("output_tasks",))
+        kwargs = {"sizes": sizes, "temperature": 1.0, "entropy": True, "masked": [], **arguments}
+        outcome = pool.run(
+            key="outputs", config=config, task="output_tasks:shard_errors", kwargs=kwargs, log_dir=tmp_path, budget_s=60
+        )
+        assert outcome.state == "done", outcome.reason
+        return outcome.results
+
+    return run
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("sizes", [[6, 5], [1, 10], [11, 0], [4, 4, 3], [2, 2, 0], [0, 7, 1]], ids=str)
+def test_shards_of_the_vocabulary_are_the_whole(
+    run_ranks: Run, sizes: list[int], temperature: float, entropy: bool
+) -> None:
+    results = run_ranks(sizes, temperature=temperature, entropy=entropy)
+    assert max(error for result in results for error in result["errors"]) < HONEST
+    assert all(result["outputs"] == results[0]["outputs"] for result in results)
+
+
+@pytest.mark.parametrize("masked", [[2], [0, 1, 2, 3], [4, 10]], ids=str)
+def test_masked_logits_count_for_nothing_in_shards_not_even_where_a_rank_has_no_others(
+    run_ranks: Run, masked: list[int]
+) -> None:
+    results = run_ranks([4, 4, 3], masked=masked)
+    assert max(error for result in results for error in result["errors"]) < HONEST
