@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.record.format import Lines, RecordError, read_lines
-from conformance.record.results import Entry, Quantity, Run, inside, read_run
+from conformance.record.results import SUMMARY, Entry, Quantity, Run, inside, read_json, read_run
 from conformance.record.states import STATES, RunVerdict, State, overall
 
 LOG_LINES = 40  # of each rank, counted from the end
@@ -67,9 +67,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run: what is said about it, and its cells in the order in which they were planned."""
+    """A whole run: what is said about it, and its cells in the order in which they were planned.
+
+    version: of the suite that wrote the folder.
+    """
 
     run: Run
+    version: str
     cells: tuple[Cell, ...]
 
     @property
@@ -91,7 +95,8 @@ def read_report(out: Path) -> Report:
     """Read the output folder ``out`` of ``parity run``. Raises UsageError for one that cannot be trusted."""
     run, entries = read_run(out)
     oracle_lines = cache(_read_lines)  # many cells share an oracle
-    return Report(run=run, cells=tuple(_read_cell(out, entry, oracle_lines) for entry in entries))
+    version = str(read_json(out / SUMMARY).get("suite_version", ""))
+    return Report(run=run, version=version, cells=tuple(_read_cell(out, entry, oracle_lines) for entry in entries))
 
 
 def _read_cell(out: Path, entry: Entry, oracle_lines: ReadLines) -> Cell:

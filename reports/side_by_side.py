@@ -38,14 +38,15 @@ STALE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One cell of a group. ``worst``: its worst difference from the oracle in each column.
+    """One cell of a group.
 
-    ``problem``: why it is not compared with the others, or not in all columns.
+    records: digests of the records that were compared. problem: why it is not compared with the others, or not in all
+    columns. worst: its worst difference from the oracle in each column.
     """
 
     cell: str
     state: str
-    digest: str
+    records: tuple[str, ...]
     problem: str
     worst: dict[str, Quantity]
 
@@ -184,7 +185,7 @@ def _is_of(group: Group, report: Report) -> bool:
         cell = cells.get(member.cell)
         if cell is None or cell.state != member.state:
             return False
-        if member.digest and cell.legs and cell.legs[-1].digest != member.digest:
+        if member.records and member.records != tuple(leg.digest for leg in cell.legs):
             return False
     return True
 
@@ -194,7 +195,7 @@ def _group(values: dict[str, Any]) -> Group:
         Member(
             cell=m["cell"],
             state=m["state"],
-            digest=m["record"],
+            records=tuple(m["records"]),
             problem=m["problem"],
             worst=_differences(m["oracle"]),
         )

@@ -123,7 +123,8 @@ class Browser:
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
-            self.problems.append(parameters["exceptionDetails"]["text"])
+            details = parameters["exceptionDetails"]
+            self.problems.append(details.get("exception", {}).get("description", details["text"]))
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
             self.problems.append(parameters["entry"]["text"])
         elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):

@@ -77,7 +77,6 @@ RUN = Run(
     device="cpu",
     command="parity run --profile quick --out out",
     environment={
-        "backend-parity": "0.1.0",
         "python": "3.11.7",
         "torch": "2.13.0+cpu",
         "transformers": "5.17.0",
@@ -165,7 +164,7 @@ def quantities_of(
             if o.norm_of:
                 yield _quantity(o.stage, f"{o.key} against rebuilt", step, 0.1 * allowed, allowed)
             if o.replica_stage and o.kind == "tensors" and step >= 0:
-                yield _quantity(o.replica_stage, "82 pieces held by several ranks", step, 0.0, 2.0**-24)
+                yield _quantity(o.replica_stage, f"{o.key}: 82 held by several ranks", step, 0.0, 2.0**-24)
 
 
 def _quantity(stage: str, tensor: str, step: int, observed: float, allowed: float) -> Quantity:
@@ -173,8 +172,8 @@ def _quantity(stage: str, tensor: str, step: int, observed: float, allowed: floa
     hint = "Only biases after a row-parallel product differ: is the bias added once per tp rank?"
     return Quantity(
         **{"stage": stage, "tensor": tensor, "step": step, "observed": observed, "allowed": allowed},
-        max_abs=observed / 40,
-        where="[17]",
+        max_abs=observed / 40 if over else None,
+        where="[17]" if over else "",
         hint=hint if over and stage == "gradients" else "",
     )
 

@@ -50,7 +50,7 @@ function overview(cell, state) {
 
 function firstDifference(cell) {
   const { stage, step, findings, more, hints, later } = cell.first;
-  const heads = ["tensor", "step", "observed", "allowed", "ratio", "largest, absolute", "where"];
+  const heads = ["tensor", "step", "observed", "allowed", "ratio", "largest, absolute", left("where")];
   const rows = findings.map(([tensor, observed, allowed, largest, where]) => {
     const q = judged({ observed, allowed });
     const numbers = [step, number(q.observed), number(q.allowed), make("td", judgedRatio(q)), number(numeric(largest))];
@@ -118,15 +118,15 @@ function curves(cell) {
   const drawn = charts([cell]);
   if (!drawn.length) return null;
   const errors = cell.charts.flatMap(([, stage, name]) => errorPoints([cell], stage, name).flat());
-  const legend = [make("i.k-ours"), `${cell.backend} `, make("i.k-oracle"), "oracle ", make("i.k-band"), "allowed "];
+  const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed")];
   if (errors.some((q) => q.observed === 0)) {
-    legend.push(key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor ");
+    legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor"]);
   }
-  if (errors.some((q) => q.ratio > 1)) legend.push(make("i.k-over"), "outside tolerance ");
-  if (cell.legs.length > 1) legend.push(make("i.k-leg"), "the next leg begins");
+  if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
+  if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);
   return make(
     "section",
-    make("h3", "Curves ", make("span.legend", legend)),
+    make("h3", "Curves ", legendOf(legend)),
     make("div.charts", drawn.map(figure)),
   );
 }
@@ -146,8 +146,8 @@ function maps(cell) {
 }
 
 function shadeLegend(shades, limit) {
-  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≤ ${top} `, top === 1 && [make("b", limit), " "]]);
-  return make("span.legend.heatkey", make("i.h0"), "0 ", steps, make(`i.h${shades.length + 1}`), `> ${shades.at(-1)}`);
+  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≤ ${top}`, top === 1 && make("b", limit)]);
+  return legendOf([[make("i.h0"), "0"], ...steps, [make(`i.h${shades.length + 1}`), `> ${shades.at(-1)}`]], "heatkey");
 }
 
 function worst(cell) {
@@ -161,14 +161,14 @@ function worst(cell) {
   return folded(
     cell.state !== "conforms",
     `Worst ${found.length} of ${cell.quantities.length} quantities`,
-    table("Worst quantities", "numbers", ["stage", "tensor", "step", "observed", "allowed", "ratio"], rows),
+    table("Worst quantities", "numbers", ["stage", left("tensor"), "step", "observed", "allowed", "ratio"], rows),
     make("p.note.screen", "All of them: ", button("csv"), " ", button("json")),
   );
 }
 
 function perStep(cell) {
   const keys = [...cell.series.values.keys()];
-  const cells = (one, step) => (one?.get(step) === undefined ? "" : String(one.get(step)));
+  const cells = (one, step) => (one?.has(step) ? String(Number(one.get(step).toPrecision(15))) : "");
   const rows = cell.series.steps.map((step) => [
     step,
     ...keys.flatMap((name) => [cells(cell.series.values.get(name), step), cells(cell.oracle?.series.values.get(name), step)]),

@@ -129,7 +129,9 @@ function mark(kind, x, y) {
 const zero = (x, y) => `M${(x - 4).toFixed(1)} ${y.toFixed(1)}h8l-4 7z`;
 // A value that is not a finite number, at the top edge.
 const cross = (x) => make("path.nan", { d: `M${(x - 4).toFixed(1)} ${TOP + 2}l8 8m0 -8l-8 8` });
-// A mark in a legend.
+// A legend of marks with their words, each kept together; a mark that is drawn as in the charts.
+const legendOf = (items, name = "marks") => make(`span.legend.${name}`, items.map((item) => [make("span", item), " "]));
+const oracleLegend = (allowed) => [[make("i.k-oracle"), "oracle"], [make("i.k-band"), allowed]];
 const key = (drawn) => make("svg.chart.key", { viewBox: "0 0 12 10", "aria-hidden": "true" }, drawn);
 
 function frame(axis, ticks) {

@@ -1,5 +1,9 @@
 // Data: gzipped JSON in base64, a block per cell and per group, and one of what cells have in common (reports/packing.py).
+// The blocks come after the script, so that the page can be used before all of them have been read.
+const loaded = new Promise((done) => document.addEventListener("DOMContentLoaded", done));
+
 async function unpack(id) {
+  await loaded;
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(stream).text());

@@ -18,6 +18,8 @@ function make(tag, ...rest) {
   return element;
 }
 
+const left = (head) => make("th.left", head);
+
 // A table in a box of its own that scrolls sideways. heads: texts or cells; rows: lists of texts or cells.
 function table(label, classes, heads, rows) {
   const cell = (tag) => (value) => (value instanceof Element ? value : make(tag, value));

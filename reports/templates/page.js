@@ -62,7 +62,6 @@ document.addEventListener("keydown", (event) => {
 
 // The cell that the address names is read, drawn and marked in the matrix, and the keyboard is moved into it.
 const title = document.title;
-const loaded = new Promise((done) => document.addEventListener("DOMContentLoaded", done));
 async function openCell() {
   const box = boxAt.get(location.hash);
   document.querySelector(".box[aria-current]")?.removeAttribute("aria-current");
@@ -75,7 +74,6 @@ async function openCell() {
   drawn?.focus({ preventScroll: true });
 }
 async function drawnCell(box) {
-  await loaded;
   const number = Number(box.dataset.n);
   const neighbours = [boxOf.get(number - 1) ?? null, boxOf.get(number + 1) ?? null];
   try {

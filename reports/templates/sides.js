@@ -67,8 +67,8 @@ function between(group) {
     const at = make("td.left", { title: place(q) }, q.stage);
     return [make("td.left", names), count, make("td.left", pair), at, ...apart(q)];
   });
-  const heads = ["between", "pairs", "furthest apart", "in", "difference", "allowed", "ratio"];
-  return table("Furthest apart, by backend", "numbers.between", heads, rows);
+  const heads = ["between", "pairs", left("furthest apart"), left("in"), "difference", "allowed", "ratio"];
+  return table("Furthest apart, by backend", "numbers", heads, rows);
 }
 
 function outside(group) {
@@ -77,11 +77,11 @@ function outside(group) {
     const q = difference(values);
     return [make("td.left", pair), make("td.left", q.stage), make("td.name", place(q)), ...apart(q)];
   });
-  const heads = ["pair", "in", "at", "difference", "allowed", "ratio"];
+  const heads = ["pair", left("in"), left("at"), "difference", "allowed", "ratio"];
   return make(
     "div",
     make("h3", "Further apart than they may be"),
-    table("Pairs outside of what they may show", "numbers.between", heads, rows),
+    table("Pairs outside of what they may show", "numbers", heads, rows),
     group.more > 0 && make("p.note", `${plural(group.more, "more pair")} in side_by_side.json.`),
   );
 }
@@ -92,7 +92,7 @@ function groupCurves(cells) {
   const drawn = charts(cells);
   if (!drawn.length) return null;
   const backends = new Map(kinds(cells).map((kind, i) => [cells[i].backend, kind]));
-  const legend = [...backends].flatMap(([backend, kind]) => [key(mark(kind, 6, 5)), `${backend} `]);
-  legend.push(make("i.k-oracle"), "oracle ", make("i.k-band"), "allowed against the oracle");
-  return make("div", make("h3", "Curves ", make("span.legend", legend)), make("div.charts", drawn.map(figure)));
+  const legend = [...backends].map(([backend, kind]) => [key(mark(kind, 6, 5)), backend]);
+  legend.push(...oracleLegend("allowed against the oracle"));
+  return make("div", make("h3", "Curves ", legendOf(legend)), make("div.charts", drawn.map(figure)));
 }
