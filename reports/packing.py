@@ -52,7 +52,13 @@ class Shared:
     def to_json(self) -> str:
         """Everything as JSON text, for the page's first block."""
         states = {state: vars(info) for state, info in STATES.items()}
-        head = {"strings": list(self._strings), "places": self._places, "kinds": KINDS, "shades": SHADES, "states": states}
+        head = {
+            "strings": list(self._strings),
+            "places": self._places,
+            "kinds": KINDS,
+            "shades": SHADES,
+            "states": states,
+        }
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 
 
@@ -74,7 +80,9 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "first": _first(cell),
         "series": _series(cell.steps, numbers),
-        "legs": [{"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs],
+        "legs": [
+            {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs
+        ],
         "oracle": {
             "series": shared.value(_series(cell.oracle.steps, numbers)),
             "config": _config(cell.oracle.header, shared),

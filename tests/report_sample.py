@@ -147,7 +147,11 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
     return entry
 
 
-SCENARIO = {"objective": {"kind": "sft"}, "accumulation": 1, "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]}}
+SCENARIO = {
+    "objective": {"kind": "sft"},
+    "accumulation": 1,
+    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]},
+}
 
 
 def quantities_of(

@@ -141,9 +141,10 @@ def test_a_differing_cell_is_drawn_with_curves_heat_maps_and_what_to_look_at_nex
     assert count(browser, ".charts svg") == 4
     assert count(browser, ".heat") == 3
     assert "Exactly equal in every parameter: weights." in shown
-    assert browser.run("[...document.querySelectorAll('.heat .h6')].map((e) => e.closest('tr').cells[0].innerText)") == [
-        "o bias"
-    ] * 3
+    assert (
+        browser.run("[...document.querySelectorAll('.heat .h6')].map((e) => e.closest('tr').cells[0].innerText)")
+        == ["o bias"] * 3
+    )
     assert browser.problems == []
 
 

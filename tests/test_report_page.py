@@ -117,7 +117,9 @@ def test_every_state_and_reason_is_readable_without_a_script(sample: Path, page:
     assert found
     assert "are drawn by a script, which this browser does not run" in found[1]
     for cell in read_report(sample).cells:
-        line = rf'<li id="cell-{re.escape(cell.id)}"><b>{STATES[cell.state].symbol} {STATES[cell.state].name}</b>.*</li>'
+        line = (
+            rf'<li id="cell-{re.escape(cell.id)}"><b>{STATES[cell.state].symbol} {STATES[cell.state].name}</b>.*</li>'
+        )
         shown = re.search(line, found[1])
         assert shown
         assert cell.reason in shown[0]
@@ -140,7 +142,9 @@ def test_a_differing_cell_holds_where_it_starts_and_how_to_reproduce_it(page: st
 def test_every_quantity_is_in_the_page_with_its_bound(sample: Path, page: str) -> None:
     for entry in entries_of(sample):
         held = {(q.stage, q.tensor, q.step): (q.observed, q.allowed) for q in entry.verdict.quantities}
-        found = {(stage, tensor, step): (error, bound) for stage, tensor, step, error, bound in unpacked(page, entry.cell)}
+        found = {
+            (stage, tensor, step): (error, bound) for stage, tensor, step, error, bound in unpacked(page, entry.cell)
+        }
         assert found.keys() == held.keys()
         for key, (observed, allowed) in held.items():
             assert found[key] == (pytest.approx(observed, rel=5e-4), allowed)

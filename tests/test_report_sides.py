@@ -257,7 +257,10 @@ def test_of_several_groups_that_agree_each_is_drawn_when_it_is_opened(browser: B
     browser.run("document.querySelectorAll('.side')[1].open = false")
     browser.click(".side:nth-of-type(2) summary")
     browser.wait("document.querySelectorAll('.side')[1].open")
-    assert browser.run("[...document.querySelectorAll('.side')].map((e) => e.querySelectorAll('.sides').length)") == [0, 1]
+    assert browser.run("[...document.querySelectorAll('.side')].map((e) => e.querySelectorAll('.sides').length)") == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -271,5 +274,3 @@ def test_a_member_leads_to_its_cell(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
     browser.click(".sides tbody tr:nth-child(3) a")
     browser.wait(f"document.querySelector('.cell')?.dataset.cell === {json.dumps(cell_id(FSDP2_TP))}")
-
-

@@ -123,9 +123,7 @@ def test_a_pass_without_all_its_records_is_not_a_pass(out: Path, record: str) ->
     ],
 )
 @pytest.mark.parametrize("state", ["conforms", "expected_difference"])
-def test_a_pass_that_rests_on_nothing_is_not_a_pass(
-    out: Path, fields: dict[str, Any], reason: str, state: str
-) -> None:
+def test_a_pass_that_rests_on_nothing_is_not_a_pass(out: Path, fields: dict[str, Any], reason: str, state: str) -> None:
     verdict = {"state": state, **fields.get("verdict", {})}
     change(out, RESUMED, **{**fields, "verdict": verdict})
     cell = cell_of(out, RESUMED)
