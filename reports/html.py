@@ -2,8 +2,8 @@
 
 Serves claims 1 and 9: gradients and updates are shown before curves are believed, and every state has its own symbol
 and words, so that nothing that stopped half-way looks green. Verdict, counts, matrix and reasons are readable without
-JavaScript; the script (templates/*.js) unpacks and draws what a reader opens, and adds filter, keyboard, read-outs, copy
-and download.
+JavaScript; the script (templates/*.js) unpacks and draws what a reader opens, and adds filter, keyboard, read-outs,
+copy and download.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what cells have in common.
+"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what they have in common.
 
 A page with thousands of cells stays small and opens at once, because a cell is unpacked and drawn when it is opened.
 Strings and columns that repeat from cell to cell (tensor names, bounds, configurations) are stored once; a block refers
@@ -96,7 +96,8 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
 def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
     """Of each stage its name and columns: tensors, steps, what is allowed and what was observed.
 
-    ``numbers``: keys of what is a number and no tensor. Bounds belong to a scenario and its precision, so all but the last column repeat from cell to cell.
+    ``numbers``: keys of what is a number and no tensor. Bounds belong to a scenario and its precision, so all but the
+    last column repeat from cell to cell.
     """
     by_stage: dict[str, list[Quantity]] = {}
     for quantity in quantities:

@@ -1,8 +1,8 @@
 """Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
 
 Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
-backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read and,
-for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
+backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read
+and, for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from typing import Any
 
 from conformance.record.format import number as read_number
 from conformance.record.results import SUMMARY, Quantity, read_json
-from conformance.record.states import STATES
+from conformance.record.states import STATES, State
 from conformance.validation import UsageError
 from reports.load import Report
 from reports.words import code, number, plain, plural, ratio
 
 FILE = "side_by_side.json"
-WORDS = {
+WORDS: dict[State, str] = {
     "conforms": "all agree",
     "differs": "not all agree",
     "expected_difference": "not all agree, as expected",
     "infrastructure": "not all compared",
 }
-SYMBOLS = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
+SYMBOLS: dict[State, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
-    "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor, in the last row "
-    "the largest difference between two; in brackets, the part of what is allowed."
+    "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor; in the last "
+    "row, the largest difference between two; in brackets, the part of what is allowed."
 )
 PAIRS = 10  # that are outside, per group
 STALE = (
@@ -45,7 +45,7 @@ class Member:
     """
 
     cell: str
-    state: str
+    state: State
     records: tuple[str, ...]
     problem: str
     worst: dict[str, Quantity]
@@ -84,7 +84,7 @@ class Group:
     """
 
     name: str
-    state: str
+    state: State
     text: str
     columns: tuple[str, ...]
     members: tuple[Member, ...]

@@ -116,7 +116,10 @@ def plain_reference(folder: Path, *, head: str, want: Sequence[str], step: Batch
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), OPTIMIZER.max_grad_norm).item()
     torch.optim.AdamW(
-        [{"params": [p for p in parameters.values() if (p.ndim >= 2) == cut], "weight_decay": 0.1 * cut} for cut in (0, 1)],
+        [
+            {"params": [p for p in parameters.values() if (p.ndim >= 2) == cut], "weight_decay": 0.1 * cut}
+            for cut in (0, 1)
+        ],
         lr=OPTIMIZER.lr,
         betas=OPTIMIZER.betas,
         eps=OPTIMIZER.eps,
@@ -176,9 +179,7 @@ def errors_of_models(
             )
         errors: dict[str, dict[str, float]] = {}
         for name, model in models.items():
-            reference = plain_reference(
-                Path(model["folder"]), head=model["head"], want=model["want"], step=step
-            )
+            reference = plain_reference(Path(model["folder"]), head=model["head"], want=model["want"], step=step)
             errors[name] = {}
             for output in model["want"]:
                 mine = {}

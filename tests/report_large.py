@@ -1,4 +1,4 @@
-"""Writes the output folder of a large run for the tests of the reports: as many cells and quantities as a nightly has."""
+"""Writes the output folder of a large run for the tests of the reports: cells and quantities as a nightly has them."""
 
 import random
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, write_record
+from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, write_cell, write_record
 
 from conformance.objective import Sft, all_observables
-from conformance.record.results import Entry, Quantity, Verdict, write_entry, write_summary
+from conformance.record.results import Quantity, Verdict, write_summary
 
 NAMES = parameters(5)
 STEPS = 5
@@ -44,19 +44,20 @@ def write_large(out: Path, cells: int) -> Path:
         write_record(out / folder / "legs/0/record", header, OBSERVABLES, steps)
         differs = number % 50 == 49
         quantities = _errors(judged, 3.0 if differs else 0.9, rng)
-        entry = Entry(
-            **{"cell": cell, "scenario": scenario, "model": model, "backend": backend, "layout": layout},
-            **{"variant": precision, "world_size": 4, "seconds": 1.2, "folder": folder, "completed": True},
-            **{"records": ("legs/0/record",), "oracle": f"../../{oracle}", "expected": None},
-            reproduce=f"parity run --cells '{cell}' --out out-again",
-            observables=OBSERVABLES,
-            verdict=Verdict(
-                state="differs" if any(not q.ratio <= 1 for q in quantities) else "conforms",
-                reason=f"{len(quantities)} quantities were compared with the oracle",
-                quantities=quantities,
-            ),
+        verdict = Verdict(
+            state="differs" if any(not q.ratio <= 1 for q in quantities) else "conforms",
+            reason=f"{len(quantities)} quantities were compared with the oracle",
+            quantities=quantities,
         )
-        write_entry(out, entry)
+        entry = write_cell(
+            out,
+            cell,
+            folder=folder,
+            records=("legs/0/record",),
+            oracle=f"../../{oracle}",
+            observables=OBSERVABLES,
+            verdict=verdict,
+        )
         entries.append(entry)
     write_summary(out, replace(RUN, profile="nightly"), entries)
     return out

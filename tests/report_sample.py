@@ -129,19 +129,47 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
     if state == "infrastructure":
         write_logs(out / folder / "legs/0/logs")
+    legs = 2 if cell == RESUMED else 1
+    return write_cell(
+        out,
+        cell,
+        folder=folder,
+        records=tuple(f"legs/{leg}/record" for leg in range(legs)) if ran else (),
+        oracle=f"../../oracle/{scenario}-{model}" if ran else None,
+        observables=observables,
+        verdict=Verdict(state=state, reason=reason, quantities=quantities),
+    )
+
+
+def write_cell(
+    out: Path,
+    cell: str,
+    *,
+    folder: str,
+    records: tuple[str, ...],
+    oracle: str | None,
+    observables: tuple[Observable, ...],
+    verdict: Verdict,
+) -> Entry:
+    """Write the verdict of a cell whose id has the usual parts, and return what was written."""
+    scenario, model, backend, layout, *variant = cell.split("/")
     entry = Entry(
-        **{"cell": cell, "scenario": scenario, "model": model, "backend": backend, "layout": layout},
+        cell=cell,
+        scenario=scenario,
+        model=model,
+        backend=backend,
+        layout=layout,
         variant="/".join(variant),
         world_size=math.prod(int(part[2:]) for part in layout.split("-")[0].split(".") if part[2:].isdigit()),
-        seconds=round(rng.uniform(1, 4), 1) if ran else 0.4,
+        seconds=2.5,
         folder=folder,
-        completed=ran,
-        records=tuple(f"legs/{leg}/record" for leg in range(2 if cell == RESUMED else 1)) if ran else (),
-        oracle=f"../../oracle/{scenario}-{model}" if ran else None,
+        completed=bool(records),
+        records=records,
+        oracle=oracle,
         expected=None,
         reproduce=f"parity run --cells '{cell}' --out out-again",
         observables=observables,
-        verdict=Verdict(state=state, reason=reason, quantities=quantities),
+        verdict=verdict,
     )
     write_entry(out, entry)
     return entry
@@ -175,7 +203,11 @@ def _quantity(stage: str, tensor: str, step: int, observed: float, allowed: floa
     over = observed > allowed
     hint = "Only biases after a row-parallel product differ: is the bias added once per tp rank?"
     return Quantity(
-        **{"stage": stage, "tensor": tensor, "step": step, "observed": observed, "allowed": allowed},
+        stage=stage,
+        tensor=tensor,
+        step=step,
+        observed=observed,
+        allowed=allowed,
         max_abs=observed / 40 if over else None,
         where="[17]" if over else "",
         hint=hint if over and stage == "gradients" else "",

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_sample import RUN, write_cell
 
 from conformance.judge.again import rejudge
 from conformance.objective import all_observables
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.record.results import Entry, Run, Verdict, write_entry, write_summary
+from conformance.record.results import Verdict, write_summary
 from conformance.record.tensors import RecordWriter
 from conformance.scenario import parse_scenario, scenario_to_json
 
@@ -43,23 +44,21 @@ def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members
     _record(out / "oracle" / "tiny" / "float64", _unchanged, layout="dp1", rounding=0.0)
     entries = []
     for number, member in enumerate(members, start=1):
-        backend, layout = member.split("/")
+        layout = member.split("/")[1]
         folder = f"cells/{number:02d}"
         change = (changes or {}).get(member, _unchanged)
         _record(out / folder / "legs/0/record", change, layout=layout, rounding=ROUNDING, seed=number)
-        entry = Entry(
-            **{"cell": cell_id(member), "scenario": "sft-tiny", "model": "pangu", "backend": backend, "layout": layout},
-            **{"variant": "exact", "world_size": 2, "seconds": 1.0, "folder": folder, "completed": True},
-            **{"records": ("legs/0/record",), "oracle": "../../oracle/tiny", "expected": None},
-            reproduce=f"parity run --cells {cell_id(member)}",
+        entry = write_cell(
+            out,
+            cell_id(member),
+            folder=folder,
+            records=("legs/0/record",),
+            oracle="../../oracle/tiny",
             observables=all_observables(SCENARIO.objective),
             verdict=Verdict(state="not_run", reason=""),
         )
-        write_entry(out, entry)
         entries.append(entry)
-    run = {"started": "2026-08-14T03:12:40+00:00", "finished": "2026-08-14T03:14:00+00:00", "seconds": 80.1}
-    facts = {"profile": "quick", "device": "cpu", "command": "parity run", "environment": {"torch": "2.13.0+cpu"}}
-    write_summary(out, Run(**run, **facts), entries)
+    write_summary(out, RUN, entries)
     rejudge(out)
     write_side_by_side(out)
     return out
@@ -91,7 +90,7 @@ def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: i
     same = {"offered": 6, "compared": 6, "differing": []}
     for step in range(STEPS):
         gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
-        tensors = {}
+        tensors: Tensors = {}
         for name, gradient in gradients.items():
             weights[name] = weights[name] - 0.1 * gradient
             error = rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)

@@ -21,7 +21,6 @@ from report_sample import (
     entries_of,
     entry_of,
     folder_of,
-    rewrite,
     write_sample,
 )
 

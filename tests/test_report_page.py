@@ -1,4 +1,4 @@
-"""The HTML page holds every cell with its state in words, readable without a script, and what the script draws of it."""
+"""The page holds every cell with its state in words, readable without a script, and what the script draws of it."""
 
 import base64
 import gzip
@@ -20,7 +20,6 @@ from report_sample import (
     DIFFERS,
     RESUMED,
     change,
-    edit,
     entries_of,
     entry_of,
     folder_of,

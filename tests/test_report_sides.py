@@ -1,4 +1,4 @@
-"""Backends side by side in the reports: what was compared is shown whole, in words first, and only of what lies here."""
+"""Backends side by side in the reports: what was compared is shown, in words first, and only of what lies here now."""
 
 import json
 import re

@@ -24,7 +24,6 @@ from report_sample import (
     change,
     edit,
     entries_of,
-    entry_of,
     folder_of,
     only_conforming,
     rewrite,
