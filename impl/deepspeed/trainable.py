@@ -90,7 +90,8 @@ class DeepspeedTrainable:
             for parameter in model.parameters():  # buffers stay float32, as in an engine that trains
                 parameter.data = parameter.data.to(compute)
         self.settings = frozen_settings(self.context.config)
-        self._initialize(model.eval().requires_grad_(False))
+        self._initialize(model.eval())
+        model.requires_grad_(False)  # now that AutoTP has hung its hooks on the gradients of what is whole
         self.tensors = FrozenTensors(model, self._place())
 
     def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
@@ -156,25 +157,18 @@ class DeepspeedTrainable:
             return self._own_outputs(inputs, want, temperature)
         own, placed = ring.shard(inputs)
         rows, length = inputs.labels.shape
-        found = vars(self._own_outputs(own, want, temperature, ring=placed))
-        return Outputs(
-            **{
-                name: None if tensor is None else ring.restore(tensor, placed, rows=rows, length=length)
-                for name, tensor in found.items()
-            }
-        )
+        found = self._own_outputs(own, want, temperature, ring=placed)
+        return found.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
 
     def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         if self.head == "value":
-            assert want <= {"values"}, "a value model has no vocabulary"
-            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0) if want else None)
+            assert want == {"values"}, "a value model has no vocabulary"
+            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0))
         assert "values" not in want, "a language model has no values"
-        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature)
-        return Outputs(
-            logprobs=logprobs if "logprobs" in want else None, entropy=entropy if "entropy" in want else None
-        )
+        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature, entropy="entropy" in want)
+        return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
