@@ -1,4 +1,4 @@
-"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what they have in common.
+"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what they share.
 
 A page with thousands of cells stays small and opens at once, because a cell is unpacked and drawn when it is opened.
 Strings and columns that repeat from cell to cell (tensor names, bounds, configurations) are stored once; a block refers

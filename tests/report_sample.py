@@ -88,6 +88,11 @@ RUN = Run(
         "OMP_NUM_THREADS": "1",
     },
 )
+SCENARIO = {
+    "objective": {"kind": "sft"},
+    "accumulation": 1,
+    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]},
+}
 Error = Callable[[Observable, str, int], float]
 """The error of one tensor of an observable at a step, in units of what is allowed."""
 
@@ -109,7 +114,7 @@ def write_sample(out: Path) -> Path:
 def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
     """Write one cell with its records and logs, and the records of its oracle."""
     state, reason = SPECIAL.get(cell, ("conforms", "all quantities agree with the oracle"))
-    scenario, model, backend, layout, *variant = cell.split("/")
+    scenario, model, _, layout, *variant = cell.split("/")
     folder = f"cells/{number}-{cell.replace('/', '-')}"
     ran = state in ("conforms", "differs", "expected_difference")
     observables = all_observables(Sft())
@@ -173,13 +178,6 @@ def write_cell(
     )
     write_entry(out, entry)
     return entry
-
-
-SCENARIO = {
-    "objective": {"kind": "sft"},
-    "accumulation": 1,
-    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]},
-}
 
 
 def quantities_of(

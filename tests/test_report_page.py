@@ -104,8 +104,8 @@ def test_a_seed_or_a_planted_fault_has_its_own_place_in_the_matrix(out: Path) ->
     entries = entries_of(out)
     for extra in ("seed1", "fault-bias"):
         entry = entry_of(out, CONFORMS)
-        names = {"cell": f"{entry.cell}/{extra}", "variant": f"{entry.variant}/{extra}", "folder": f"cells/{extra}"}
-        entries.append(replace(entry, **names, records=(), verdict=replace(entry.verdict, state="not_run")))
+        other = replace(entry, cell=f"{entry.cell}/{extra}", variant=f"{entry.variant}/{extra}", records=())
+        entries.append(replace(other, folder=f"cells/{extra}", verdict=replace(entry.verdict, state="not_run")))
     rewrite(out, entries)
     page = write_html(out).read_text(encoding="utf-8")
     assert len(re.findall(r'<a class="box ', page)) == len(CELLS) + 2
@@ -146,7 +146,8 @@ def test_every_quantity_is_in_the_page_with_its_bound(sample: Path, page: str) -
         }
         assert found.keys() == held.keys()
         for key, (observed, allowed) in held.items():
-            assert found[key] == (pytest.approx(observed, rel=5e-4), allowed)
+            assert found[key][0] == pytest.approx(observed, rel=5e-4)
+            assert found[key][1] == allowed
 
 
 def test_rounding_carries_no_quantity_across_its_tolerance(out: Path) -> None:
@@ -202,8 +203,8 @@ def test_nothing_in_the_folder_can_become_markup(out: Path) -> None:
     entry = entry_of(out, DIFFERS)
     quantities = tuple(replace(q, tensor=q.tensor + HOSTILE, hint=HOSTILE) for q in entry.verdict.quantities)
     verdict = replace(entry.verdict, reason=HOSTILE, quantities=quantities)
-    fields = {"cell": hostile, "model": HOSTILE.replace("/", ""), "reproduce": HOSTILE}
-    rewrite(out, [*entries, replace(entry, **fields, verdict=verdict)], command=HOSTILE, environment={HOSTILE: HOSTILE})
+    changed = replace(entry, cell=hostile, model=HOSTILE.replace("/", ""), reproduce=HOSTILE, verdict=verdict)
+    rewrite(out, [*entries, changed], command=HOSTILE, environment={HOSTILE: HOSTILE})
     (folder_of(out, CRASHED) / "legs/0/logs/rank-0.log").write_text(HOSTILE)
     page = write_html(out).read_text(encoding="utf-8")
     assert len(re.findall("<script>", page)) == 1  # the page's own
