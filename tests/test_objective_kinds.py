@@ -34,7 +34,7 @@ from conformance.validation import STRICT, UsageError
 class Nobodys:
     """An objective that nobody has functions for."""
 
-    kind: Literal["test_objective:Nobodys"] = "test_objective:Nobodys"
+    kind: Literal["test_objective_kinds:Nobodys"] = "test_objective_kinds:Nobodys"
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
     columns: ClassVar[tuple[str, ...]] = ()
 
@@ -53,7 +53,7 @@ class Willing:
         return Supported()
 
 
-WILLING = BackendEntry(name="willing", target="test_objective:Willing")
+WILLING = BackendEntry(name="willing", target="test_objective_kinds:Willing")
 
 
 def with_objective(text: str, tmp_path: Path) -> Path:
@@ -137,7 +137,7 @@ def test_every_built_in_kind_has_functions_on_both_sides(kind: str) -> None:
 @pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives])
 def test_neither_side_takes_an_unknown_kind_for_another(side: Any) -> None:
     who = "the oracle" if "oracle" in side.__name__ else "impl/objectives.py"
-    with pytest.raises(UsageError, match=rf"{who}.* does not know the objective 'test_objective:Nobodys' \(known: sft"):
+    with pytest.raises(UsageError, match=rf"{who}.* does not know the objective 'test_objective_kinds:Nobodys' \(known: sft"):
         side.functions_of(Nobodys())
 
 
@@ -151,14 +151,14 @@ def test_a_kind_that_the_oracle_does_not_know_is_wrong_usage(tmp_path: Path) -> 
 def test_the_command_line_says_so_in_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_objective('kind = "test_objective:Nobodys"', tmp_path)
+    with_objective('kind = "test_objective_kinds:Nobodys"', tmp_path)
     table = 'scenarios = ["mine.toml"]\nmodels = ["llama"]\nlayouts = ["dp1"]\nprecisions = ["exact"]'
     (tmp_path / "profile.toml").write_text(f'description = "x"\n[[cells]]\n{table}\n')
     monkeypatch.chdir(tmp_path)
-    arguments = ["--profile", "profile.toml", "--backend", "test_objective:Willing", "--out", "out"]
+    arguments = ["--profile", "profile.toml", "--backend", "test_objective_kinds:Willing", "--out", "out"]
     assert cli.main(["run", *arguments]) == 2
     error = capsys.readouterr().err
-    assert "does not know the objective 'test_objective:Nobodys'" in error
+    assert "does not know the objective 'test_objective_kinds:Nobodys'" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
