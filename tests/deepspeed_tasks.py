@@ -159,7 +159,7 @@ def refusals(
     return said
 
 
-def cut_by_tensor_parallelism(context: RankContext, *, layout: str, folder: str) -> list[str]:
+def cut_by_tensor_parallelism(context: RankContext, *, layout: str, model: str) -> list[str]:
     """Names of the parameters of a value model that AutoTP has cut."""
     config = ContextConfig(
         layout=Layout.parse(layout), precision="fp32", device=context.device, accumulation=1, packed=True
