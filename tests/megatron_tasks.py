@@ -1,62 +1,59 @@
-"""Tasks that tests/test_megatron_models.py runs in ranks, on contexts and trainables alone."""
+"""Tasks that tests/test_megatron_models.py runs in ranks: contexts and trainables alone, without the engine."""
 
 import contextlib
 import gc
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron_reference as plain
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import Tensor
 
-from conformance.batch import Batch, Document, Row
 from conformance.layout import Layout
 from conformance.objective import Head
 from conformance.run.exact import exact_tier
-from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
+from conformance.scenario import Precision
+from conformance.validation import UsageError
 from conformance.world import RankContext
 from conformance.world.process import thread_count
 from impl.collate import MicroBatch, collate
 from impl.megatron.context import MegatronContext
 from impl.megatron.trainable import MegatronTrainable
-from impl.models import load_model
-from impl.outputs import Outputs, Wanted
-from impl.strategy import ContextConfig
+from impl.outputs import OutputName, Outputs
+from impl.strategy import Context, ContextConfig, Trainable, get_context
 
-ADAMW = OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-SGD = OptimizerConfig(name="sgd", lr=1e-2, momentum=0.9, max_grad_norm=0.5)
-SCHEDULE = ScheduleConfig(name="linear", total_steps=5)
 ACCUMULATION = 4
-TEMPERATURE = 0.7
-VOCABULARY = 264
+WANTED: dict[str, frozenset[OutputName]] = {
+    "reference": frozenset({"logprobs", "entropy"}),
+    "policy": frozenset({"logprobs", "entropy"}),
+    "critic": frozenset({"values"}),
+}
 
 
-def make_batch(step: int) -> Batch:
-    """16 rows of documents of all lengths; some tokens are no targets."""
-    random = torch.Generator().manual_seed(step)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=random))
-
-    def document() -> Document:
-        length = number(2, 12)
-        targets = (False, *(number(0, 4) > 0 for _ in range(length - 1)))
-        return Document(tuple(number(8, VOCABULARY) for _ in range(length)), targets)
-
-    rows = tuple(Row(index, tuple(document() for _ in range(number(1, 4)))) for index in range(16))
-    return Batch(step, 64, rows)
+def context_config(rank: RankContext, layout: str, precision: Precision) -> ContextConfig:
+    """PyTorch's ring takes rows of one document only; all others get packed ones."""
+    return ContextConfig(
+        layout=Layout.parse(layout),
+        precision=precision,
+        device=rank.device,
+        accumulation=ACCUMULATION,
+        packed="torchcp" not in layout,
+    )
 
 
 @contextlib.contextmanager
 def opened(rank: RankContext, layout: str, precision: Precision = "exact") -> Iterator[MegatronContext]:
-    """A context that is set up and torn down."""
-    config = ContextConfig(
-        layout=Layout.parse(layout), precision=precision, device=rank.device, accumulation=ACCUMULATION, packed=True
-    )
+    """A context that is set up, and torn down at the end."""
     with exact_tier() if precision == "exact" else contextlib.nullcontext():
-        context = MegatronContext(config)
+        context = MegatronContext(context_config(rank, layout, precision))
         context.setup_distributed()
         try:
             yield context
@@ -64,196 +61,333 @@ def opened(rank: RankContext, layout: str, precision: Precision = "exact") -> It
             context.teardown()
 
 
-def trainable(
-    context: MegatronContext, folder: str, *, head: Head = "causal", optimizer: OptimizerConfig | None = ADAMW
-) -> MegatronTrainable:
-    made = context.new_trainable(head)
-    made.prepare(made.load_model(Path(folder)), optimizer, SCHEDULE)
-    return made
+def new(context: MegatronContext, folder: str, *, head: Head = "causal", optimizer: str = "adamw") -> MegatronTrainable:
+    """A model that is trained, or frozen where ``optimizer`` is empty."""
+    trainable = context.new_trainable(head)
+    trainable.prepare(trainable.load_model(Path(folder)), plain.OPTIMIZERS.get(optimizer), plain.SCHEDULE)
+    return trainable
 
 
-def micro_batches(context: MegatronContext, batch: Batch) -> list[MicroBatch]:
-    return [collate(rows).to(context.config.device) for rows in context.setup_dataloader(batch)]
+def micro_batches(context: Context, step: int) -> list[MicroBatch]:
+    batch = plain.make_batch(step, packed=context.config.packed)
+    return [
+        collate(rows, multiple_of=context.sequence_multiple).to(context.config.device)
+        for rows in context.setup_dataloader(batch)
+    ]
 
 
-def sft_step(context: MegatronContext, model: MegatronTrainable, batch: Batch) -> float | None:
+def train(context: Context, model: Trainable, step: int, *, scale: float = 1.0) -> float | None:
     """A step of supervised fine-tuning; returns the norm of its gradients."""
-    model.forward_backward(
-        micro_batches(context, batch),
-        want=frozenset({"logprobs"}),
-        loss=lambda index, outputs: -outputs.logprobs.sum() / batch.target_count,
-    )
+    count = plain.make_batch(step).target_count
+
+    def loss(_: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        return -outputs.logprobs.sum() * scale / count
+
+    model.forward_backward(micro_batches(context, step), want=frozenset({"logprobs"}), loss=loss)
     model.finish_gradients()
     return model.optimizer_step()
 
 
-def policy_loss(outputs: Outputs, reference: Outputs, inputs: MicroBatch, batch: Batch) -> torch.Tensor:
-    """Depends on everything that a language model gives; each token counts for another number."""
-    ratio = (outputs.logprobs - reference.logprobs) * (1 + inputs.tokens.to(ratio_dtype()).sin())
-    terms = ratio.square() - outputs.logprobs + 0.3 * outputs.entropy * reference.entropy
-    return (terms * inputs.targets).sum() / batch.target_count
+def weights_of(model: Trainable) -> dict[str, Tensor]:
+    return {name: weight.detach().cpu().clone() for name, weight in model.named_tensors("weight")}
 
 
-def critic_loss(outputs: Outputs, inputs: MicroBatch, batch: Batch) -> torch.Tensor:
-    """Depends on the value at every token, and on padding if that were not 0."""
-    wanted = inputs.tokens.to(ratio_dtype()).sin().where(inputs.real, 0)
-    return (outputs.values - wanted).square().sum() / batch.target_count
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Relative error; NaN and infinity are infinite."""
+    error = float((found.detach() - expected.detach()).norm() / (expected.detach().norm() or 1.0))
+    return error if math.isfinite(error) else math.inf
 
 
-def ratio_dtype() -> torch.dtype:
-    return torch.get_default_dtype()
+class Comparison:
+    """Three models in a context against three in transformers: the worst relative error of each thing.
 
-
-class Reference:
-    """The same three models in transformers, whole in one process, row by row, with torch's optimizers."""
-
-    def __init__(self, folders: dict[str, str], optimizer: OptimizerConfig) -> None:
-        heads: dict[str, Head] = {"policy": "causal", "reference": "causal", "critic": "value"}
-        self.models = {
-            name: load_model(Path(folders[name]), dtype=torch.float64, attention="eager", head=head)
-            for name, head in heads.items()
-        }
-        self.config = optimizer
-        self.optimizers = {name: self._optimizer(self.models[name]) for name in ("policy", "critic")}
-
-    def _optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        if self.config.name == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=self.config.lr, momentum=self.config.momentum)
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
-        return torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=self.config.lr,
-            betas=self.config.betas,
-            eps=self.config.eps,
-        )
-
-    def outputs(self, name: str, inputs: MicroBatch) -> Outputs:
-        logits = self.models[name](input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False).logits
-        if name == "critic":
-            return Outputs(values=logits[..., 0].where(inputs.real, 0))
-        logp = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-        of_labels = logp.gather(-1, inputs.labels.clamp(min=0)[..., None])[..., 0]
-        entropy = -(logp.exp() * logp).sum(-1)
-        return Outputs(logprobs=of_labels.where(inputs.targets, 0), entropy=entropy.where(inputs.targets, 0))
-
-    def train(self, batch: Batch, step: int) -> dict[str, float]:
-        """One step of policy and critic; the norms of their gradients, which are left unclipped in ``grad``."""
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        for row in batch.rows:
-            inputs = collate([row])
-            with torch.no_grad():
-                reference = self.outputs("reference", inputs)
-            policy_loss(self.outputs("policy", inputs), reference, inputs, batch).backward()
-            critic_loss(self.outputs("critic", inputs), inputs, batch).backward()
-        norms = {}
-        for name, optimizer in self.optimizers.items():
-            norms[name] = float(torch.stack([p.grad.norm() for p in self.models[name].parameters()]).norm())
-            for group in optimizer.param_groups:
-                group["lr"] = self.config.lr * SCHEDULE.factor(step)
-        return norms
-
-    def update(self, norms: dict[str, float]) -> None:
-        for name, optimizer in self.optimizers.items():
-            assert self.config.max_grad_norm is not None
-            for p in self.models[name].parameters():
-                p.grad *= min(1.0, self.config.max_grad_norm / (norms[name] + 1e-6))
-            optimizer.step()
-
-
-def three_models(
-    rank: RankContext, *, layout: str, folders: dict[str, str], optimizer: str = "adamw", steps: int = 2
-) -> dict[str, float]:
-    """Policy, critic and frozen reference in one context, against transformers: largest relative error of each kind.
-
-    The errors of gradients and updates are those of single parameters.
+    Gradients and updates are compared parameter by parameter, outputs micro-batch by micro-batch.
     """
-    config = ADAMW if optimizer == "adamw" else SGD
-    worst: dict[str, float] = {}
-    with opened(rank, layout) as context:
-        expected = Reference(folders, config)
-        models = {
-            "policy": trainable(context, folders["policy"], optimizer=config),
-            "reference": trainable(context, folders["reference"], optimizer=None),
-            "critic": trainable(context, folders["critic"], head="value", optimizer=config),
+
+    def __init__(self, context: MegatronContext, folders: dict[str, str], optimizer: str) -> None:
+        self.context, self.optimizer = context, optimizer
+        self.expected = plain.Reference(folders, optimizer)
+        self.models = {
+            name: new(context, folders[name], head=head, optimizer=optimizer if name in plain.TRAINED else "")
+            for name, head in plain.HEADS.items()
         }
+        self.start = {
+            name: {n: parameter.detach().clone() for n, parameter in model.named_parameters()}
+            for name, model in self.expected.models.items()
+        }
+        self.worst: dict[str, float] = defaultdict(float)
 
-        def note(key: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-            error = float((found.detach() - wanted.detach()).norm() / wanted.detach().norm().clamp(min=1e-300))
-            worst[key] = max(worst.get(key, 0.0), error) if error == error else error
+    def note(self, key: str, found: Tensor, expected: Tensor) -> None:
+        self.worst[key] = max(self.worst[key], relative(found, expected))
 
-        def note_tensors(key: str, name: str, of: Callable[[Any], torch.Tensor]) -> None:
-            wanted = {n: of(p) for n, p in expected.models[name].named_parameters()}
-            found = dict(models[name].named_tensors("gradient" if key == "gradient" else "weight"))
-            assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-            for n, tensor in found.items():
-                note(f"{name} {key}", tensor, wanted[n])
-            note_replicas(models[name], f"{name} replicas")
+    def weights(self) -> None:
+        """Frozen weights, and how far trained ones have moved; replicas."""
+        for name, model in self.models.items():
+            start, end = self.start[name], dict(self.expected.models[name].named_parameters())
+            found = weights_of(model)
+            assert found.keys() == end.keys(), found.keys() ^ end.keys()
+            for parameter, weight in found.items():
+                origin = start[parameter] if name in plain.TRAINED else torch.zeros(())
+                self.note(f"{name} weights", weight - origin, end[parameter] - origin)
+            self._replicas(name, dict_of_shards(model, "weight"))
 
-        def note_replicas(model: MegatronTrainable, key: str) -> None:
-            for kind in ("weight", "gradient") if model.optimizer else ("weight",):
-                mine = {(s.name, s.region): s.tensor.clone() for s in model.local_shards(kind)}
-                everyone = context.all_gather(mine)
-                for place, tensor in mine.items():
-                    for theirs in everyone:
-                        if place in theirs and tensor.numel():
-                            note(key, theirs[place], tensor)
+    def gradients(self, name: str) -> None:
+        expected = {n: parameter.grad for n, parameter in self.expected.models[name].named_parameters()}
+        found = dict(self.models[name].named_tensors("gradient"))
+        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        for parameter, gradient in found.items():
+            self.note(f"{name} gradients", gradient, expected[parameter])
+        self._replicas(name, dict_of_shards(self.models[name], "gradient"))
 
-        def note_outputs(name: str, want: Wanted, inputs: list[MicroBatch], found: list[Outputs]) -> None:
-            for micro_batch, outputs in zip(inputs, found, strict=True):
-                with torch.no_grad():
-                    wanted = expected.outputs(name, micro_batch)
-                for key in ("logprobs", "entropy", "values"):
-                    if key not in want:
-                        assert getattr(outputs, key) is None
-                        continue
-                    number = getattr(outputs, key)
-                    assert number.shape == micro_batch.tokens.shape
-                    assert not number.requires_grad
-                    note(f"{name} {key}", number, getattr(wanted, key))
+    def _replicas(self, name: str, own: dict[Any, Tensor]) -> None:
+        for theirs in self.context.all_gather(own):
+            for place in own.keys() & theirs.keys():
+                self.note(f"{name} replicas", theirs[place], own[place])
 
-        both: Wanted = frozenset({"logprobs", "entropy"})
-        values: Wanted = frozenset({"values"})
-        start = {name: {n: p.detach().clone() for n, p in m.named_parameters()} for name, m in expected.models.items()}
-        for name in models:
-            note_tensors("loaded", name, lambda p: p)
-        for step in range(steps):
-            batch = make_batch(step)
-            inputs = micro_batches(context, batch)
-            known = models["reference"].forward_backward(inputs, want=both, temperature=TEMPERATURE, loss=None)
-            note_outputs("reference", both, inputs, known)
-            # Forward only, of models that are trained as well, as for old log-probs and old values.
-            some: Wanted = frozenset({"entropy"})
-            old = models["policy"].forward_backward(inputs, want=some, temperature=TEMPERATURE, loss=None)
-            note_outputs("policy", some, inputs, old)
-            note_outputs("critic", values, inputs, models["critic"].forward_backward(inputs, want=values, loss=None))
-            trained = models["policy"].forward_backward(
-                inputs,
-                want=both,
-                temperature=TEMPERATURE,
-                loss=lambda i, outputs: policy_loss(outputs, known[i], inputs[i], batch),
-            )
-            note_outputs("policy", both, inputs, trained)
-            trained = models["critic"].forward_backward(
-                inputs, want=values, loss=lambda i, outputs: critic_loss(outputs, inputs[i], batch)
-            )
-            note_outputs("critic", values, inputs, trained)
-            norms = expected.train(batch, step)
-            for name in ("policy", "critic"):
-                models[name].finish_gradients()
-                note_tensors("gradient", name, lambda p: p.grad)
-                assert abs(models[name].learning_rate() - config.lr * SCHEDULE.factor(step)) < 1e-15
-            for name in ("critic", "policy"):
-                norm = models[name].optimizer_step()
-                note(f"{name} norm", torch.tensor(norm), torch.tensor(norms[name]))
-            expected.update(norms)
-        for name in ("policy", "critic"):
-            wanted = dict(expected.models[name].named_parameters())
-            for n, tensor in models[name].named_tensors("weight"):
-                note(f"{name} update", tensor - start[name][n], wanted[n] - start[name][n])
-            note_replicas(models[name], f"{name} replicas")
-        note_tensors("loaded", "reference", lambda p: p)
-        for model in models.values():
+    def forward(self, name: str, inputs: list[MicroBatch], *, want: frozenset[OutputName]) -> list[Outputs]:
+        found = self.models[name].forward_backward(inputs, want=want, temperature=plain.TEMPERATURE, loss=None)
+        self.outputs(name, inputs, found, want)
+        return found
+
+    def outputs(
+        self, name: str, inputs: list[MicroBatch], found: list[Outputs], want: frozenset[OutputName]
+    ) -> None:
+        for micro_batch, outputs in zip(inputs, found, strict=True):
+            with torch.no_grad():
+                expected = vars(self.expected.outputs(name, micro_batch))
+            assert {key for key, numbers in vars(outputs).items() if numbers is not None} == want
+            for key in want:
+                numbers = getattr(outputs, key)
+                assert numbers.shape == micro_batch.tokens.shape
+                assert not numbers.requires_grad
+                self.note(f"{name} {key}", numbers, expected[key])
+
+    def step(self, step: int) -> None:
+        """Forward only, each model trained, and their updates in another order."""
+        batch = plain.make_batch(step, packed=self.context.config.packed)
+        inputs = micro_batches(self.context, step)
+        known = self.forward("reference", inputs, want=WANTED["reference"])
+        self.forward("critic", inputs, want=WANTED["critic"])  # old values, and some of the old policy's outputs
+        self.forward("policy", inputs, want=frozenset({"entropy"}))
+        losses = {
+            "policy": lambda i, outputs: plain.policy_loss(outputs, known[i], inputs[i], batch),
+            "critic": lambda i, outputs: plain.critic_loss(outputs, inputs[i], batch),
+        }
+        for name, loss in losses.items():
+            want = WANTED[name]
+            found = self.models[name].forward_backward(inputs, want=want, temperature=plain.TEMPERATURE, loss=loss)
+            self.outputs(name, inputs, found, want)
+        norms = self.expected.backward(batch)
+        for name in plain.TRAINED:
+            self.models[name].finish_gradients()
+            self.gradients(name)
+        if step:
+            self.weights()  # reading them before an update must change nothing
+        for name in reversed(plain.TRAINED):
+            lr = self.models[name].learning_rate()
+            assert math.isclose(lr, plain.OPTIMIZERS[self.optimizer].lr * plain.SCHEDULE.factor(step))
+            norm = self.models[name].optimizer_step()
+            assert norm is not None
+            self.note(f"{name} norm", torch.tensor(norm), torch.tensor(norms[name]))
+        self.expected.update(norms, step)
+
+
+def dict_of_shards(model: MegatronTrainable, kind: Any) -> dict[Any, Tensor]:
+    return {(shard.name, shard.region): shard.tensor.detach().clone() for shard in model.local_shards(kind)}
+
+
+def three_models(rank: RankContext, *, layout: str, folders: dict[str, str], optimizer: str) -> dict[str, float]:
+    """Two steps of policy and critic beside a frozen reference, against transformers: the worst errors."""
+    with opened(rank, layout) as context:
+        compared = Comparison(context, folders, optimizer)
+        for step in range(2):
+            compared.step(step)
+        compared.weights()
+        for model in compared.models.values():
             model.teardown()
-    return worst
+    return dict(compared.worst)
+
+
+def frozen_and_trained(
+    rank: RankContext, *, layout: str, folders: dict[str, str], precision: Precision
+) -> dict[str, float]:
+    """Largest differences of outputs between a frozen model and one that is to be trained, of the same folder."""
+    differences: dict[str, float] = {}
+    with opened(rank, layout, precision) as context:
+        inputs = micro_batches(context, 0)
+        for name in ("policy", "critic"):
+            head, want = plain.HEADS[name], WANTED[name]
+            results = []
+            for optimizer in ("", "adamw"):
+                model = new(context, folders[name], head=head, optimizer=optimizer)
+                results.append(model.forward_backward(inputs, want=want, loss=None))
+                if not optimizer:
+                    file = load_file(Path(folders[name]) / "model.safetensors")
+                    rounded = {n: w.to(model.model_config.params_dtype) for n, w in file.items()}
+                    kept = weights_of(model)
+                    assert all(torch.equal(w, rounded[n].to(w.dtype)) for n, w in kept.items())
+                model.teardown()
+            for key in want:
+                pairs = [(getattr(a, key), getattr(b, key)) for a, b in zip(*results, strict=True)]
+                assert all(a.dtype.itemsize >= 4 for a, _ in pairs)
+                differences[key] = max(float((a - b).abs().max()) for a, b in pairs)
+    return differences
+
+
+def overflow(rank: RankContext, *, layout: str, folders: dict[str, str]) -> tuple[float | None, bool]:
+    """The norm of gradients that overflow in fp16, and whether any weight has changed."""
+    with opened(rank, layout, "fp16") as context:
+        model = new(context, folders["policy"])
+        before = weights_of(model)
+        norm = train(context, model, 0, scale=1e30)
+        after = weights_of(model)
+        model.teardown()
+    return norm, any(not torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def in_turn(rank: RankContext, *, layout: str, others: list[str], folders: dict[str, str]) -> list[dict[str, Any]]:
+    """One step and a teardown in one layout after another; says what is held after each."""
+    held = []
+    for one in (layout, *others):
+        generator = torch.get_rng_state()
+        variables = library_variables()
+        with opened(rank, one, "fp32") as context:
+            models = [new(context, folders["policy"]), new(context, folders["reference"], optimizer="")]
+            train(context, models[0], 0)
+            chunks = [weakref.ref(model.chunks[0]) for model in models]
+            for model in models:
+                model.teardown()
+        gc.collect()
+        held.append(
+            {
+                "groups": len(dist.distributed_c10d._world.pg_map),
+                "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+                "threads": thread_count(),
+                "environment": sorted(name for name in os.environ if name.startswith("NVTE")),
+                "cuda": torch.cuda.current_device.__module__,
+                "models_alive": [chunk() is not None for chunk in chunks],
+                "generator_moved": not torch.equal(generator, torch.get_rng_state()),
+                "variables": sorted(name for name, v in library_variables().items() if variables.get(name) is not v),
+            }
+        )
+    return held
+
+
+def library_variables() -> dict[str, Any]:
+    """Global variables of megatron-core's modules that keep its groups and generators."""
+    from megatron.core.tensor_parallel import random
+
+    return {
+        f"{module.__name__}.{name}": v
+        for module in (parallel_state, random)
+        for name, v in vars(module).items()
+        if not name.startswith("__")
+    }
+
+
+def two_contexts(rank: RankContext, *, layout: str, other: str, folders: dict[str, str]) -> dict[str, Any]:
+    """Two contexts of one layout; the first is left before the second trains. What ``other`` says meanwhile."""
+    refused = ""
+    with opened(rank, layout) as second:
+        with opened(rank, layout) as first:
+            alone = new(first, folders["policy"])
+            groups = len(dist.distributed_c10d._world.pg_map)
+            try:
+                MegatronContext(context_config(rank, other, "exact")).setup_distributed()
+            except UsageError as error:
+                refused = str(error)
+            alone.teardown()
+        between = len(dist.distributed_c10d._world.pg_map)
+        norm = train(second, new(second, folders["policy"]), 0)
+    return {"groups": [groups, between, len(dist.distributed_c10d._world.pg_map)], "norm": norm, "refused": refused}
+
+
+def save(rank: RankContext, *, layout: str, folders: dict[str, str], out: str) -> None:
+    """Write three models as they were loaded; the reference frozen."""
+    with opened(rank, layout, "fp32") as context:
+        for name, head in plain.HEADS.items():
+            model = new(context, folders[name], head=head, optimizer="adamw" if name in plain.TRAINED else "")
+            model.save_model(Path(out) / name)
+            model.teardown()
+
+
+def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) -> dict[str, float]:
+    """Largest error, by state, of AdamW's moments after one step: they follow from its clipped gradients."""
+    config = plain.OPTIMIZERS["adamw"]
+    assert config.max_grad_norm is not None
+    errors = {}
+    with opened(rank, layout) as context:
+        model = new(context, folders["policy"])
+        gradients = unclipped(context, model)
+        norm = model.optimizer_step()
+        assert norm is not None
+        clip = min(1.0, config.max_grad_norm / (norm + 1e-6))
+        first, second = config.betas
+        for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
+            state = dict(model.named_optimizer_state(key))
+            assert state.keys() == gradients.keys()
+            expected = {name: (1 - beta) * (clip * g) ** power for name, g in gradients.items()}
+            errors[key] = max(relative(state[name], moment) for name, moment in expected.items())
+        model.teardown()
+    return errors
+
+
+def unclipped(context: MegatronContext, model: MegatronTrainable) -> dict[str, Tensor]:
+    """Gradients of the first step."""
+    count = plain.make_batch(0).target_count
+    model.forward_backward(
+        micro_batches(context, 0),
+        want=frozenset({"logprobs"}),
+        loss=lambda _, outputs: -outputs.logprobs.sum() / count,
+    )
+    model.finish_gradients()
+    return {name: gradient.clone() for name, gradient in model.named_tensors("gradient")}
+
+
+def go_on_elsewhere(rank: RankContext, *, layout: str, other: str, folders: dict[str, str], out: str) -> float:
+    """Two steps, a checkpoint, two steps more: in the first layout, and in another from the checkpoint.
+
+    Largest relative difference of a weight between the two.
+    """
+    with opened(rank, layout) as context:
+        model = new(context, folders["policy"])
+        for step in range(2):
+            train(context, model, step)
+        model.save_ckpt(Path(out) / "policy")
+        for step in (2, 3):
+            train(context, model, step)
+        stayed = weights_of(model)
+        model.teardown()
+    with opened(rank, other) as context:
+        model = new(context, folders["policy"])
+        model.load_ckpt(Path(out) / "policy")
+        for step in (2, 3):
+            train(context, model, step)
+        moved = weights_of(model)
+        model.teardown()
+    assert stayed.keys() == moved.keys()
+    return max(relative(moved[name], weight) for name, weight in stayed.items())
+
+
+def fsdp2_around(rank: RankContext, *, layout: str, plain_layout: str, folders: dict[str, str]) -> bool:
+    """Whether a step of FSDP2 gives the same bits before and after one of Megatron."""
+
+    def step() -> dict[str, Tensor]:
+        context = get_context("fsdp2", context_config(rank, plain_layout, "fp32"))
+        context.setup_distributed()
+        model = context.new_trainable("causal")
+        model.prepare(model.load_model(Path(folders["policy"])), plain.OPTIMIZERS["adamw"], plain.SCHEDULE)
+        train(context, model, 0)
+        after = weights_of(model)
+        model.teardown()
+        context.teardown()
+        return after
+
+    before = step()
+    with opened(rank, layout, "fp32") as context:
+        model = new(context, folders["policy"])
+        train(context, model, 0)
+        model.teardown()
+    after = step()
+    return all(torch.equal(after[name].view(torch.int32), bits.view(torch.int32)) for name, bits in before.items())

@@ -97,7 +97,7 @@ class MegatronTrainable:
         with self.context.placed():
             self.chunks = [Float16Module(self.model_config, chunk) if half else chunk for chunk in model]
             if optimizer is None:
-                model.requires_grad_(False)
+                model.eval().requires_grad_(False)
             else:
                 self._reduce_gradients()
                 self.optimizer = self.create_optimizer(model, optimizer)
@@ -206,7 +206,7 @@ class MegatronTrainable:
         1), put together to whole rows."""
         own, ring = part.own, part.documents.ring
         assert ring is not None
-        found: dict[OutputName, Tensor] = {}
+        found: dict[OutputName, Tensor | None] = {}
         if self.head == "value":
             found["values"] = result[..., 0].where(own.real, 0)
         else:
@@ -218,11 +218,11 @@ class MegatronTrainable:
                 temperature=temperature,
                 group=parallel_state.get_tensor_model_parallel_group(),
                 vocab_start=parallel_state.get_tensor_model_parallel_rank() * result.shape[-1],
+                entropy="entropy" in want,
             )
         rows, length = part.whole.tokens.shape
-        return Outputs(
-            **{name: self.context.ring.restore(found[name], ring, rows=rows, length=length) for name in want}
-        )
+        asked = Outputs(**{name: found[name] for name in want})
+        return asked.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))
 
     def backward(self, loss: Tensor) -> Tensor:
         """What the schedule is to take the gradient of."""

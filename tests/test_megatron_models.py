@@ -1,0 +1,200 @@
+"""Megatron's contexts and trainables, without the engine: several models at a time, every output, any layout.
+
+The cells of the engine are in tests/test_megatron.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conformance.inputs.model import prepare_model
+from conformance.layout import Layout
+from conformance.objective import Role
+from conformance.paths import FIXTURES
+from conformance.scenario import Precision, load_scenario
+from conformance.validation import UsageError
+from conformance.world import Pool, WorldConfig
+
+pytest.importorskip("megatron.core")
+
+HONEST = 1e-12  # relative error of a parameter's gradient or update in the exact tier
+FAMILIES = ("pangu", "llama", "qwen3")
+ROLES = (Role(name="policy"), Role(name="reference", trained=False), Role(name="critic", head="value"))
+Folders = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Of each family, the folders of policy, critic and reference, which have different weights."""
+    root = tmp_path_factory.mktemp("folders")
+    scenarios = {
+        family: load_scenario(FIXTURES / "scenarios" / "sft-packed.toml", model=f"models/{family}", precision="exact")
+        for family in FAMILIES
+    }
+    return {
+        family: {role.name: str(prepare_model(scenario, role, root / family / role.name)) for role in ROLES}
+        for family, scenario in scenarios.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+@pytest.fixture
+def run_ranks(pool: Pool, tmp_path: Path) -> Any:
+    def run(task: str, layout: str, **arguments: Any) -> list[Any]:
+        outcome = pool.run(
+            key="megatron",
+            config=WorldConfig(size=Layout.parse(layout).world_size, device="cpu", preload=("megatron_tasks",)),
+            task=f"megatron_tasks:{task}",
+            kwargs={"layout": layout, **arguments},
+            log_dir=tmp_path / "logs",
+            budget_s=240.0,
+        )
+        assert outcome.state == "done", outcome.reason
+        return outcome.results
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "optimizer"),
+    [
+        ("pangu", "dp1", "adamw"),
+        ("llama", "dp2", "sgd"),
+        ("qwen3", "dp2.zero1", "adamw"),
+        ("qwen3", "dp2.zero1.overlap", "adamw"),
+        ("pangu", "tp2", "adamw"),
+        ("qwen3", "tp2", "adamw"),
+        ("pangu", "tp2.seqpar", "adamw"),
+        ("llama", "tp2.seqpar.ckpt", "adamw"),
+        ("qwen3", "tp2.seqpar", "sgd"),
+        ("pangu", "pp2", "adamw"),
+        ("qwen3", "pp2.vpp2", "adamw"),
+        ("llama", "pp2.vpp2.overlap", "sgd"),
+        ("pangu", "sp2", "adamw"),
+        ("qwen3", "sp2.zigzag", "sgd"),
+        ("llama", "sp2.torchcp", "adamw"),
+        ("pangu", "sp2.pp2.torchcp", "adamw"),
+        ("pangu", "tp2.pp2", "adamw"),
+        ("qwen3", "tp2.pp2.vpp2.seqpar", "adamw"),
+        ("qwen3", "sp2.pp2.ring", "adamw"),
+        ("llama", "sp2.tp2.seqpar", "adamw"),
+        ("llama", "dp2.pp2.vpp2.zero1.overlap", "adamw"),
+    ],
+)
+def test_a_policy_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(
+    run_ranks: Any, folders: Folders, family: str, layout: str, optimizer: str
+) -> None:
+    for errors in run_ranks("three_models", layout, folders=folders[family], optimizer=optimizer):
+        assert max(errors.values()) < HONEST, errors
+        kinds = ("weights", "gradients", "norm", "replicas")
+        assert errors.keys() >= {f"{model} {kind}" for model in ("policy", "critic") for kind in kinds}
+        outputs = {"policy logprobs", "policy entropy", "reference logprobs", "reference entropy", "critic values"}
+        assert errors.keys() >= outputs | {"reference weights"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp2.zero1", "tp2.seqpar", "pp2.vpp2"])
+def test_a_frozen_model_holds_rounded_weights_and_gives_what_a_trained_one_gives(
+    run_ranks: Any, folders: Folders, layout: str, precision: Precision
+) -> None:
+    for differences in run_ranks("frozen_and_trained", layout, folders=folders["llama"], precision=precision):
+        assert differences == {"logprobs": 0.0, "entropy": 0.0, "values": 0.0}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2.zero1", "pp2"])
+def test_an_overflow_in_fp16_has_no_norm_and_makes_no_update(run_ranks: Any, folders: Folders, layout: str) -> None:
+    for norm, changed in run_ranks("overflow", layout, folders=folders["llama"]):
+        assert norm != norm
+        assert not changed
+
+
+def test_many_layouts_in_one_process_leave_nothing(run_ranks: Any, folders: Folders) -> None:
+    layouts = ["tp2.seqpar", "pp2.vpp2", "sp2", "dp2.zero1"]
+    for held in run_ranks("in_turn", layouts[0], others=(layouts * 3)[1:], folders=folders["qwen3"]):
+        first, last = held[len(layouts) - 1], held[-1]
+        assert last["groups"] == 1  # the default group
+        # Threads and sockets of a destroyed group end a little later.
+        assert last["fds"] <= first["fds"] + 4
+        assert last["threads"] <= first["threads"] + 4
+        for after in held:
+            assert (after["environment"], after["cuda"], after["variables"]) == ([], "torch.cuda", [])
+            assert after["models_alive"] == [False, False]
+            assert not after["generator_moved"]
+
+
+def test_the_last_context_of_a_layout_destroys_its_groups_and_another_layout_has_to_wait(
+    run_ranks: Any, folders: Folders
+) -> None:
+    for found in run_ranks("two_contexts", "tp2", other="pp2", folders=folders["llama"]):
+        both, one, none = found["groups"]
+        assert both == one > none == 1
+        assert found["norm"] > 0
+        assert "tear its contexts down before you set up pp2" in found["refused"]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("pangu", "dp1"), ("pangu", "tp2"), ("qwen3", "pp2.vpp2"), ("llama", "tp2.pp2.zero1"), ("qwen3", "tp4")],
+)
+def test_a_saved_model_is_the_one_that_was_loaded(
+    run_ranks: Any, folders: Folders, tmp_path: Path, family: str, layout: str
+) -> None:
+    run_ranks("save", layout, folders=folders[family], out=str(tmp_path / "saved"))
+    for role, folder in folders[family].items():
+        source, saved = Path(folder), tmp_path / "saved" / role
+        before, after = (load_file(path / "model.safetensors") for path in (source, saved))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
+        assert (saved / "config.json").read_text() == (source / "config.json").read_text()
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2.zero1", "tp2.seqpar", "pp2.vpp2.zero1"])
+def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folders: Folders, layout: str) -> None:
+    for errors in run_ranks("optimizer_state", layout, folders=folders["qwen3"]):
+        assert max(errors.values()) < HONEST
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [("tp2.seqpar", "pp2.vpp2"), ("pp2", "dp2.zero1"), ("dp2.zero1", "sp2"), ("dp2.zero1.overlap", "tp2.zero1")],
+)
+def test_training_goes_on_in_another_layout(
+    run_ranks: Any, folders: Folders, tmp_path: Path, layout: str, other: str
+) -> None:
+    out = str(tmp_path / "checkpoint")
+    assert max(run_ranks("go_on_elsewhere", layout, other=other, folders=folders["qwen3"], out=out)) < HONEST
+
+
+@pytest.mark.parametrize("layout", ["tp2.seqpar", "pp2.vpp2", "dp2.zero1"])
+def test_fsdp2_gives_the_same_bits_before_and_after_megatron(run_ranks: Any, folders: Folders, layout: str) -> None:
+    plain_layout = "tp2" if "tp2" in layout else "dp2"
+    assert all(run_ranks("fsdp2_around", layout, plain_layout=plain_layout, folders=folders["qwen3"]))
+
+
+def test_state_of_optimizers_that_are_not_torchs_is_refused(tmp_path: Path) -> None:
+    from impl.megatron import checkpoint
+
+    foreign = SimpleNamespace(optimizer=torch.optim.Adagrad([torch.zeros(1)]))
+    for transfer in (checkpoint.save, checkpoint.load):
+        with pytest.raises(UsageError, match="uninstall transformer-engine and apex"):
+            transfer(tmp_path, None, foreign, None)  # type: ignore[arg-type]
+
+
+def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:
+    from impl.megatron.context import MegatronContext
+    from impl.strategy import ContextConfig
+
+    config = ContextConfig(layout=Layout.parse("dp1"), precision="fp32", device="cpu", accumulation=1, packed=True)
+    for role, asked in (("critic", "causal"), ("policy", "value")):
+        with pytest.raises(UsageError, match=f"where a {asked} head is asked for"):
+            MegatronContext(config).new_trainable(asked).load_model(Path(folders["llama"][role]))  # type: ignore[arg-type]
