@@ -1,42 +1,64 @@
 """Tasks that tests/test_deepspeed.py runs in ranks."""
 
+import contextlib
 import gc
 import importlib
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from conformance.batch import read_batches
-from conformance.run.exact import exact_tier
 from conformance.layout import Layout
-from conformance.scenario import parse_scenario
+from conformance.run.exact import exact_tier
+from conformance.scenario import Scenario, parse_scenario
+from conformance.validation import UsageError
 from conformance.world import RankContext
+from impl.collate import collate
 from impl.deepspeed.adapter import DeepspeedBackend
+from impl.deepspeed.context import DeepspeedContext
+from impl.deepspeed.trainable import DeepspeedTrainable
+from impl.deepspeed.ulysses import exchange_heads
 from impl.models import load_model
-from impl.ring.attention import register
+from impl.ring.attention import NAME, register
+from impl.strategy import ContextConfig
 
 PATCHED = ("torch", "torch.nn.functional", "torch.nn.modules.module.Module", "torch.Tensor", "torch.optim.Optimizer")
 
 
-def train(context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str) -> dict[str, Any]:
-    """One step and a teardown in a world that has seen no engine; says what outlives it."""
+@contextlib.contextmanager
+def set_up(
+    context: RankContext, scenario: dict[str, Any], layout: str, models: dict[str, str]
+) -> Iterator[DeepspeedBackend]:
+    """A backend that is torn down in the end, in the exact tier if the scenario is."""
+    config = parse_scenario(scenario)
+    backend = DeepspeedBackend()
+    with exact_tier() if config.precision == "exact" else contextlib.nullcontext():
+        folders = {role: Path(folder) for role, folder in models.items()}
+        backend.setup(config, Layout.parse(layout), folders, context.device)
+        yield backend
+        backend.teardown()
+
+
+def train(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, Any]:
+    """Two steps and a teardown in a world that has seen no engine; says what outlives it."""
     from deepspeed.module_inject.layers import is_autotp_training_mode
     from deepspeed.utils import groups
 
     register()  # ours, in transformers for good
     before = {name: _attributes(name) for name in PATCHED}
     attention = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
-    backend = DeepspeedBackend()
-    config = parse_scenario(scenario)
-    with exact_tier():
-        backend.setup(config, Layout.parse(layout), Path(weights), context.device)
-        backend.train_step(read_batches(Path(batches))[0], lambda: None)
-        model = weakref.ref(backend.strategy.engine.module)  # type: ignore[attr-defined]
-        backend.teardown()
+    with set_up(context, scenario, layout, models) as backend:
+        for batch in read_batches(Path(batches))[:2]:
+            backend.train_step(batch, lambda model: None)
+        model = weakref.ref(backend.models["policy"].engine.module)  # type: ignore[attr-defined]
     gc.collect()
     held = {name: getattr(groups, name) for name in vars(groups) if name.endswith("_GROUP") or name == "mpu"}
     return {
@@ -48,44 +70,164 @@ def train(context: RankContext, *, scenario: dict[str, Any], layout: str, weight
     }
 
 
+def holdings(context: RankContext) -> dict[str, int]:
+    """What the rank holds between two tasks."""
+    things = gc.get_objects()
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "models": sum(isinstance(thing, transformers.PreTrainedModel) for thing in things),
+        "parameters": sum(isinstance(thing, torch.nn.Parameter) for thing in things),
+    }
+
+
+def one_beside_another(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, Any]:
+    """Two contexts with a model each; the first is trained and left, then the second. Both do the same.
+
+    The second has been asked for log-probs before, without a backward pass. Says whether weights are equal bit by bit,
+    and what is left of the exchange of heads when only one of them is, and when none is.
+    """
+    config = parse_scenario(scenario)
+    register()
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    plain, weights = functions[NAME], []
+    with exact_tier():
+        opened = [_opened(context, config, layout, Path(models["policy"])) for _ in range(2)]
+        batch = read_batches(Path(batches))[0]
+        replaced = []
+        for number, (inside, trainable) in enumerate(opened):
+            inputs = [collate(rows) for rows in inside.setup_dataloader(batch)]
+            if number == 1:
+                asked = trainable.forward_backward(inputs, want=frozenset({"logprobs"}), loss=None)
+                assert all(outputs.entropy is None for outputs in asked)
+            trainable.forward_backward(
+                inputs, want=frozenset({"logprobs"}), loss=lambda index, outputs: -outputs.logprobs.sum() / 1000
+            )
+            trainable.finish_gradients()
+            trainable.optimizer_step()
+            weights.append({name: tensor.clone() for name, tensor in trainable.named_tensors("weight")})
+            trainable.teardown()
+            inside.teardown()
+            replaced.append(functions[NAME] is not plain)
+    return {"equal": all(torch.equal(w, weights[1][name]) for name, w in weights[0].items()), "replaced": replaced}
+
+
+def _opened(
+    context: RankContext, config: Scenario, layout: str, folder: Path
+) -> tuple[DeepspeedContext, DeepspeedTrainable]:
+    inside = DeepspeedContext(_context_config(context, config, layout))
+    inside.setup_distributed()
+    trainable = inside.new_trainable("causal")
+    trainable.prepare(trainable.load_model(folder), config.optimizer, config.schedule)
+    return inside, trainable
+
+
+def _context_config(context: RankContext, config: Scenario, layout: str) -> ContextConfig:
+    return ContextConfig(
+        layout=Layout.parse(layout),
+        precision=config.precision,
+        device=context.device,
+        accumulation=config.accumulation,
+        packed=config.data.packed,
+    )
+
+
+def refusals(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> list[str]:
+    """What is said to a second context that cuts otherwise, and to a model with other heads; under Ulysses."""
+    config = parse_scenario(scenario)
+    said = []
+    with set_up(context, scenario, layout, models) as backend:
+        other = DeepspeedContext(_context_config(context, config, f"tp{context.world_size}"))
+        group = backend.context.mesh.get_group("ulysses")  # type: ignore[attr-defined]
+        small = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=8
+        )
+        model = transformers.LlamaForCausalLM(small)
+        for refused in (
+            other.setup_distributed,
+            lambda: exchange_heads(model, size=context.world_size, tp=1, group=group),
+        ):
+            try:
+                refused()
+            except UsageError as error:
+                said.append(str(error))
+    return said
+
+
+def cut_by_tensor_parallelism(context: RankContext, *, layout: str, model: str) -> list[str]:
+    """Names of the parameters of a value model that AutoTP has cut."""
+    config = ContextConfig(
+        layout=Layout.parse(layout), precision="fp32", device=context.device, accumulation=1, packed=True
+    )
+    inside = DeepspeedContext(config)
+    inside.setup_distributed()
+    trainable = inside.new_trainable("value")
+    scenario = parse_scenario(
+        {"name": "any", "model": "any", "precision": "fp32", "optimizer": {"name": "sgd", "lr": 1}}
+    )
+    trainable.prepare(trainable.load_model(Path(folder)), scenario.optimizer, scenario.schedule)
+    cut = [shard.name for shard in trainable.local_shards("weight") if shard.region.startswith("tp")]
+    trainable.teardown()
+    inside.teardown()
+    return cut
+
+
+def half_precision(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, Any]:
+    """One step; says whether oneDNN computes in float16 here, in what the model did, and how far the weights went."""
+    with set_up(context, scenario, layout, models) as backend:
+        before = {name: weight.clone() for name, weight in backend.named_tensors("weight", "policy")}
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        moved = [float((weight - before[name]).norm()) for name, weight in backend.named_tensors("weight", "policy")]
+        computed = backend.models["policy"].resolved()["compute_dtype"]
+    return {
+        "onednn": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        "computed": computed,
+        "moved": min(moved) > 0 and bool(torch.tensor(moved).isfinite().all()),
+    }
+
+
 def optimizer_state(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
 ) -> dict[str, float]:
     """Largest error, by state, of AdamW's moments after one step: they follow from its gradients."""
-    backend = DeepspeedBackend()
     config = parse_scenario(scenario)
     gradients: dict[str, torch.Tensor] = {}
-    with exact_tier():
-        backend.setup(config, Layout.parse(layout), Path(weights), context.device)
+    with set_up(context, scenario, layout, models) as backend:
         backend.train_step(
             read_batches(Path(batches))[0],
-            lambda: gradients.update({name: g.clone() for name, g in backend.named_gradients()}),
+            lambda model: gradients.update({n: g.clone() for n, g in backend.named_tensors("gradient", model)}),
         )
         first, second = config.optimizer.betas
         errors = {}
         for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
-            state = dict(backend.strategy.named_optimizer_state(key))  # type: ignore[attr-defined]
+            state = dict(backend.models["policy"].named_optimizer_state(key))  # type: ignore[attr-defined]
             assert state.keys() == gradients.keys()
             wanted = {name: (1 - beta) * g**power for name, g in gradients.items()}
             errors[key] = max(float((state[n] - w).norm() / w.norm()) for n, w in wanted.items())
-        backend.teardown()
     return errors
 
 
-def save_model(context: RankContext, *, scenario: dict[str, Any], layout: str, weights: str, batches: str) -> list[str]:
+def save_model(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> list[str]:
     """Names of parameters that a saved model has, and that differ from the folder that it was loaded from."""
-    backend = DeepspeedBackend()
-    folder = Path(batches).with_name("saved")
-    with exact_tier():
-        backend.setup(parse_scenario(scenario), Layout.parse(layout), Path(weights), context.device)
-        backend.strategy.save_model(folder)
-        backend.teardown()
-    saved, source = (
-        dict(load_model(path, dtype=torch.float64, attention="eager").named_parameters())
-        for path in (folder, Path(weights))
-    )
-    assert saved.keys() == source.keys()
-    return [name for name, parameter in saved.items() if not torch.equal(parameter, source[name])]
+    folder, source = Path(batches).with_name(f"saved {layout}"), Path(models["policy"])
+    with set_up(context, scenario, layout, models) as backend:
+        backend.export(folder, "policy")
+        assert (folder / "config.json").read_text() == (source / "config.json").read_text()
+        saved, loaded = (
+            dict(load_model(path, dtype=torch.float64, attention="eager").named_parameters())
+            for path in (folder, source)
+        )
+    assert saved.keys() == loaded.keys()
+    return [name for name, parameter in saved.items() if not torch.equal(parameter, loaded[name])]
 
 
 def _attributes(path: str) -> dict[str, Any]:

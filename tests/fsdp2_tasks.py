@@ -24,11 +24,9 @@ from conformance.run.exact import exact_tier
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from conformance.world import RankContext
 from impl.collate import MicroBatch, collate
-from impl.fsdp2.context import Fsdp2Context
 from impl.fsdp2.tensor_parallel import vocabulary_shard
-from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.outputs import Outputs, token_statistics
-from impl.strategy import ContextConfig
+from impl.strategy import ContextConfig, get_context
 from impl.trainer import target_rows
 
 ROWS, ACCUMULATION = 4, 2
@@ -141,8 +139,8 @@ def plain_reference(folder: Path, *, head: str, want: Sequence[str], step: Batch
 
 
 def open_context(
-    context: RankContext, layout: str, *, precision: Precision = "exact", packed: bool = True
-) -> Fsdp2Context:
+    context: RankContext, layout: str, *, backend: str = "fsdp2", precision: Precision = "exact", packed: bool = True
+) -> Any:
     config = ContextConfig(
         layout=Layout.parse(layout),
         precision=precision,
@@ -150,18 +148,18 @@ def open_context(
         accumulation=ACCUMULATION,
         packed=packed,
     )
-    opened = Fsdp2Context(config)
+    opened = get_context(backend, config)
     opened.setup_distributed()
     return opened
 
 
-def load(context: Fsdp2Context, folder: Path, head: Any, *, trained: bool) -> Fsdp2Trainable:
+def load(context: Any, folder: Path, head: Any, *, trained: bool) -> Any:
     trainable = context.new_trainable(head)
     trainable.prepare(trainable.load_model(folder), OPTIMIZER if trained else None, SCHEDULE)
     return trainable
 
 
-def train(trainable: Fsdp2Trainable, step: Batch, *, want: Sequence[str]) -> float:
+def train(trainable: Any, step: Batch, *, want: Sequence[str]) -> float:
     """One optimizer step of one model; returns the norm of its gradients."""
     context = trainable.context
     micro_batches = context.setup_dataloader(step)
@@ -172,7 +170,7 @@ def train(trainable: Fsdp2Trainable, step: Batch, *, want: Sequence[str]) -> flo
 
 
 def run(
-    trainable: Fsdp2Trainable, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None
+    trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None
 ) -> list[Outputs]:
     """Forward and backward with ``loss_of``, divided by ``count``; forward only without it."""
 
@@ -187,18 +185,18 @@ def run(
 
 
 def errors_of_models(
-    context: RankContext, *, layout: str, models: dict[str, dict[str, Any]], packed: bool = True
+    context: RankContext, *, layout: str, models: dict[str, dict[str, Any]], packed: bool = True, backend: str = "fsdp2"
 ) -> dict[str, dict[str, float]]:
     """Largest relative errors of outputs, gradients and updates of each model.
 
-    All models lie in one context. First all of them are only run forward, then those that are trained are run again,
+    All models lie in one context, of any backend that has ``model``. First all of them are only run forward, then those that are trained are run again,
     and only then gradients are looked at. ``models``: by name, its ``folder``, ``head``, ``want`` and whether it is
     ``trained``.
     """
     step = batch(packed=packed)
     count = sum(row.target_count for row in step.rows)
     with exact_tier():
-        opened = open_context(context, layout, packed=packed)
+        opened = open_context(context, layout, backend=backend, packed=packed)
         trainables = {
             name: load(opened, Path(model["folder"]), model["head"], trained=model["trained"])
             for name, model in models.items()
@@ -239,7 +237,7 @@ def _at_targets(
     return found
 
 
-def _training_errors(trainable: Fsdp2Trainable, reference: Reference, *, trained: bool) -> dict[str, float]:
+def _training_errors(trainable: Any, reference: Reference, *, trained: bool) -> dict[str, float]:
     if not trained:
         assert not trainable.model.training
         assert not any(parameter.requires_grad for parameter in trainable.model.parameters())
@@ -249,7 +247,8 @@ def _training_errors(trainable: Fsdp2Trainable, reference: Reference, *, trained
     norm = trainable.optimizer_step()
     changes = {name: after - reference.before[name] for name, after in reference.after.items()}
     updated = ((name, weight.cpu() - reference.before[name]) for name, weight in trainable.named_tensors("weight"))
-    return errors | {"norm": abs(norm / reference.norm - 1), "update": _worst(updated, changes)}
+    errors["update"] = _worst(updated, changes)
+    return errors if norm is None else errors | {"norm": abs(norm / reference.norm - 1)}
 
 
 def _worst(found: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor]) -> float:

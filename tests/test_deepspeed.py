@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 from conftest import make_cell
+from fsdp2_tasks import value_folder
+from test_fsdp2_models import trio
 
 from conformance.backend import BackendEntry
+from conformance.inputs.prepare import prepare_inputs
+from conformance.layout import Layout
 from conformance.plan.cell import Cell
-from conformance.judge.verdict import Verdict
+from conformance.record.results import Verdict
 from conformance.record.tensors import read_record
-from conformance.run.oracles import prepare_inputs
+from conformance.run.session import Session, leg_arguments
 from conformance.scenario import Precision, scenario_to_json
-from conformance.run.session import Session, task_arguments
 from conformance.world import Outcome, Pool, WorldConfig
 
 pytest.importorskip("deepspeed")
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 DEEPSPEED = BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend")
-PRELOAD = ("impl.deepspeed.adapter", "impl.deepspeed.strategy", "impl.fsdp2.strategy")
+PRELOAD = ("impl.deepspeed.adapter", "impl.deepspeed.context", "impl.fsdp2.context")
 
 
 def cell(scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any) -> Cell:
@@ -239,19 +242,27 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield pool
 
 
-def in_ranks(pool: Pool, folder: Path, task: str, layout: str, *, world: str = "shared") -> list[Any]:
-    asked = cell("sft-padded", "qwen3", layout, "exact")
+def in_ranks(
+    pool: Pool, folder: Path, task: str, layout: str, *, world: str = "shared", precision: Precision = "exact"
+) -> list[Any]:
+    """Results of a task of deepspeed_tasks, in the ranks of a world, with a scenario's frozen inputs."""
+    asked = cell("sft-padded", "qwen3", layout, precision)
     inputs = prepare_inputs(asked.scenario, folder)
+    arguments = {
+        "scenario": scenario_to_json(asked.scenario),
+        "layout": layout,
+        "models": {role: str(model) for role, model in inputs.models.items()},
+        "batches": str(inputs.batches),
+    }
+    return run_task(pool, folder, f"deepspeed_tasks:{task}", asked.world_size, world=world, **arguments)
+
+
+def run_task(pool: Pool, folder: Path, task: str, size: int, *, world: str = "shared", **arguments: Any) -> list[Any]:
     outcome = pool.run(
         key=world,
-        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task=f"deepspeed_tasks:{task}",
-        kwargs={
-            "scenario": scenario_to_json(asked.scenario),
-            "layout": layout,
-            "weights": str(inputs.model),
-            "batches": str(inputs.batches),
-        },
+        config=WorldConfig(size=size, device="cpu", preload=PRELOAD),
+        task=task,
+        kwargs=arguments,
         log_dir=folder / "logs",
         budget_s=120.0,
     )
@@ -259,22 +270,97 @@ def in_ranks(pool: Pool, folder: Path, task: str, layout: str, *, world: str = "
     return outcome.results
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp2.zero0",
-        "dp2.zero1",
-        "dp2.zero2",
-        "dp2.zero3",
-        "dp2.zero3.shardinit",
-        "tp2.zero1",
-        "ulysses2.zero2",
-        "tp2.ulysses2.zero3",
-    ],
-)
+LEAVING = [
+    "dp2.zero0",
+    "dp2.zero1",
+    "dp2.zero2",
+    "dp2.zero3",
+    "dp2.zero3.shardinit",
+    "tp2.zero1",
+    "ulysses2.zero2",
+    "tp2.ulysses2.zero3",
+]
+
+
+@pytest.mark.parametrize("layout", LEAVING)
 def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) -> None:
     for left in in_ranks(pool, tmp_path, "train", layout, world=f"fresh {layout}"):
         assert left == {"changed": [], "attention": False, "groups": [], "autotp": False, "model_alive": False}
+
+
+def test_a_world_holds_no_more_after_its_second_cell_of_a_kind_than_after_the_first(pool: Pool, tmp_path: Path) -> None:
+    layouts = ["dp2.zero0", "dp2.zero2.offload", "dp2.zero3", "tp2.zero3", "ulysses2.zero1", "ulysses2.zero3.ckpt"]
+    held = []
+    for layout in (*layouts, *layouts):
+        in_ranks(pool, tmp_path, "train", layout, world="cells")
+        held.append(run_task(pool, tmp_path, "deepspeed_tasks:holdings", 2, world="cells"))
+    assert held[len(layouts) - 1 :] == [held[-1]] * (len(layouts) + 1)
+    assert all(of_rank["models"] == of_rank["parameters"] == 0 for of_rank in held[-1])
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero2", "dp2.zero3", "tp2.zero3", "sp2.zero1", "ulysses2.zero3"])
+def test_the_first_of_two_contexts_leaves_the_other_intact(pool: Pool, tmp_path: Path, layout: str) -> None:
+    ulysses = "ulysses" in layout
+    for result in in_ranks(pool, tmp_path, "one_beside_another", layout):
+        assert result == {"equal": True, "replaced": [ulysses, False]}
+
+
+def test_what_one_process_cannot_hold_at_a_time_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for said in in_ranks(pool, tmp_path, "refusals", "ulysses2.zero1"):
+        assert "use the same tp and ulysses" in said[0]
+        assert "use models with the same heads" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(("llama", f"{cut}.zero{stage}") for cut in ("dp2", "tp2", "sp2", "ulysses2") for stage in range(4)),
+        ("llama", "dp2.zero3.ckpt.offload"),
+        ("llama", "dp2.zero3.shardinit.ownopt"),
+        ("llama", "tp2.ulysses2.zero2"),
+        ("pangu", "tp2.zero3"),
+        ("qwen3", "tp2.zero0"),
+        ("gemma3", "sp2.zero3"),
+        ("gemma3", "ulysses2.zero2"),
+    ],
+)
+def test_an_actor_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(
+    pool: Pool, tmp_path: Path, family: str, layout: str
+) -> None:
+    results = run_task(
+        pool,
+        tmp_path,
+        "fsdp2_tasks:errors_of_models",
+        Layout.parse(layout).world_size,
+        backend="deepspeed",
+        layout=layout,
+        models=trio(family, {family: value_folder(family, tmp_path / "critic")}),
+        packed=True,
+    )
+    for result in results:
+        assert max(error for model in result.values() for error in model.values()) < HONEST, result
+        assert all(("norm" in result[model]) == ("zero0" not in layout) for model in ("policy", "critic"))
+
+
+@pytest.mark.parametrize("family", ["pangu", "llama", "gemma3"])
+def test_the_one_row_of_a_value_head_stays_whole(pool: Pool, tmp_path: Path, family: str) -> None:
+    model = str(value_folder(family, tmp_path / "critic"))
+    for cut in run_task(pool, tmp_path, "deepspeed_tasks:cut_by_tensor_parallelism", 2, layout="tp2", model=model):
+        assert "score.weight" not in cut
+        assert "model.layers.0.self_attn.q_proj.weight" in cut
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])  # of a laptop, and of servers without AVX512-FP16
+def test_half_precision_needs_nothing_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, precision: Precision
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    with Pool(work_dir=tmp_path / "pool") as pool:
+        for layout in ("dp2.zero0", "dp2.zero2", "dp2.zero3"):
+            results = in_ranks(pool, tmp_path, "half_precision", layout, precision=precision)
+            dtype = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[precision]
+            assert results == [{"onednn": False, "computed": dtype, "moved": True}] * 2
 
 
 @pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero2"])
@@ -291,23 +377,23 @@ def test_a_saved_model_is_what_was_loaded(pool: Pool, tmp_path: Path, layout: st
 @pytest.mark.parametrize("layout", ["dp2.zero1", "dp2.zero3.shardinit", "tp2.zero2", "ulysses2.zero3"])
 def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_path: Path, layout: str) -> None:
     between = cell("sft-sgd", "qwen3", layout, "fp32")
-    fsdp2 = make_cell("sft-sgd", "qwen3", "tp2" if between.layout.tp > 1 else "dp2", "fp32")
+    fsdp2 = make_cell("sft-sgd", "qwen3", "tp2" if "tp2" in layout else "dp2", "fp32")
     digests = []
     for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
-        outcome = train(pool, asked, tmp_path, name, world=f"before {layout}")
+        outcome = train(pool, asked, tmp_path / name, world=f"before {layout}")
         assert outcome.state == "done", outcome.reason
-        record = read_record(tmp_path / name)
+        record = read_record(tmp_path / name / "record")
         digests.append([{k: t.numpy().tobytes() for k, t in step.tensors().items()} for step in record.steps])
     assert digests[0] == digests[2]
 
 
-def train(pool: Pool, asked: Cell, folder: Path, name: str, *, world: str) -> Outcome:
-    inputs = prepare_inputs(asked.scenario, folder / "inputs")
+def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
+    inputs = prepare_inputs(asked.scenario, folder.with_name("inputs"))
     return pool.run(
         key=world,
-        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task="conformance.plan.cell:run_cell",
-        kwargs=task_arguments(asked, inputs, folder / name),
-        log_dir=folder / f"{name}-logs",
+        config=WorldConfig(size=asked.world_size, device="cpu", preload=PRELOAD),
+        task="conformance.run.task:run_leg",
+        kwargs=leg_arguments(asked, 0, inputs, folder, None),
+        log_dir=folder / "logs",
         budget_s=120.0,
     )

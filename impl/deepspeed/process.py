@@ -111,8 +111,9 @@ def _forget_groups() -> None:
 
 def forget_model(model: torch.nn.Module) -> None:
     """Let go of a model that ZeRO-3 has cut; its engine has been destroyed before."""
+    own = set(model.modules())  # of layers, too: recomputing ends in the middle of their forward passes
     stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not model]
+    stack[:] = [module for module in stack if module not in own]
     # A cache under a decorated method holds all engines and modules from their second forward pass on. Engines that are
     # still there fill it again.
     decorated: Any = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]

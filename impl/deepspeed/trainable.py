@@ -42,6 +42,7 @@ class DeepspeedTrainable:
     """See impl.strategy.Trainable for the contract of each method."""
 
     source: Path
+    model: transformers.PreTrainedModel
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
@@ -100,6 +101,7 @@ class DeepspeedTrainable:
             group = self.context.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
         with process.any_dtype() if self.context.config.precision == "exact" else contextlib.nullcontext():
+            self.model = model
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
             )
@@ -218,7 +220,7 @@ class DeepspeedTrainable:
         return self.tensors.local(kind)
 
     def resolved(self) -> dict[str, Any]:
-        model, mesh, ring = self.engine.module, self.context.mesh, self.context.ring
+        model, mesh, ring = self.model, self.context.mesh, self.context.ring
         compute = next(model.parameters()).dtype
         return {
             "model_class": type(model).__name__,
@@ -258,6 +260,6 @@ class DeepspeedTrainable:
 
     def teardown(self) -> None:
         self.engine.destroy()
-        process.forget_model(self.engine.module)
-        for name in ("engine", "optimizer", "tensors"):
+        process.forget_model(self.model)
+        for name in ("model", "engine", "optimizer", "tensors"):
             self.__dict__.pop(name, None)
