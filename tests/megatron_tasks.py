@@ -182,8 +182,7 @@ class Comparison:
         for name in plain.TRAINED:
             self.models[name].finish_gradients()
             self.gradients(name)
-        if step:
-            self.weights()  # reading them before an update must change nothing
+        self.weights()  # reading them before an update must change nothing
         for name in reversed(plain.TRAINED):
             lr = self.models[name].learning_rate()
             assert math.isclose(lr, plain.OPTIMIZERS[self.optimizer].lr * plain.SCHEDULE.factor(step))
