@@ -52,9 +52,11 @@ class Objective(Protocol):
     columns: names of the batch columns that the losses read (conformance.batch.Document).
     """
 
-    kind: str
     roles: ClassVar[tuple[Role, ...]]
     columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def kind(self) -> str: ...
 
     def observables(self) -> tuple[Observable, ...]:
         """What is observed of the forward passes and the losses, in causal order; the engine declares the rest."""

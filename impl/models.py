@@ -12,7 +12,9 @@ from conformance.objective import Head
 from conformance.validation import UsageError
 
 
-def load_model(path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal") -> transformers.PreTrainedModel:
+def load_model(
+    path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal"
+) -> transformers.PreTrainedModel:
     """Whole model on the CPU in ``dtype``, with remote code trusted, in training mode.
 
     A causal language model if the folder declares one, else image-text-to-text, else the bare AutoModel; or a value

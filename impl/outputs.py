@@ -13,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from conformance.objective import Head
+from impl.collate import MicroBatch
+
 OutputName = Literal["logprobs", "entropy", "values"]
 Wanted = frozenset[OutputName]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What was asked for, each (rows, length) of a micro-batch in float32 or wider, the same on all ranks that share it.
+    """What was asked for of a micro-batch, each (rows, length) in float32 or wider, the same on ranks that share it.
 
     logprobs: log p of the label of each position. entropy: -sum p log p of its distribution, in nats. Both are at the
     temperature that was asked for, and 0 where there is no target. values: the value head's number at each position, 0
@@ -38,6 +41,37 @@ class Outputs:
         return self.each(Tensor.detach)
 
 
+def outputs_of(
+    result: Tensor,
+    inputs: MicroBatch,
+    *,
+    head: Head,
+    want: Wanted,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+) -> Outputs:
+    """What ``want`` names of a model's ``result``, for the tokens of ``inputs``.
+
+    ``result``: logits (rows, length, V), or a shard of them as in ``token_statistics``; of a value model, its numbers
+    (rows, length, 1).
+    """
+    if head == "value":
+        assert want <= {"values"}, "a value model has no vocabulary"
+        values = result[..., 0].to(torch.promote_types(result.dtype, torch.float32))
+        return Outputs(values=values.where(inputs.real, 0) if want else None)
+    assert "values" not in want, "a language model has no values"
+    logprobs, entropy = token_statistics(
+        result,
+        inputs.labels,
+        temperature=temperature,
+        group=group,
+        vocab_start=vocab_start,
+        entropy="entropy" in want,
+    )
+    return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
+
+
 def token_statistics(
     logits: Tensor,
     labels: Tensor,
@@ -51,9 +85,9 @@ def token_statistics(
 
     ``logits`` (..., V): the whole vocabulary, or with ``group`` the shard of it that begins at ``vocab_start`` on this
     rank, which may be empty; ranks of the group hold the rest, and all get the same result, of which all have to take
-    the same loss. ``labels`` (...,) int64: tokens of the whole vocabulary; for a negative one the result is 0, without a
-    gradient. Logits may be -inf. Computed in float32, or in float64 where the logits are. Without ``entropy`` there is
-    None in its place, and half the memory is needed.
+    the same loss. ``labels`` (...,) int64: tokens of the whole vocabulary; for a negative one the result is 0, without
+    a gradient. Logits may be -inf. Computed in float32, or in float64 where the logits are. Without ``entropy`` there
+    is None in its place, and half the memory is needed.
 
     With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
     (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
@@ -116,7 +150,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature, a copy that may be overwritten, in float32 or wider; an empty shard gets one entry, -inf."""
+    """logits / temperature, a copy that may be overwritten, in float32 or wider; an empty shard gets one -inf."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
     return z if z.shape[-1] else torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
 

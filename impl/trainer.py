@@ -31,9 +31,7 @@ def train_step(
     functions = functions_of(objective)
     micro_batches = context.setup_dataloader(batch)
     totals = step_totals(context, functions, micro_batches)
-    inputs = [
-        collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches
-    ]
+    inputs = [collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches]
     values, sums = dict(totals), defaultdict[str, float](float)
     rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     others: list[dict[str, Outputs]] = [{} for _ in inputs]

@@ -1,93 +1,71 @@
-"""Grid: what the page shows of one group of backends side by side.
+"""Grid: what the page shows of one group of backends side by side, when it is opened.
 
 Up to MATRIX members, every pair has a square. Of more, nobody reads the squares: then each two backends have a line
 with their furthest pair, and all pairs are in ``side_by_side.json``.
 """
 
-from collections.abc import Mapping
 from itertools import combinations_with_replacement
 from typing import Any
 
-from markupsafe import Markup
-
-from reports import curves
-from reports.heatmap import shade
-from reports.load import Cell
-from reports.side_by_side import COLUMNS, PAIRS, WORDS, Group, Pair
-from reports.words import number, place, ratio
+from conformance.record.results import Quantity
+from reports.load import Report
+from reports.side_by_side import PAIRS, Group, Pair
 
 MATRIX = 12
 
 
-def side(group: Group, cells: Mapping[str, Cell]) -> dict[str, Any]:
-    """Everything that the section of one group shows."""
+def group_data(group: Group, report: Report) -> dict[str, Any]:
+    """The tables of one group as JSON values, and the numbers of the cells whose curves are drawn."""
     small = len(group.members) <= MATRIX
-    drawn = [cell for member in group.members if (cell := cells.get(member.cell)) and cell.run]
+    members = {member.cell for member in group.members}
+    numbers = {cell.id: number for number, cell in enumerate(report.cells) if cell.id in members}
     return {
-        "group": group,
-        "words": WORDS[group.state],
-        "columns": COLUMNS,
-        "matrix": small,
-        "rows": _rows(group, small),
+        "name": group.name,
+        "columns": group.columns,
+        "members": [
+            {
+                "number": numbers.get(member.cell),
+                "backend": member.backend,
+                "layout": member.layout,
+                "state": member.state,
+                "worst": [_difference(member.worst.get(column)) for column in group.columns],
+            }
+            for member in group.members
+        ],
+        "squares": [_square(group, pair) for pair in group.pairs] if small else None,
         "between": [] if small else _between(group),
-        "outside": [(_names(group, pair), pair.furthest) for pair in group.outside[:PAIRS]],
-        "furthest": max(filter(None, map(group.apart, COLUMNS)), key=lambda q: q.ratio, default=None),
-        "kinds": _legend(drawn),
-        "charts": curves.charts(drawn),
+        "outside": [[_names(group, pair), _difference(pair.furthest)] for pair in group.outside[:PAIRS]],
+        "more": len(group.outside[PAIRS:]),
+        "drawn": [number for number in numbers.values() if report.cells[number].legs],
     }
 
 
-def _rows(group: Group, small: bool) -> list[dict[str, Any]]:
-    table = {}
-    for pair in group.pairs if small else ():
-        table[pair.a, pair.b] = table[pair.b, pair.a] = _square(group, pair)
-    numbers = range(len(group.members))
-    return [
-        {
-            "number": row + 1,
-            "member": member,
-            "worst": [member.worst.get(column) for column in COLUMNS],
-            "squares": [table.get((row, other)) for other in numbers] if small else [],
-        }
-        for row, member in enumerate(group.members)
-    ]
+def furthest(group: Group) -> Quantity | None:
+    """Of all pairs and columns the difference that is nearest to, or furthest beyond, what two may show."""
+    return max(filter(None, map(group.apart, group.columns)), key=lambda q: q.ratio, default=None)
 
 
-def _square(group: Group, pair: Pair) -> dict[str, str] | None:
-    gradients, furthest = pair.worst.get("gradients"), pair.furthest
-    if not gradients or not furthest:
-        return None
-    lines = [
-        f"{column}: {number(q.observed)}, {ratio(q.ratio)} of what the two may show"
-        + (f"\n  {place(q)}" if column in ("gradients", "update") else "")
-        for column in COLUMNS
-        if (q := pair.worst.get(column))
-    ]
-    tip = "\n".join([_names(group, pair), *lines])
-    return {"text": number(float(f"{gradients.observed:.0e}")), "shade": shade(furthest.ratio), "tip": tip}
+def _square(group: Group, pair: Pair) -> list[Any]:
+    """The two members, and their difference in each column; none of two that were not compared in all of them."""
+    compared = not any(group.members[number].problem for number in (pair.a, pair.b))
+    columns = [_difference(pair.worst.get(column)) for column in group.columns]
+    return [pair.a, pair.b, columns if compared and pair.worst else None]
 
 
-def _between(group: Group) -> list[dict[str, Any]]:
+def _between(group: Group) -> list[list[Any]]:
     """For each two backends, and for the layouts of each, the pair that is furthest apart."""
-    lines = []
+    lines: list[list[Any]] = []
     for one, other in combinations_with_replacement(group.backends, 2):
         pairs = [
-            (furthest.ratio, pair)
+            (apart.ratio, pair)
             for pair in group.pairs
             if {group.members[pair.a].backend, group.members[pair.b].backend} == {one, other}
-            and (furthest := pair.furthest)
+            and (apart := pair.furthest)
         ]
         if pairs:
             worst = max(pairs, key=lambda found: found[0])[1]
             between = f"layouts of {one}" if one == other else f"{one} and {other}"
-            lines.append(
-                {
-                    "between": between,
-                    "count": len(pairs),
-                    "names": _names(group, worst),
-                    "worst": worst.furthest,
-                }
-            )
+            lines.append([between, len(pairs), _names(group, worst), _difference(worst.furthest)])
     return lines
 
 
@@ -95,7 +73,9 @@ def _names(group: Group, pair: Pair) -> str:
     return f"{group.members[pair.a]} and {group.members[pair.b]}"
 
 
-def _legend(cells: list[Cell]) -> list[tuple[Markup, str]]:
-    """Mark and name of each backend."""
-    kinds = dict(zip((cell.backend for cell in cells), curves.kinds(cells), strict=True))
-    return [(curves.mark(kind), backend) for backend, kind in kinds.items()]
+def _difference(quantity: Quantity | None) -> dict[str, Any] | None:
+    """The fields of a quantity, as everywhere in the page; its stage is the column."""
+    if quantity is None:
+        return None
+    fields = ("stage", "tensor", "step", "observed", "allowed")
+    return {field: getattr(quantity, field) for field in fields}

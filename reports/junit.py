@@ -1,6 +1,6 @@
 """JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
 
-Serves claim 8: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
+Serves claim 9: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
 causal order; what a backend does not offer, and what is known to differ, is skipped with the reason. A run that is
 incomplete without a cell to blame has one test case more.
 """
@@ -9,15 +9,15 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from reports.load import NO_ANSWER, STATES, Cell, Report, read_report
+from conformance.record.states import NO_ANSWER, STATES
+from reports.load import Cell, Report, read_report
 from reports.words import explain, headline, number, place, ratio
 
-SKIPPED = ("unsupported", "expected_difference")
 FINDINGS = 50  # per cell; the rest is in verdict.json
 
 
 def write_junit(out: Path) -> Path:
-    """Write ``out/junit.xml`` from the output folder ``out``; raises ValueError for one that cannot be trusted."""
+    """Write ``out/junit.xml`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
     report = read_report(out)
     cases = [_case(cell) for cell in report.cells]
     if report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases):
@@ -28,13 +28,13 @@ def write_junit(out: Path) -> Path:
         "failures": str(sum(case.find("failure") is not None for case in cases)),
         "errors": str(sum(case.find("error") is not None for case in cases)),
         "skipped": str(sum(case.find("skipped") is not None for case in cases)),
-        "time": _seconds(report.summary.get("seconds")),
+        "time": _seconds(report.run.seconds),
     }
     root = ET.Element("testsuites", totals)
     suite = ET.SubElement(root, "testsuite", totals)
-    suite.set("timestamp", str(report.summary.get("started") or "")[:19])
+    suite.set("timestamp", report.run.started[:19])
     properties = ET.SubElement(suite, "properties")
-    facts = {"verdict": report.verdict, "device": report.summary.get("device"), **report.summary.get("environment", {})}
+    facts = {"verdict": report.verdict, "device": report.run.device, **report.run.environment}
     for key, value in facts.items():
         ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
     suite.extend(cases)
@@ -45,8 +45,8 @@ def write_junit(out: Path) -> Path:
 
 
 def _case(cell: Cell) -> ET.Element:
-    group = f"parity.{cell.backend}.{cell.scenario}"
-    case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.seconds))
+    group = f"parity.{cell.entry.backend}.{cell.entry.scenario}"
+    case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.entry.seconds))
     message = _clean(explain(cell))
     if cell.state == "differs":
         ET.SubElement(case, "failure", type="differs", message=message).text = _clean(_findings(cell))
@@ -54,7 +54,7 @@ def _case(cell: Cell) -> ET.Element:
         logs = "\n".join(f"--- {rank}\n{text}" for rank, text in cell.logs.items())
         text = "\n".join(part for part in (cell.reason, _reproduce(cell), logs) if part)
         ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(text)
-    elif cell.state in SKIPPED:
+    elif cell.state != "conforms":
         ET.SubElement(case, "skipped", message=f"{STATES[cell.state].name}: {message}")
     return case
 
@@ -79,11 +79,11 @@ def _findings(cell: Cell) -> str:
 
 
 def _reproduce(cell: Cell) -> str:
-    return f"reproduce: {cell.reproduce}" if cell.reproduce else ""
+    return f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
 
 
-def _seconds(value: object) -> str:
-    return f"{float(str(value or 0)):.3f}"
+def _seconds(value: float) -> str:
+    return f"{value:.3f}"
 
 
 def _clean(value: object) -> str:

@@ -6,8 +6,9 @@ GitHub drops a summary of more than 1024 kB whole, so this one stops before LIMI
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.record.states import NO_ANSWER, STATES
 from reports import side_by_side
-from reports.load import NO_ANSWER, STATES, Cell, Report, read_report
+from reports.load import Cell, Report, read_report
 from reports.words import attention, code, explain, headline, number, plain, plural, ratio
 
 LIMIT = 900_000  # bytes
@@ -17,7 +18,7 @@ LIST_HEAD = "| cell | worst ratio | |\n| :-- | --: | :-- |\n"
 
 
 def write_markdown(out: Path) -> Path:
-    """Write ``out/report.md`` from the output folder ``out``; raises ValueError for one that cannot be trusted."""
+    """Write ``out/report.md`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
     report = read_report(out)
     text, left_out = "", 0
     groups = side_by_side.read_groups(out, report) or ()
@@ -53,8 +54,7 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
             for cell in cells:
                 worst = ratio(cell.worst.ratio) if cell.worst else ""
                 yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
-    summary = report.summary
-    facts = {"profile": summary.get("profile"), "device": summary.get("device"), **summary.get("environment", {})}
+    facts = {"profile": report.run.profile, "device": report.run.device, **report.run.environment}
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
 
 
@@ -67,13 +67,13 @@ def _failure(cell: Cell) -> str:
     if cell.findings:
         lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [
-            f"| {plain(f.stage)} | {code(f.tensor)} | {'' if f.step is None else f.step} | {number(f.observed)} | "
+            f"| {plain(f.stage)} | {code(f.tensor)} | {f.step} | {number(f.observed)} | "
             f"{number(f.allowed)} | **{plain(ratio(f.ratio))}** |"
             for f in cell.findings[:FINDINGS]
         ]
         if len(cell.findings) > FINDINGS:
             lines += ["", f"... and {len(cell.findings) - FINDINGS} more findings."]
         lines += ["", *(f"Hint: {plain(hint)}" for hint in dict.fromkeys(f.hint for f in cell.findings) if hint)]
-    if cell.reproduce:
-        lines += ["", f"Reproduce: {code(cell.reproduce)}"]
+    if cell.entry.reproduce:
+        lines += ["", f"Reproduce: {code(cell.entry.reproduce)}"]
     return "\n".join(lines) + "\n"

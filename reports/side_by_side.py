@@ -1,8 +1,8 @@
 """Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
 
 Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
-backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read and,
-for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
+backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read
+and, for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
 """
 
 from collections.abc import Iterator
@@ -10,22 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reports.load import STATES, Quantity, Report, read_json
+from conformance.record.format import number as read_number
+from conformance.record.results import SUMMARY, Quantity, read_json
+from conformance.record.states import STATES, State
+from conformance.validation import UsageError
+from reports.load import Report
 from reports.words import code, number, plain, plural, ratio
 
 FILE = "side_by_side.json"
-COLUMNS = ("loss", "gradients", "gradient norm", "update")  # in causal order
-WORST_OF = {"gradients": "worst parameter", "update": "worst parameter"}
-WORDS = {
+WORDS: dict[State, str] = {
     "conforms": "all agree",
     "differs": "not all agree",
     "expected_difference": "not all agree, as expected",
     "infrastructure": "not all compared",
 }
-SYMBOLS = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
+SYMBOLS: dict[State, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
-    "Numbers are the largest relative error against the oracle, in the last row the largest difference between two; in "
-    "brackets, the part of what is allowed."
+    "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor; in the last "
+    "row, the largest difference between two; in brackets, the part of what is allowed."
 )
 PAIRS = 10  # that are outside, per group
 STALE = (
@@ -36,14 +38,15 @@ STALE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One cell of a group. ``worst``: its worst difference from the oracle in each column.
+    """One cell of a group.
 
-    ``problem``: why it is not compared with the others, or not in all columns.
+    records: digests of the records that were compared. problem: why it is not compared with the others, or not in all
+    columns. worst: its worst difference from the oracle in each column.
     """
 
     cell: str
-    state: str
-    digest: str
+    state: State
+    records: tuple[str, ...]
     problem: str
     worst: dict[str, Quantity]
 
@@ -75,11 +78,15 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The cells of one scenario, model and precision. ``text`` says who agrees with whom."""
+    """The cells of one scenario, model and precision.
+
+    text: who agrees with whom. columns: what was compared, in causal order.
+    """
 
     name: str
-    state: str
+    state: State
     text: str
+    columns: tuple[str, ...]
     members: tuple[Member, ...]
     pairs: tuple[Pair, ...]
 
@@ -102,14 +109,14 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     """The groups, those in which not all agree first; None where the backends have not been compared.
 
     With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
-    Raises ValueError for a file that cannot be trusted.
+    Raises UsageError for a file that cannot be trusted.
     """
     if not (out / FILE).is_file():
         return None
     try:
         groups = [_group(values) for values in read_json(out / FILE)["groups"]]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{out / FILE} is not as the suite wrote it ({error!r}); judge again") from None
+        raise UsageError(f"{out / FILE} is not as the suite wrote it ({error!r}); judge again") from None
     if report:
         groups = [
             group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
@@ -118,17 +125,15 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
 
 
 def to_markdown(out: Path) -> str:
-    """All groups as Markdown, and what was run; raises ValueError where there is nothing to set side by side."""
-    if not (out / "summary.json").is_file():
-        raise ValueError(f"there is no {out / 'summary.json'}; give the --out folder of a parity run")
-    summary = read_json(out / "summary.json")
+    """All groups as Markdown, and what was run; raises UsageError where there is nothing to set side by side."""
+    summary = read_json(out / SUMMARY)
     groups = read_groups(out)
     if groups is None:
-        raise ValueError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
+        raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
     if not groups:
         ids = [cell["id"] for cell in summary["cells"] if cell["state"] != "unsupported"]
         found = ", ".join(dict.fromkeys(cell.split("/")[2] for cell in ids)) or "none"
-        raise ValueError(
+        raise UsageError(
             f"nothing in {out} to set side by side: no scenario was run, with the same model and precision, by two "
             f"backends (backends that ran: {found}); run the same cells with two or more of them"
         )
@@ -146,12 +151,12 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
     """Markdown of each group, to be kept or left out whole."""
     for group in groups:
         lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
-        heads = [f"{column}, {WORST_OF[column]}" if column in WORST_OF else column for column in COLUMNS]
-        lines += [f"| backend | layout | {' | '.join(heads)} |", f"| :-- | :-- |{' --: |' * len(COLUMNS)}"]
+        heads = " | ".join(plain(column) for column in group.columns)
+        lines += [f"| backend | layout | {heads} |", f"| :-- | :-- |{' --: |' * len(group.columns)}"]
         for member in group.members:
-            squares = [_square(member.worst.get(column)) for column in COLUMNS]
+            squares = [_square(member.worst.get(column)) for column in group.columns]
             lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
-        squares = [_square(group.apart(column)) for column in COLUMNS]
+        squares = [_square(group.apart(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
         if group.outside:
             lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
@@ -165,7 +170,7 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
 def _outside(group: Group, pair: Pair) -> str:
     q = pair.furthest
     assert q
-    where = q.stage if q.tensor in (q.stage, "reported") else f"{q.stage}: {q.tensor}"
+    where = q.stage if q.tensor == q.stage else f"{q.stage}: {q.tensor}"
     values = f"{q.step} | {number(q.observed)} | {number(q.allowed)} | **{plain(ratio(q.ratio))}**"
     return f"| {plain(f'{group.members[pair.a]} and {group.members[pair.b]}')} | {plain(where)} | {values} |"
 
@@ -180,7 +185,7 @@ def _is_of(group: Group, report: Report) -> bool:
         cell = cells.get(member.cell)
         if cell is None or cell.state != member.state:
             return False
-        if member.digest and cell.run and cell.run.digest != member.digest:
+        if member.records and member.records != tuple(leg.digest for leg in cell.legs):
             return False
     return True
 
@@ -190,27 +195,38 @@ def _group(values: dict[str, Any]) -> Group:
         Member(
             cell=m["cell"],
             state=m["state"],
-            digest=m["record"],
+            records=tuple(m["records"]),
             problem=m["problem"],
-            worst=_columns(m["oracle"]),
+            worst=_differences(m["oracle"]),
         )
         for m in values["members"]
     )
-    pairs = tuple(Pair(a=p["members"][0], b=p["members"][1], worst=_columns(p["columns"])) for p in values["pairs"])
+    pairs = tuple(Pair(a=p["members"][0], b=p["members"][1], worst=_differences(p["columns"])) for p in values["pairs"])
     if values["state"] not in WORDS or any(pair.b >= len(members) for pair in pairs):
         raise KeyError(values["state"])
-    group = Group(name=values["group"], state=values["state"], text=values["text"], members=members, pairs=pairs)
+    group = Group(
+        name=values["group"],
+        state=values["state"],
+        text=values["text"],
+        columns=tuple(values["columns"]),
+        members=members,
+        pairs=pairs,
+    )
     if group.state == "conforms" and group.outside:
-        raise ValueError(
+        raise UsageError(
             f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
         )
     return group
 
 
-def _columns(values: dict[str, Any]) -> dict[str, Quantity]:
+def _differences(values: dict[str, Any]) -> dict[str, Quantity]:
     return {
         column: Quantity(
-            stage=column, tensor=q["tensor"], step=q["step"], observed=float(q["observed"]), allowed=float(q["allowed"])
+            stage=column,
+            tensor=q["tensor"],
+            step=q["step"],
+            observed=read_number(q["observed"]),
+            allowed=read_number(q["allowed"]),
         )
         for column, q in values.items()
     }

@@ -3,7 +3,9 @@
 import math
 import re
 
-from reports.load import NO_ANSWER, STATES, Cell, Quantity, Report, stage_order
+from conformance.record.results import Quantity
+from conformance.record.states import NO_ANSWER, STATES
+from reports.load import Cell, Report
 
 
 def plural(count: int, word: str) -> str:
@@ -20,7 +22,7 @@ def number(value: float | None) -> str:
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        return f"{float(f'{value:.3g}'):g}" if abs(value) < 1000 else f"{value:.0f}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
@@ -55,10 +57,8 @@ def times(quantity: Quantity) -> str:
 
 def place(quantity: Quantity) -> str:
     """Where a quantity was seen, as a phrase: ``model.norm.weight at step 3``, ``as loaded`` for step -1."""
-    if quantity.step is None:
-        return quantity.tensor
     when = "as loaded" if quantity.step < 0 else f"at step {quantity.step}"
-    return f"{quantity.tensor}, {when}" if quantity.tensor else when
+    return f"{quantity.tensor}, {when}"
 
 
 def first_finding(cell: Cell) -> Quantity | None:
@@ -79,11 +79,10 @@ def explain(cell: Cell) -> str:
 
 def attention(report: Report) -> list[Cell]:
     """Cells that a person has to look at: earliest difference first, then those that gave no answer."""
-    stages = stage_order(list(dict.fromkeys(f.stage for cell in report.cells for f in cell.findings)))
 
     def urgency(cell: Cell) -> tuple[int, int, float]:
-        finding = first_finding(cell)
-        stage = stages.index(finding.stage) if finding else len(stages)
+        finding, stages = first_finding(cell), cell.entry.stages
+        stage = stages.index(finding.stage) if finding and finding.stage in stages else len(stages)
         return list(STATES).index(cell.state), stage, -(cell.worst.ratio if cell.worst else 0.0)
 
     return sorted((c for c in report.cells if c.state in ("differs", *NO_ANSWER)), key=urgency)
@@ -91,33 +90,44 @@ def attention(report: Report) -> list[Cell]:
 
 def headline(report: Report) -> tuple[str, str]:
     """The verdict as a title, and as a sentence that says what to do next."""
-    counts, total = report.counts, len(report.cells)
-    unanswered = sum(counts[state] for state in NO_ANSWER)
     if report.verdict == "differs":
-        title = f"{plural(counts['differs'], 'cell')} of {total} {'differs' if counts['differs'] == 1 else 'differ'}"
-        first = attention(report)[0]
-        text = f"Start with {first.id}. First difference in {explain(first)}."
-        if unanswered:
-            text += f" {plural(unanswered, 'more cell')} gave no answer."
-        return title, text
-    if report.verdict == "incomplete":
-        title = "Incomplete: not a pass"
-        if not report.summary.get("finished"):
-            return title, "The run did not finish: cells may be missing. Run it again."
-        if not unanswered:
-            return title, "No cell was judged to conform. Choose cells that the backends support, and run again."
-        first = attention(report)[0]
-        text = f"No difference was found, but {plural(unanswered, 'cell')} of {total} gave no answer. "
-        return title, f"{text}Run again, beginning with {first.id}: {explain(first)}"
-    judged = [cell for cell in report.cells if cell.state == "conforms" and cell.worst]
-    closest = max(judged, key=lambda cell: cell.worst.ratio if cell.worst else 0.0, default=None)
-    text = "Every cell that was judged computes what the oracle computes."
-    if closest and closest.worst:
-        text += (
-            f" Closest to its tolerance: {closest.id}, {closest.worst.stage}, {ratio(closest.worst.ratio)} of what is "
-            "allowed."
-        )
-    return f"{plural(counts['conforms'], 'cell')} of {total} conform{'s' if counts['conforms'] == 1 else ''}", text
+        return _differs(report)
+    return _incomplete(report) if report.verdict == "incomplete" else _conforms(report)
+
+
+def _differs(report: Report) -> tuple[str, str]:
+    differing, unanswered = report.counts["differs"], _unanswered(report)
+    first = attention(report)[0]
+    text = f"Start with {first.id}. First difference in {explain(first)}."
+    if unanswered:
+        text += f" {plural(unanswered, 'more cell')} gave no answer."
+    return f"{plural(differing, 'cell')} of {len(report.cells)} {'differs' if differing == 1 else 'differ'}", text
+
+
+def _incomplete(report: Report) -> tuple[str, str]:
+    title, unanswered = "Incomplete: not a pass", _unanswered(report)
+    if report.run.finished is None:
+        return title, "The run did not finish: cells may be missing. Run it again."
+    if not unanswered:
+        return title, "No cell was judged. Choose cells that the backends support, and run again."
+    first = attention(report)[0]
+    text = f"No difference was found, but {plural(unanswered, 'cell')} of {len(report.cells)} gave no answer. "
+    return title, f"{text}Run again, beginning with {first.id}: {explain(first)}"
+
+
+def _conforms(report: Report) -> tuple[str, str]:
+    conforming, known = report.counts["conforms"], report.counts["expected_difference"]
+    text = "Every cell that was judged computes what the oracle computes"
+    text += f", but for {plural(known, 'known difference')}." if known else "."
+    judged = [(cell.worst, cell) for cell in report.cells if cell.state == "conforms" and cell.worst]
+    if judged:
+        worst, closest = max(judged, key=lambda pair: pair[0].ratio)
+        text += f" Closest to its tolerance: {closest.id}, {worst.stage}, {ratio(worst.ratio)} of what is allowed."
+    return f"{plural(conforming, 'cell')} of {len(report.cells)} conform{'s' if conforming == 1 else ''}", text
+
+
+def _unanswered(report: Report) -> int:
+    return sum(report.counts[state] for state in NO_ANSWER)
 
 
 def plain(value: str) -> str:

@@ -10,8 +10,11 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
@@ -21,9 +24,14 @@ FLAGS = (
 )
 
 
-def find_chromium() -> str | None:
-    """Path of a Chromium, or None."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+def running(profile: Path) -> "Iterator[Browser]":
+    """A browser for a fixture, ended afterwards. Skips the tests where none is installed."""
+    binary = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if not binary:
+        pytest.skip("no chromium on PATH; install one to test the page in a browser")
+    browser = Browser(binary, profile)
+    yield browser
+    browser.close()
 
 
 class Browser:
@@ -62,8 +70,12 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         return answer["result"]
 
-    def open(self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load ``address`` in a window of that size, and wait until its scripts have run."""
+    def open(
+        self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True
+    ) -> None:
+        """Load ``address`` in a window of that size, and wait until it has been read and its scripts have run."""
+        self.problems.clear()
+        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -72,6 +84,13 @@ class Browser:
         self.call("Page.navigate", url=address)
         while self.run("document.readyState") != "complete" or self.run("location.href") == "about:blank":
             time.sleep(0.02)
+
+    def wait(self, condition: str, seconds: float = 20.0) -> None:
+        """Wait until a JavaScript expression is true."""
+        until = time.monotonic() + seconds
+        while not self.run(condition):
+            assert time.monotonic() < until, f"{condition} did not become true; {self.problems}"
+            time.sleep(0.01)
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; promises are awaited."""
@@ -123,7 +142,8 @@ class Browser:
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
-            self.problems.append(parameters["exceptionDetails"]["text"])
+            details = parameters["exceptionDetails"]
+            self.problems.append(details.get("exception", {}).get("description", details["text"]))
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
             self.problems.append(parameters["entry"]["text"])
         elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):

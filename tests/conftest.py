@@ -15,6 +15,41 @@ from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 
 
+# Groups of tests that one worker runs one after another, the longest first, so that none is left over at the end.
+LONG = (
+    "cells-megatron",
+    "cells-deepspeed",
+    "cells-fsdp2",
+    "test_findings",
+    "test_world_failures",
+    "test_pytest_plugin",
+    "test_deepspeed",
+    "test_megatron",
+    "test_ring_attention",
+    "test_cli",
+)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of a backend's cells share its worlds; all others stay with their file."""
+    parameters = getattr(item, "callspec", None)
+    backend = parameters.params.get("backend") if parameters else None
+    if isinstance(backend, str) and f"cells-{backend}" in LONG:
+        return f"cells-{backend}"
+    return item.path.stem.replace("test_cells_", "cells-")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        group = group_of(item)
+        return LONG.index(group) if group in LONG else len(LONG)
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The oracle's records of this run of pytest, for all its workers; nothing of an earlier run is used."""

@@ -6,7 +6,7 @@ The reference is one process, float64, one document at a time, without padding, 
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.batch import Batch, Document, Row
 from conformance.layout import Layout
@@ -24,8 +25,9 @@ from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from conformance.world import RankContext
 from impl.collate import MicroBatch, collate
 from impl.fsdp2.context import Fsdp2Context
+from impl.fsdp2.tensor_parallel import vocabulary_shard
 from impl.fsdp2.trainable import Fsdp2Trainable
-from impl.outputs import Outputs
+from impl.outputs import Outputs, token_statistics
 from impl.strategy import ContextConfig
 from impl.trainer import target_rows
 
@@ -49,12 +51,25 @@ def value_folder(model: str, out: Path) -> Path:
     return out
 
 
+def smaller_vocabulary(model: str, out: Path) -> Path:
+    """A fixture without the last token of its vocabulary."""
+    source = FIXTURES / "models" / model
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    config = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    weights = load_file(source / "model.safetensors")
+    kept = {name: weight[:-1].clone() if name in vocabulary else weight for name, weight in weights.items()}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def batch(*, packed: bool, rows: int = ROWS) -> Batch:
     """Documents of odd lengths; about half of their tokens are targets. ``weight`` is a column of numbers per token."""
     numbers = random.Random(3)
 
     def document(length: int) -> Document:
-        tokens = tuple(numbers.randrange(3, 264) for _ in range(length))
+        tokens = tuple(numbers.randrange(3, 263) for _ in range(length))
         targets = (False, *(numbers.random() < 0.6 for _ in range(length - 2)), True)
         return Document(tokens, targets, {"weight": tuple(numbers.uniform(0.5, 1.5) for _ in range(length))})
 
@@ -115,12 +130,11 @@ def plain_reference(folder: Path, *, head: str, want: Sequence[str], step: Batch
                 rows[name][row.index].append(getattr(found, name).detach())
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), OPTIMIZER.max_grad_norm).item()
-    torch.optim.AdamW(
-        [{"params": [p for p in parameters.values() if (p.ndim >= 2) == cut], "weight_decay": 0.1 * cut} for cut in (0, 1)],
-        lr=OPTIMIZER.lr,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-    ).step()
+    decayed = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
+    for group, decay in ((decayed, OPTIMIZER.weight_decay), (others, 0.0)):
+        rest = {"betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "weight_decay": decay}
+        torch.optim.AdamW(group, lr=OPTIMIZER.lr, **rest).step()
     joined = {name: {index: torch.cat(parts) for index, parts in of.items()} for name, of in rows.items()}
     after = {name: parameter.detach() for name, parameter in parameters.items()}
     return Reference(rows=joined, gradients=gradients, before=before, after=after, norm=norm)
@@ -147,15 +161,42 @@ def load(context: Fsdp2Context, folder: Path, head: Any, *, trained: bool) -> Fs
     return trainable
 
 
+def train(trainable: Fsdp2Trainable, step: Batch, *, want: Sequence[str]) -> float:
+    """One optimizer step of one model; returns the norm of its gradients."""
+    context = trainable.context
+    micro_batches = context.setup_dataloader(step)
+    inputs = [collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches]
+    run(trainable, inputs, want=want, count=sum(row.target_count for row in step.rows))
+    trainable.finish_gradients()
+    return trainable.optimizer_step()
+
+
+def run(
+    trainable: Fsdp2Trainable, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None
+) -> list[Outputs]:
+    """Forward and backward with ``loss_of``, divided by ``count``; forward only without it."""
+
+    def loss(index: int, outputs: Outputs) -> Tensor:
+        targets = inputs[index].targets
+        at_targets = outputs.each(lambda tensor: tensor[targets])
+        return loss_of(at_targets, inputs[index].columns["weight"][targets]) / count
+
+    return trainable.forward_backward(
+        inputs, want=frozenset(want), temperature=TEMPERATURE, loss=None if count is None else loss
+    )
+
+
 def errors_of_models(
-    context: RankContext, *, layout: str, models: dict[str, dict[str, Any]], packed: bool
+    context: RankContext, *, layout: str, models: dict[str, dict[str, Any]], packed: bool = True
 ) -> dict[str, dict[str, float]]:
     """Largest relative errors of outputs, gradients and updates of each model.
 
-    Every model is run before any gradient is looked at, and all of them lie in one context. ``models``: by name, its
-    ``folder``, ``head``, ``want`` and whether it is ``trained``.
+    All models lie in one context. First all of them are only run forward, then those that are trained are run again,
+    and only then gradients are looked at. ``models``: by name, its ``folder``, ``head``, ``want`` and whether it is
+    ``trained``.
     """
     step = batch(packed=packed)
+    count = sum(row.target_count for row in step.rows)
     with exact_tier():
         opened = open_context(context, layout, packed=packed)
         trainables = {
@@ -164,43 +205,43 @@ def errors_of_models(
         }
         micro_batches = opened.setup_dataloader(step)
         inputs = [collate(rows, multiple_of=opened.sequence_multiple).to(context.device) for rows in micro_batches]
-        count = opened.all_reduce(sum(row.target_count for rows in micro_batches for row in rows))
-        found = {}
+        found: dict[str, dict[str, list[Outputs]]] = {}
         for name, model in models.items():
-            trained, want = model["trained"], frozenset(model["want"])
-            found[name] = trainables[name].forward_backward(
-                inputs,
-                want=want,
-                temperature=TEMPERATURE,
-                loss=(lambda index, outputs: _masked_loss(outputs, inputs[index]) / count) if trained else None,
-            )
+            found[name] = {"forward": run(trainables[name], inputs, want=model["want"], count=None)}
+        for name, model in models.items():
+            if model["trained"]:
+                found[name]["trained"] = run(trainables[name], inputs, want=model["want"], count=count)
         errors: dict[str, dict[str, float]] = {}
         for name, model in models.items():
-            reference = plain_reference(
-                Path(model["folder"]), head=model["head"], want=model["want"], step=step
-            )
-            errors[name] = {}
-            for output in model["want"]:
-                mine = {}
-                for rows, micro_batch, outputs in zip(micro_batches, inputs, found[name], strict=True):
-                    mine |= target_rows(rows, micro_batch, getattr(outputs, output))
-                    padding = getattr(outputs, output)[~micro_batch.real]
-                    assert not padding.any(), f"{output} in padding"
-                errors[name][output] = _error(mine, {i: reference.rows[output][i] for i in mine})
-            errors[name] |= _training_errors(trainables[name], reference, trained=model["trained"])
+            want = model["want"]
+            reference = plain_reference(Path(model["folder"]), head=model["head"], want=want, step=step)
+            errors[name] = _training_errors(trainables[name], reference, trained=model["trained"])
+            for run_, outputs in found[name].items():
+                assert all({k for k, v in vars(one).items() if v is not None} == set(want) for one in outputs)
+                for output in want:
+                    at_targets = _at_targets(micro_batches, inputs, outputs, output)
+                    errors[name][f"{run_} {output}"] = _error(at_targets, reference.rows[output])
         for trainable in trainables.values():
             trainable.teardown()
         opened.teardown()
     return errors
 
 
-def _masked_loss(outputs: Outputs, inputs: MicroBatch) -> Tensor:
-    targets = inputs.targets
-    return loss_of(outputs.each(lambda tensor: tensor[targets]), inputs.columns["weight"][targets])
+def _at_targets(
+    micro_batches: Sequence[Sequence[Row]], inputs: Sequence[MicroBatch], outputs: Sequence[Outputs], name: str
+) -> dict[int, Tensor]:
+    """An output at the targets, by row; in padding it has to be 0."""
+    found: dict[int, Tensor] = {}
+    for rows, micro_batch, one in zip(micro_batches, inputs, outputs, strict=True):
+        tensor: Tensor = getattr(one, name)
+        assert not tensor[~micro_batch.real].any(), f"{name} in padding"
+        found |= target_rows(rows, micro_batch, tensor)
+    return found
 
 
 def _training_errors(trainable: Fsdp2Trainable, reference: Reference, *, trained: bool) -> dict[str, float]:
     if not trained:
+        assert all(parameter.grad is None for parameter in trainable.model.parameters())
         return {"frozen": _worst(trainable.named_tensors("weight"), reference.before)}
     trainable.finish_gradients()
     errors = {"gradients": _worst(trainable.named_tensors("gradient"), reference.gradients)}
@@ -215,11 +256,104 @@ def _worst(found: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor]) 
     errors = {}
     for name, tensor in found:
         difference = (tensor.cpu() - expected[name]).norm().item()
-        errors[name] = difference / (expected[name].norm().item() or 1.0)
+        errors[name] = difference / expected[name].norm().item()
     assert errors.keys() == expected.keys(), errors.keys() ^ expected.keys()
     return max(errors.values())
 
 
 def _error(found: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> float:
-    both = [torch.cat([rows[index] for index in sorted(rows)]) for rows in (found, expected)]
-    return ((both[0] - both[1]).norm() / both[1].norm()).item()
+    """Of the rows that this rank has."""
+    mine, theirs = (torch.cat([rows[index] for index in sorted(found)]) for rows in (found, expected))
+    return ((mine - theirs).norm() / theirs.norm()).item()
+
+
+def low_precision(
+    context: RankContext, *, layout: str, precision: Precision, models: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """dtypes of outputs, and their errors relative to a plain model in float64."""
+    step = batch(packed=True)
+    opened = open_context(context, layout, precision=precision)
+    micro_batches = opened.setup_dataloader(step)
+    inputs = [collate(rows, multiple_of=opened.sequence_multiple).to(context.device) for rows in micro_batches]
+    found: dict[str, dict[str, Any]] = {}
+    for name, model in models.items():
+        trainable = load(opened, Path(model["folder"]), model["head"], trained=model["trained"])
+        outputs = run(trainable, inputs, want=model["want"], count=None)
+        with exact_tier():
+            reference = plain_reference(Path(model["folder"]), head=model["head"], want=model["want"], step=step)
+        for output in model["want"]:
+            at_targets = _at_targets(micro_batches, inputs, outputs, output)
+            dtypes = {str(getattr(one, output).dtype) for one in outputs}
+            found[f"{name} {output}"] = {"dtypes": sorted(dtypes), "error": _error(at_targets, reference.rows[output])}
+    return found
+
+
+def resume(
+    context: RankContext, *, layout: str, precision: Precision, models: dict[str, dict[str, Any]], out: str
+) -> dict[str, dict[str, Any]]:
+    """Of each trained model: whether a second step is the same in one go and from a checkpoint in fresh objects."""
+    step, scale = batch(packed=True), 2.0**9
+    trained = {name: model for name, model in models.items() if model["trained"]}
+    results: dict[str, dict[str, Any]] = {}
+    opened = open_context(context, layout, precision=precision)
+    for name, model in trained.items():
+        first = load(opened, Path(model["folder"]), model["head"], trained=True)
+        train(first, step, want=model["want"])
+        if first.scaler.is_enabled():
+            first.scaler.update(scale)
+        first.save_ckpt(Path(out) / name)
+        norm = train(first, step, want=model["want"])
+        second = load(opened, Path(model["folder"]), model["head"], trained=True)
+        second.load_ckpt(Path(out) / name)
+        lr, loss_scale = second.learning_rate(), second.scaler.get_scale()
+        same_norm = train(second, step, want=model["want"]) == norm
+        pairs = zip(first.named_tensors("weight"), second.named_tensors("weight"), strict=True)
+        results[name] = {
+            "lr": lr,
+            "loss scale": loss_scale,
+            "same": same_norm and all(torch.equal(one[1], other[1]) for one, other in pairs),
+        }
+    return results
+
+
+def export(
+    context: RankContext, *, layout: str, models: dict[str, dict[str, Any]], out: str
+) -> dict[str, dict[str, Any]]:
+    """Train one step, write each model, and load it again, by this backend and by hand."""
+    results: dict[str, dict[str, Any]] = {}
+    with exact_tier():
+        opened = open_context(context, layout)
+        for name, model in models.items():
+            source, path = Path(model["folder"]), Path(out) / name
+            trainable = load(opened, source, model["head"], trained=model["trained"])
+            if model["trained"]:
+                train(trainable, batch(packed=True), want=model["want"])
+            trainable.save_model(path)
+            weights = {key: weight.cpu() for key, weight in trainable.named_tensors("weight")}
+            stored = load_file(path / "model.safetensors")
+            again = dict(load(opened, path, model["head"], trained=False).named_tensors("weight"))
+            files = [{file.name for file in folder.iterdir()} - {"__pycache__"} for folder in (source, path)]
+            before = load_file(source / "model.safetensors")
+            results[name] = {
+                "stored": weights.keys() == stored.keys() and all(torch.equal(weights[k], stored[k]) for k in stored),
+                "loaded": all(torch.equal(weights[k], again[k].cpu()) for k in weights),
+                "files": files[0] == files[1],
+                "changed": any((weights[key] != before[key]).any().item() for key in weights),
+            }
+    return results
+
+
+def vocabulary_shards(context: RankContext, *, layout: str, vocabulary: int) -> dict[str, Any]:
+    """Of logits that DTensor cut: where this rank's begin, how many it has, and the error of their statistics."""
+    mesh = open_context(context, layout).mesh["tp"]
+    numbers = torch.Generator().manual_seed(1)
+    whole = torch.randn(2, 3, vocabulary, generator=numbers, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (2, 3), generator=numbers)
+    cut = distribute_tensor(whole, mesh, [Shard(2)])
+    held = vocabulary_shard(cut)
+    size = held.logits.shape[-1]
+    assert torch.equal(held.logits, whole[..., held.start : held.start + size])
+    found = token_statistics(held.logits, labels, group=held.group, vocab_start=held.start)
+    expected = token_statistics(whole, labels)
+    errors = [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]  # type: ignore[operator]
+    return {"start": held.start, "size": size, "error": max(errors)}

@@ -1,4 +1,4 @@
-"""Tasks that tests/test_outputs.py runs in ranks: statistics of vocabulary shards against plain autograd on the whole."""
+"""Tasks that tests/test_outputs.py runs in ranks: vocabulary shards against plain autograd on the whole."""
 
 from itertools import accumulate
 from typing import Any

@@ -1,12 +1,27 @@
-"""Writes a complete output folder of ``parity run`` for the tests of the reports: 22 cells, every state."""
+"""Writes a complete output folder of ``parity run`` for the tests of the reports: 24 cells, every state.
+
+Verdicts and summary are written by conformance.record.results, records as lines with a real digest, so that the samples
+are what the suite would write. Nothing was trained: errors are drawn at random below what is allowed.
+"""
 
 import json
 import math
 import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.record.format import record_digest
+from conformance.objective import Sft, all_observables
+from conformance.observable import (
+    Observable,
+    loaded_observables,
+    observables_to_json,
+    trained_observables,
+)
+from conformance.record import format as record_format
+from conformance.record.results import Entry, Quantity, Run, Verdict, read_entry, write_entry, write_summary
+from conformance.record.states import State
 
 STEPS = 5
 LAYERS = 3
@@ -17,7 +32,9 @@ EXPECTED = "sft-packed/qwen3/deepspeed/dp4/fp32"
 UNSUPPORTED = "sft-packed/gemma3/megatron/dp2.sp2/fp32"
 NOT_RUN = "sft-adamw/llama/megatron/dp2.tp2/fp32"
 CONFORMS = "sft-packed/qwen3/fsdp2/dp2/fp32"
-SPECIAL = {
+RESUMED = "sft-packed/qwen3/deepspeed-to-fsdp2/dp4-to-dp2.tp2/fp32/switch"
+CRITIC = "two-models/qwen3/fsdp2/dp2/fp32/seed1"
+SPECIAL: dict[str, tuple[State, str]] = {
     DIFFERS: ("differs", "first difference at gradients, step 0, 1 of 42 tensors"),
     LATE: ("differs", "first difference at weights after N steps, step 2, 33 of 42 tensors"),
     CRASHED: (
@@ -42,6 +59,8 @@ CELLS = (
     NOT_RUN,
     "sft-packed/pangu/fsdp2/dp2.tp2/exact",
     "sft-packed/pangu/deepspeed/dp4/exact",
+    RESUMED,
+    CRITIC,
 )
 LAYER = (
     *("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight"),
@@ -49,196 +68,202 @@ LAYER = (
     *("self_attn.o_proj.bias", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down_proj.weight",
 )
-PARAMETERS = (
-    "model.embed_tokens.weight",
-    *(f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in LAYER),
-    *("model.norm.weight", "lm_head.weight"),
-)
-STAGES = (
-    *("weights", "log-probs", "loss", "gradients", "replicas", "gradient norm", "clipped update"),
-    "weights after N steps",
-)
 ALLOWED = {"exact": 1e-11, "fp32": 2.6e-6, "bf16": 2.1e-2}
+RUN = Run(
+    started="2026-08-14T03:12:40+00:00",
+    finished="2026-08-14T03:14:00+00:00",
+    seconds=80.1,
+    profile="quick",
+    device="cpu",
+    command="parity run --profile quick --out out",
+    environment={
+        "python": "3.11.7",
+        "torch": "2.13.0+cpu",
+        "transformers": "5.17.0",
+        "deepspeed": "0.19.2",
+        "platform": "Linux-6.8-x86_64",
+        "cpu": "AMD EPYC 7B13",
+        "cores": 2,
+        "collectives": "gloo",
+        "OMP_NUM_THREADS": "1",
+    },
+)
+SCENARIO = {
+    "objective": {"kind": "sft"},
+    "accumulation": 1,
+    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]},
+}
+Error = Callable[[Observable, str, int], float]
+"""The error of one tensor of an observable at a step, in units of what is allowed."""
+
+
+def parameters(layers: int) -> tuple[str, ...]:
+    """The names of a small model's parameters."""
+    inner = (f"model.layers.{layer}.{name}" for layer in range(layers) for name in LAYER)
+    return ("model.embed_tokens.weight", *inner, "model.norm.weight", "lm_head.weight")
 
 
 def write_sample(out: Path) -> Path:
     """Write the folder and return it."""
     rng = random.Random(0)
-    cells = []
-    for index, cell in enumerate(CELLS):
-        state, reason = SPECIAL.get(cell, ("conforms", ""))
-        cells.append(_cell(out, cell, state, reason, f"{index:02d}-{cell.replace('/', '-')}", rng))
-    states = [c["state"] for c in cells]
-    known = ("conforms", "differs", "unsupported", "expected_difference", "infrastructure", "not_run")
-    summary = {
-        "schema": 1,
-        "suite_version": "0.1.0",
-        "started": "2026-08-14T03:12:40+00:00",
-        "finished": "2026-08-14T03:14:00+00:00",
-        "seconds": 80.1,
-        "profile": "quick",
-        "device": "cpu",
-        "command": "parity run --profile quick --out out",
-        "verdict": "differs",
-        "counts": {state: states.count(state) for state in known},
-        "cells": cells,
-        "environment": {
-            "backend-parity": "0.1.0",
-            "python": "3.11.7",
-            "torch": "2.13.0+cpu",
-            "transformers": "5.17.0",
-            "deepspeed": "0.19.2",
-            "platform": "Linux-6.8-x86_64",
-            "cpu": "AMD EPYC 7B13",
-            "cores": 2,
-            "collectives": "gloo",
-            "OMP_NUM_THREADS": "1",
-        },
-    }
-    write_json(out / "summary.json", summary)
+    entries = [sample_cell(out, cell, f"{index:02d}", rng) for index, cell in enumerate(CELLS)]
+    write_summary(out, RUN, entries)
     return out
 
 
-def write_json(file: Path, values: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(values), encoding="utf-8")
-
-
-def edit(file: Path, **changes: Any) -> None:
-    """Change top-level values of a JSON file, as a careless or a hostile hand would."""
-    write_json(file, {**json.loads(file.read_text(encoding="utf-8")), **changes})
-
-
-def set_state(out: Path, cell: str, state: str, **changes: Any) -> None:
-    """Give one cell another state, consistently in the summary and in its verdict."""
-    edit(folder_of(out, cell) / "verdict.json", state=state, **changes)
-    summary = json.loads((out / "summary.json").read_text())
-    for entry in summary["cells"]:
-        entry["state"] = state if entry["id"] == cell else entry["state"]
-    edit(out / "summary.json", cells=summary["cells"], counts={}, verdict="")
-
-
-def only_conforming(out: Path) -> None:
-    """Leave only the cells that conform."""
-    cells = json.loads((out / "summary.json").read_text())["cells"]
-    edit(out / "summary.json", cells=[c for c in cells if c["state"] == "conforms"], counts={}, verdict="conforms")
-
-
-def folder_of(out: Path, cell: str) -> Path:
-    """The folder of ``cell`` in ``out``."""
-    entries = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
-    return out / str(next(entry["folder"] for entry in entries if entry["id"] == cell))
-
-
-def _cell(out: Path, cell: str, state: str, reason: str, slug: str, rng: random.Random) -> dict[str, Any]:
-    scenario, model, backend, layout, precision = cell.split("/")
-    folder = out / "cells" / slug
+def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
+    """Write one cell with its records and logs, and the records of its oracle."""
+    state, reason = SPECIAL.get(cell, ("conforms", "all quantities agree with the oracle"))
+    scenario, model, _, layout, *variant = cell.split("/")
+    folder = f"cells/{number}-{cell.replace('/', '-')}"
     ran = state in ("conforms", "differs", "expected_difference")
-    key = f"{scenario}-{model}"
-    quantities = _quantities(cell, precision, rng) if ran else []
-    findings = [{**q, "max_abs": q["observed"] / 40, "where": "[17]", "hint": _hint(q)} for q in quantities if _over(q)]
-    findings.sort(key=lambda f: (f["step"], STAGES.index(f["stage"])))
-    stages: dict[str, dict[str, Any]] = {}
-    for quantity in quantities:
-        ratio = quantity["observed"] / quantity["allowed"]
-        if ratio >= stages.get(quantity["stage"], {"ratio": -1})["ratio"]:
-            stages[quantity["stage"]] = {**quantity, "ratio": ratio}
-    for worst in stages.values():
-        worst.pop("stage")
-    world = math.prod(int(part[2:]) for part in layout.split(".") if part[2:].isdigit())
-    seconds = round(rng.uniform(1, 4), 1) if ran else 0.4
-    verdict = {
-        "schema": 1,
-        **{"cell": cell, "scenario": scenario, "model": model, "backend": backend, "layout": layout},
-        **{"precision": precision, "world_size": world, "state": state, "reason": reason, "seconds": seconds},
-        "record": "record" if ran else None,
-        "oracle": f"../../oracle/{key}/float64" if ran else None,
-        "reproduce": f"parity run --cells '{cell}' --out out-again",
-        **{"stages": stages, "findings": findings, "quantities": quantities},
-    }
-    write_json(folder / "verdict.json", verdict)
+    observables = all_observables(Sft())
+    if cell == CRITIC:
+        observables = (*loaded_observables("critic"), *observables, *trained_observables("critic"))
+    quantities: tuple[Quantity, ...] = ()
     if ran:
-        write_record(folder / "record", cell, _curve(model, 2e-7 if precision != "bf16" else 3e-3, rng))
-        write_record(out / "oracle" / key / "float64", f"oracle of {key}", _curve(model, 0, rng))
+        key, noise = f"{scenario}-{model}", 3e-3 if variant[0] == "bf16" else 2e-7
+        allowed = ALLOWED[variant[0]]
+        quantities = tuple(_judged(cell, observables, allowed, rng))
+        header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}
+        header |= {"resolved": {"optimizer": "AdamW", "layout": layout, "buckets": [1, 2]}}
+        steps = curve(model, observables, noise, rng)
+        for leg, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
+            write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first)
+        oracle = {**header, "cell": f"oracle of {key}", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
+        write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
     if state == "infrastructure":
-        _write_logs(folder / "logs")
-    ratios = {name: worst["ratio"] for name, worst in stages.items()}
-    return {
-        **{"id": cell, "state": state, "reason": reason, "world_size": world, "seconds": seconds, "ratios": ratios},
-        "folder": f"cells/{slug}",
-    }
+        write_logs(out / folder / "legs/0/logs")
+    legs = 2 if cell == RESUMED else 1
+    return write_cell(
+        out,
+        cell,
+        folder=folder,
+        records=tuple(f"legs/{leg}/record" for leg in range(legs)) if ran else (),
+        oracle=f"../../oracle/{scenario}-{model}" if ran else None,
+        observables=observables,
+        verdict=Verdict(state=state, reason=reason, quantities=quantities),
+    )
 
 
-def _quantities(cell: str, precision: str, rng: random.Random) -> list[dict[str, Any]]:
-    allowed = ALLOWED[precision]
-    found = [_one("weights", name, -1, 0.0, allowed) for name in PARAMETERS]
-    for step in range(STEPS):
-        found.append(_one("log-probs", "log-probs", step, allowed * rng.uniform(0.1, 0.6), allowed))
-        found.append(_one("loss", "token_count", step, 0.0, 1e-9))
-        found.append(_one("loss", "loss", step, rng.choice((0.0, allowed * rng.uniform(0.001, 0.3))), allowed))
-        found += [_tensor(cell, "gradients", name, step, allowed, rng) for name in PARAMETERS]
-        found.append(_one("gradient norm", "reported", step, allowed * rng.uniform(0.02, 0.5), allowed))
-        found.append(_one("gradient norm", "reported against rebuilt", step, 1.1e-7, 1.9e-6))
-        found.append(_one("clipped update", "lr", step, 0.0, 1e-9))
-        moved = "weights after N steps" if step else "clipped update"
-        found += [_tensor(cell, moved, name, step, allowed, rng) for name in PARAMETERS]
-    return found
+def write_cell(
+    out: Path,
+    cell: str,
+    *,
+    folder: str,
+    records: tuple[str, ...],
+    oracle: str | None,
+    observables: tuple[Observable, ...],
+    verdict: Verdict,
+) -> Entry:
+    """Write the verdict of a cell whose id has the usual parts, and return what was written."""
+    scenario, model, backend, layout, *variant = cell.split("/")
+    entry = Entry(
+        cell=cell,
+        scenario=scenario,
+        model=model,
+        backend=backend,
+        layout=layout,
+        variant="/".join(variant),
+        world_size=math.prod(int(part[2:]) for part in layout.split("-")[0].split(".") if part[2:].isdigit()),
+        seconds=2.5,
+        folder=folder,
+        completed=bool(records),
+        records=records,
+        oracle=oracle,
+        expected=None,
+        reproduce=f"parity run --cells '{cell}' --out out-again",
+        observables=observables,
+        verdict=verdict,
+    )
+    write_entry(out, entry)
+    return entry
 
 
-def _tensor(cell: str, stage: str, name: str, step: int, allowed: float, rng: random.Random) -> dict[str, Any]:
-    factor = 10 ** rng.uniform(-2.5, -0.05)
-    if cell == DIFFERS and name.endswith("layers.1.self_attn.o_proj.bias"):
-        factor = 6.1e4 * rng.uniform(0.5, 2)
-    if cell == LATE and stage == "weights after N steps" and step > 1:
-        factor = rng.uniform(0.6, 3.4)
-    if cell == EXPECTED and stage == "gradients" and "down_proj" in name:
-        factor = rng.uniform(1.1, 6)
-    return _one(stage, name, step, allowed * factor, allowed)
+def quantities_of(
+    observables: Sequence[Observable], names: Sequence[str], steps: int, allowed: float, error: Error
+) -> Iterator[Quantity]:
+    """What would be judged of all observables, by step and then in causal order."""
+    for step in range(-1, steps):
+        for o in observables:
+            bound = o.exact_bound or allowed
+            if not o.applies(step):
+                continue
+            for tensor in names if o.kind == "tensors" else (o.key,):
+                yield _quantity(o.stage, tensor, step, bound * error(o, tensor, step), bound)
+            if o.norm_of:
+                yield _quantity(o.stage, f"{o.key} against rebuilt", step, 0.1 * allowed, allowed)
+            if o.replica_stage and o.kind == "tensors" and step >= 0:
+                yield _quantity(o.replica_stage, f"{o.key}: 82 held by several ranks", step, 0.0, 2.0**-24)
 
 
-def _one(stage: str, tensor: str, step: int, observed: float, allowed: float) -> dict[str, Any]:
-    return {"stage": stage, "tensor": tensor, "step": step, "observed": observed, "allowed": allowed}
+def _quantity(stage: str, tensor: str, step: int, observed: float, allowed: float) -> Quantity:
+    over = observed > allowed
+    hint = "Only biases after a row-parallel product differ: is the bias added once per tp rank?"
+    return Quantity(
+        stage=stage,
+        tensor=tensor,
+        step=step,
+        observed=observed,
+        allowed=allowed,
+        max_abs=observed / 40 if over else None,
+        where="[17]" if over else "",
+        hint=hint if over and stage == "gradients" else "",
+    )
 
 
-def _over(quantity: dict[str, Any]) -> bool:
-    return bool(quantity["observed"] > quantity["allowed"])
+def _judged(cell: str, observables: Sequence[Observable], allowed: float, rng: random.Random) -> Iterator[Quantity]:
+    def error(o: Observable, tensor: str, step: int) -> float:
+        if o.kind == "setting" or o.when == "loaded" or (o.key == "loss" and step == 3):
+            return 0.0
+        if cell == DIFFERS and o.kind == "tensors" and tensor.endswith("layers.1.self_attn.o_proj.bias"):
+            return 6.1e4 * rng.uniform(0.5, 2)
+        if cell == LATE and o.stage == "weights after N steps" and step > 1:
+            return rng.uniform(0.6, 3.4)
+        if cell == EXPECTED and o.stage == "gradients" and "down_proj" in tensor:
+            return rng.uniform(1.1, 6)
+        return float(10 ** rng.uniform(-2.5, -0.05))
+
+    return quantities_of(observables, parameters(LAYERS), STEPS, allowed, error)
 
 
-def _hint(quantity: dict[str, Any]) -> str:
-    if quantity["stage"] == "gradients":
-        return "Only biases after a row-parallel product differ: is the bias added once per tp rank?"
-    return ""
+def curve(model: str, observables: Sequence[Observable], noise: float, rng: random.Random) -> list[dict[str, Any]]:
+    """The values of each step."""
+
+    def value(o: Observable, step: int) -> float:
+        if o.key == "token_count":
+            return 811 + 13 * step
+        if o.kind == "setting":
+            return 1e-3 * (1 - step / 10)
+        start = 5.2 + len(model) / 10 if o.key == "loss" else 2.6
+        return float(start * 0.85**step * (1 + noise * rng.gauss(0, 1)))
+
+    keys = [o for o in observables if o.kind in ("scalar", "setting")]
+    return [{o.key: value(o, step) for o in keys} for step in range(STEPS)]
 
 
-def _curve(model: str, noise: float, rng: random.Random) -> list[dict[str, Any]]:
-    start = 5.2 + len(model) / 10
-    return [
-        {
-            **{"step": step, "loss": start * 0.82**step * (1 + noise * rng.gauss(0, 1)), "lr": 1e-3 * (1 - step / 10)},
-            "grad_norm": 2.6 * 0.9**step * (1 + noise * rng.gauss(0, 1)),
-            "token_count": 811 + 13 * step,
-            "replicas": {"compared": 82, "differing": []},
-        }
-        for step in range(STEPS)
-    ]
-
-
-def write_record(folder: Path, cell: str, steps: list[dict[str, Any]]) -> None:
-    """A record's lines, as conformance.record writes them; the tensor files are left out, no report reads them."""
-    config = {"objective": "sft", "accumulation": 1, "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]}}
-    lines: list[dict[str, Any]] = [
-        {"type": "header", "schema": 1, "cell": cell, "scenario": config, "environment": {"torch": "2.13.0+cpu"}},
-        {"type": "step", "step": -1, "tensors": {"file": "initial.safetensors", "sha256": "0"}},
-        *({"type": "step", **values} for values in steps),
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+def write_record(
+    folder: Path,
+    header: dict[str, Any],
+    observables: Sequence[Observable],
+    steps: Sequence[dict[str, Any]],
+    *,
+    first_step: int = 0,
+) -> None:
+    """A record's lines; the tensor files are left out, no report reads them."""
+    schema = {"type": "header", "schema": record_format.SCHEMA, "first_step": first_step}
+    lines: list[dict[str, Any]] = [{**schema, **header, "observables": observables_to_json(observables)}]
+    lines.append({"type": "step", "step": first_step - 1, "values": {}})
+    lines += [{"type": "step", "step": step, "values": values} for step, values in enumerate(steps, start=first_step)]
+    text = "".join(record_format.dumps(line) + "\n" for line in lines)
     footer: dict[str, Any] = {"type": "footer", "steps": len(steps)}
-    footer["sha256"] = record_digest(text.encode(), footer)
+    footer["sha256"] = record_format.record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.jsonl").write_text(text + json.dumps(footer) + "\n", encoding="utf-8")
+    (folder / record_format.FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
 
 
-def _write_logs(folder: Path) -> None:
+def write_logs(folder: Path) -> None:
+    """The logs of two ranks, one of which raised an error in colour."""
     folder.mkdir(parents=True)
     (folder / "rank-0.log").write_text(
         "".join(f"03:13:0{i} rank 0: waiting for rank 1 in all_reduce (32 elements, tp)\n" for i in range(8))
@@ -252,3 +277,50 @@ def _write_logs(folder: Path) -> None:
         "    torch.distributed.broadcast(parameter, src=0, group=group)\n"
         "\x1b[31mRuntimeError: NCCL communicator was aborted on rank 1.\x1b[0m\n"
     )
+
+
+# Changing a sample
+
+
+def entries_of(out: Path) -> list[Entry]:
+    """The cells of ``out`` as they stand in its files, whatever these say."""
+    listed = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
+    return [read_entry(out / cell["folder"] / "verdict.json") for cell in listed]
+
+
+def entry_of(out: Path, cell: str) -> Entry:
+    """One cell of ``out``."""
+    return next(entry for entry in entries_of(out) if entry.cell == cell)
+
+
+def folder_of(out: Path, cell: str) -> Path:
+    """The folder of ``cell`` in ``out``."""
+    return out / entry_of(out, cell).folder
+
+
+def rewrite(out: Path, entries: Sequence[Entry], **run: Any) -> None:
+    """Write ``entries`` as the cells of ``out``; ``run``: fields of the run that change."""
+    for entry in entries:
+        write_entry(out, entry)
+    write_summary(out, replace(RUN, **run), entries)
+
+
+def change(out: Path, cell: str, *, verdict: dict[str, Any] | None = None, **fields: Any) -> None:
+    """Change fields of one cell and of its verdict, consistently in both files."""
+    entries = []
+    for entry in entries_of(out):
+        if entry.cell == cell:
+            entry = replace(entry, verdict=replace(entry.verdict, **(verdict or {})), **fields)
+        entries.append(entry)
+    rewrite(out, entries)
+
+
+def only_conforming(out: Path, **run: Any) -> None:
+    """Leave only the cells that conform."""
+    rewrite(out, [entry for entry in entries_of(out) if entry.verdict.state == "conforms"], **run)
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """Change top-level values of a JSON file, as a careless or a hostile hand would."""
+    values = {**json.loads(file.read_text(encoding="utf-8")), **changes}
+    file.write_text(json.dumps(values), encoding="utf-8")

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.run.exact import exact_tier
 from conformance.oracle.attention import packed_attention
+from conformance.run.exact import exact_tier
 from conformance.world import RankContext
-from impl.collate import NO_TARGET, Inputs
-from impl.ring.attention import Kind, RingAttention, RingConfig
+from impl.collate import NO_TARGET, MicroBatch
+from impl.ring.attention import RingAttention, RingConfig, RingKind
 from impl.ring.placement import restore
 
 HEADS, KV_HEADS, E = 4, 2, 8
@@ -21,7 +21,7 @@ SCALE = 0.3
 def errors(
     context: RankContext,
     *,
-    kind: Kind,
+    kind: RingKind,
     documents: list[list[int]],
     dtype: str,
     window: int | None = None,
@@ -48,7 +48,7 @@ def errors(
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     nothing = torch.full_like(positions, NO_TARGET)
-    inputs = Inputs(tokens=nothing, labels=nothing, positions=positions, real=real).to(context.device)
+    inputs = MicroBatch(tokens=nothing, labels=nothing, positions=positions, real=real, columns={}).to(context.device)
     with exact_tier() if type_ == torch.float64 else contextlib.nullcontext():
         _, ring = ring_attention.shard(inputs)
         source = ring.source[context.rank]

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report_sample import RUN, write_cell
 
-from conformance.judge.verdict import Verdict
-from conformance.record.tensors import RecordWriter
-from conformance.record.results import Entry, rejudge, write_entry, write_summary
-from conformance.scenario import parse_scenario, scenario_to_json
+from conformance.judge.again import rejudge
+from conformance.objective import all_observables
 from conformance.peers.side_by_side import write_side_by_side
+from conformance.record.results import Verdict, write_summary
+from conformance.record.tensors import RecordWriter
+from conformance.scenario import parse_scenario, scenario_to_json
 
 Values = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -25,6 +27,12 @@ GROUP = "sft-tiny/pangu/exact"
 MEMBERS = ("deepspeed/dp2", "fsdp2/dp2", "fsdp2/dp2.tp2", "megatron/tp2")
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias")
 ROUNDING = 1e-15
+SCENARIO = parse_scenario(
+    {
+        **{"name": "sft-tiny", "model": "pangu", "precision": "exact", "steps": STEPS},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
+)
 
 
 def cell_id(member: str) -> str:
@@ -36,22 +44,21 @@ def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members
     _record(out / "oracle" / "tiny" / "float64", _unchanged, layout="dp1", rounding=0.0)
     entries = []
     for number, member in enumerate(members, start=1):
-        backend, layout = member.split("/")
+        layout = member.split("/")[1]
         folder = f"cells/{number:02d}"
         change = (changes or {}).get(member, _unchanged)
-        _record(out / folder / "record", change, layout=layout, rounding=ROUNDING, seed=number)
-        details = {
-            **{"cell": cell_id(member), "scenario": "sft-tiny", "model": "pangu", "backend": backend, "layout": layout},
-            **{"precision": "exact", "world_size": 2, "seconds": 1.0, "folder": folder, "completed": True},
-            **{"record": "record", "oracle": "../../oracle/tiny/float64", "expected": None},
-            "reproduce": f"parity run --cells {cell_id(member)}",
-        }
-        entries.append(Entry(details=details, verdict=Verdict(state="not_run", reason="")))
-    for entry in entries:
-        write_entry(out, entry)
-    run = {"started": "2026-08-14T03:12:40+00:00", "finished": "2026-08-14T03:14:00+00:00", "seconds": 80.1}
-    facts = {"profile": "quick", "device": "cpu", "command": "parity run", "environment": {"torch": "2.13.0+cpu"}}
-    write_summary(out, {**run, **facts}, entries)
+        _record(out / folder / "legs/0/record", change, layout=layout, rounding=ROUNDING, seed=number)
+        entry = write_cell(
+            out,
+            cell_id(member),
+            folder=folder,
+            records=("legs/0/record",),
+            oracle="../../oracle/tiny",
+            observables=all_observables(SCENARIO.objective),
+            verdict=Verdict(state="not_run", reason=""),
+        )
+        entries.append(entry)
+    write_summary(out, RUN, entries)
     rejudge(out)
     write_side_by_side(out)
     return out
@@ -72,25 +79,25 @@ def _unchanged(step: int, values: Values, tensors: Tensors) -> None:
 
 
 def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: int = 0) -> None:
-    scenario = {"name": "sft-tiny", "model": "pangu", "precision": "exact", "optimizer": {"name": "sgd", "lr": 0.1}}
-    values: Values = scenario_to_json(parse_scenario({**scenario, "steps": STEPS}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = RecordWriter(path, {"cell": "tiny", "scenario": values, "layout": layout})
+    header = {"cell": "tiny", "scenario": scenario_to_json(SCENARIO), "layout": layout}
+    writer = RecordWriter(path, header, observables=all_observables(SCENARIO.objective))
     training, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
-    for step in range(-1, STEPS):
-        values = {}
-        tensors = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-        if step >= 0:
-            gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
-            for name, gradient in gradients.items():
-                weights[name] = weights[name] - 0.1 * gradient
-                error = rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
-                tensors |= {f"gradient/{name}": gradient + error, f"weight/{name}": weights[name] + error}
-            norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-            loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
-            values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}
-            values["replicas"] = {"offered": 6, "compared": 6, "differing": []}
+    loaded = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
+    change(-1, {}, loaded)
+    writer.loaded(loaded)
+    same = {"offered": 6, "compared": 6, "differing": []}
+    for step in range(STEPS):
+        gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
+        tensors: Tensors = {}
+        for name, gradient in gradients.items():
+            weights[name] = weights[name] - 0.1 * gradient
+            error = rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
+            tensors |= {f"gradient/{name}": gradient + error, f"weight/{name}": weights[name] + error}
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+        loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
+        values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}
         change(step, values, tensors)
-        writer.step(step, values, tensors)
+        writer.step(values, tensors, replicas={"gradient": same, "weight": same}, seconds=0.0)
     writer.finish({"seconds": 0.0, "leaks": []})

@@ -5,15 +5,22 @@ output: the library may have been fixed, and then page, index and our work-aroun
 """
 
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from script_forks import Forker
 
 FINDINGS = Path(__file__).parent.parent / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
 SCRIPTS = sorted(path for path in FINDINGS.glob("*.py") if path.name not in HELPERS)
+PLAIN = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.multiprocessing",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 def page_of(script: Path) -> Path:
@@ -28,13 +35,33 @@ def test_there_are_findings() -> None:
     assert SCRIPTS
 
 
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Forker]:
+    """What all scripts import, whatever they are about."""
+    with Forker.start(FINDINGS, PLAIN) as forker:
+        yield forker
+
+
+@pytest.fixture(scope="module")
+def deepspeed(plain: Forker) -> Iterator[Forker]:
+    """DeepSpeed chooses its accelerator when it is imported, by a variable that each of its scripts sets before."""
+    pytest.importorskip("deepspeed")
+    with plain.branch(("deepspeed", "deepspeed.ops"), environment={"DS_ACCELERATOR": "cpu"}) as forker:
+        yield forker
+
+
+@pytest.fixture(scope="module")
+def megatron(plain: Forker) -> Iterator[Forker]:
+    pytest.importorskip("megatron.core")
+    with plain.branch(("megatron_on_cpu",), environment={}) as forker:
+        yield forker
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_script_shows_the_defect(script: Path) -> None:
-    if script.stem.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    if script.stem.startswith("megatron"):
-        pytest.importorskip("megatron.core")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -> None:
+    family = script.stem.partition("_")[0]
+    forker: Forker = request.getfixturevalue(family if family in ("deepspeed", "megatron") else "plain")
+    done = forker.run(script, timeout=120)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
 
 

@@ -5,21 +5,17 @@ The cells that quick runs are judged there; here are the layouts, options and pr
 
 import json
 import re
-from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from conftest import make_cell
 
 from conformance.backend import Supported, Unsupported
 from conformance.layout import Layout
-from conformance.scenario import Precision
 from conformance.run.session import Session
-from impl.collate import NO_TARGET, collate
+from conformance.scenario import Precision
+from conformance.validation import UsageError
 from impl.fsdp2.adapter import Fsdp2Backend
-from impl.models import load_model
-from impl.strategy import STRATEGIES, StrategyConfig, get_strategy
+from impl.strategy import CONTEXTS, ContextConfig, get_context
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 
@@ -145,51 +141,7 @@ def test_without_ring_flash_attn_a_ring_is_unsupported_with_the_command_that_ins
     assert isinstance(Fsdp2Backend.supports(scenario, Layout(dp=2)), Supported)
 
 
-def test_labels_are_shifted_inside_documents_and_positions_restart() -> None:
-    from conformance.batch import Document, Row
-
-    first = Document((1, 2, 3), (False, False, True))
-    second = Document((4, 5), (False, True))
-    inputs = collate((Row(0, (first, second)), Row(1, (second,))), multiple_of=4)
-    assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [4, 5, 0, 0, 0, 0, 0, 0]]
-    n = NO_TARGET
-    assert inputs.labels.tolist() == [[n, 3, n, 5, n, n, n, n], [5, n, n, n, n, n, n, n]]
-    assert inputs.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]]
-
-
-@pytest.mark.parametrize("model", ["pangu", "llama", "qwen3", "gemma3"])
-def test_a_folder_loads_as_the_causal_model_that_it_declares(model: str) -> None:
-    from conformance.paths import FIXTURES
-
-    loaded = load_model(FIXTURES / "models" / model, dtype=torch.float64, attention="eager")
-    assert type(loaded).__name__.endswith("ForCausalLM")
-    assert loaded.training
-    assert not loaded.config.use_cache
-    assert next(loaded.parameters()).dtype == torch.float64
-
-
-def test_a_model_without_a_head_for_text_falls_back_to_its_bare_class(tmp_path: Path) -> None:
-    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    transformers.ViTModel(config).save_pretrained(tmp_path)
-    assert type(load_model(tmp_path, dtype=torch.float32, attention="eager")).__name__ == "ViTModel"
-
-
-def test_a_vision_language_model_loads_with_its_language_head(tmp_path: Path) -> None:
-    text = transformers.LlamaConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32
-    )
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
-    )
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=31)
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
-    loaded = load_model(tmp_path, dtype=torch.float32, attention="eager")
-    assert type(loaded).__name__ == "LlavaForConditionalGeneration"
-
-
-def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    config = StrategyConfig(
-        layout=Layout(), precision="fp32", device="cpu", accumulation=1, packed=False, max_grad_norm=None
-    )
-    with pytest.raises(ValueError, match=f"unknown backend 'typo'; use one of {', '.join(STRATEGIES)}"):
-        get_strategy("typo", config)
+def test_an_unknown_backend_lists_the_known_ones() -> None:
+    config = ContextConfig(layout=Layout(), precision="fp32", device="cpu", accumulation=1, packed=False)
+    with pytest.raises(UsageError, match=f"unknown backend 'typo'; use one of {', '.join(CONTEXTS)}"):
+        get_context("typo", config)

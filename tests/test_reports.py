@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,25 @@ from report_sample import (
     DIFFERS,
     EXPECTED,
     NOT_RUN,
+    RESUMED,
     UNSUPPORTED,
+    change,
     edit,
+    entries_of,
     folder_of,
     only_conforming,
-    set_state,
-    write_json,
+    rewrite,
+    write_logs,
     write_sample,
 )
 
+from conformance.record.results import Quantity
+from conformance.record.states import STATES
+from conformance.validation import UsageError
 from reports import markdown, words
 from reports.html import write_html
 from reports.junit import write_junit
-from reports.load import STATES, Quantity, read_report
+from reports.load import Cell, read_report
 from reports.markdown import write_markdown
 
 
@@ -45,6 +53,15 @@ def out(sample: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
+def cell_of(out: Path, cell: str) -> Cell:
+    return next(c for c in read_report(out).cells if c.id == cell)
+
+
+def truncate(record: Path) -> None:
+    """What a run that was killed after step 1 leaves: header, weights as loaded, two steps."""
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:4]))
+
+
 # Reading
 
 
@@ -53,42 +70,68 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     report = read_report(out)
     title, text = words.headline(report)
     assert report.verdict == "conforms"
-    assert title == "16 cells of 16 conform"
-    assert re.search(r"Closest to its tolerance: sft-.*, 0\.\d+ of what is allowed", text)
+    assert title == "18 cells of 18 conform"
+    assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of what is allowed", text)
+
+
+def test_known_differences_are_not_said_to_compute_what_the_oracle_computes(out: Path) -> None:
+    rewrite(out, [entry for entry in entries_of(out) if entry.cell in (CONFORMS, EXPECTED)])
+    report = read_report(out)
+    assert report.verdict == "conforms"
+    assert words.headline(report)[0] == "1 cell of 2 conforms"
+    assert "but for 1 known difference." in words.headline(report)[1]
 
 
 def test_a_truncated_record_is_incomplete_and_never_green(out: Path) -> None:
     only_conforming(out)
-    record = folder_of(out, CONFORMS) / "record" / "record.jsonl"
-    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:4]))
+    truncate(folder_of(out, CONFORMS) / "legs/0/record/record.jsonl")
     report = read_report(out)
-    cell = next(c for c in report.cells if c.id == CONFORMS)
+    cell = cell_of(out, CONFORMS)
     assert (report.verdict, cell.state) == ("incomplete", "infrastructure")
-    assert "no footer, so it stopped after step 1" in cell.reason
+    assert "has no footer: the cell stopped after step 1" in cell.reason
+    assert [line["step"] for line in cell.steps] == [0, 1]  # what is left is shown all the same
     page = write_html(out).read_text(encoding="utf-8")
     assert "Incomplete: not a pass" in page
-    assert f'class="cell infrastructure" id="cell-{CONFORMS}"' in page
+    assert f'class="box infrastructure" href="#cell-{CONFORMS}"' in page
     assert ET.parse(write_junit(out)).getroot().get("errors") == "1"
     assert write_markdown(out).read_text().startswith("## ⚠️ Incomplete")
 
 
-def test_an_edited_record_is_not_trusted(out: Path) -> None:
-    record = folder_of(out, CONFORMS) / "record" / "record.jsonl"
-    record.write_text(record.read_text().replace('"step": 2', '"step":  2'))
-    cell = next(c for c in read_report(out).cells if c.id == CONFORMS)
+@pytest.mark.parametrize("record", ["legs/0/record", "../../oracle/sft-packed-qwen3/float64"])
+def test_an_edited_record_is_not_trusted(out: Path, record: str) -> None:
+    file = folder_of(out, CONFORMS) / record / "record.jsonl"
+    file.write_text(file.read_text().replace('"step": 2', '"step":  2'))
+    cell = cell_of(out, CONFORMS)
     assert cell.state == "infrastructure"
     assert "does not match its own digest" in cell.reason
 
 
-@pytest.mark.parametrize("part", ["record", "quantities"])
-def test_a_pass_that_rests_on_nothing_is_not_a_pass(out: Path, part: str) -> None:
-    edit(folder_of(out, CONFORMS) / "verdict.json", **{part: None if part == "record" else []})
-    assert next(c for c in read_report(out).cells if c.id == CONFORMS).state == "infrastructure"
+@pytest.mark.parametrize("record", ["legs/0/record", "legs/1/record", "../../oracle/sft-packed-qwen3/float64"])
+def test_a_pass_without_all_its_records_is_not_a_pass(out: Path, record: str) -> None:
+    shutil.rmtree(folder_of(out, RESUMED) / record)
+    assert cell_of(out, RESUMED).state == "infrastructure"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"records": ()}, "there is no record of the cell"),
+        ({"completed": False}, "did not come to its end"),
+        ({"verdict": {"quantities": ()}}, "nothing was compared"),
+        ({"records": ("legs/1/record", "legs/0/record")}, "do not follow one another"),
+    ],
+)
+@pytest.mark.parametrize("state", ["conforms", "expected_difference"])
+def test_a_pass_that_rests_on_nothing_is_not_a_pass(out: Path, fields: dict[str, Any], reason: str, state: str) -> None:
+    verdict = {"state": state, **fields.get("verdict", {})}
+    change(out, RESUMED, **{**fields, "verdict": verdict})
+    cell = cell_of(out, RESUMED)
+    assert cell.state == "infrastructure"
+    assert reason in cell.reason
 
 
 def test_a_run_that_did_not_finish_is_incomplete(out: Path) -> None:
-    only_conforming(out)
-    edit(out / "summary.json", finished=None)
+    only_conforming(out, finished=None)
     report = read_report(out)
     assert report.verdict == "incomplete"
     assert "did not finish" in words.headline(report)[1]
@@ -96,58 +139,74 @@ def test_a_run_that_did_not_finish_is_incomplete(out: Path) -> None:
     assert [case[0].tag for case in cases if len(case)] == ["error"]
 
 
+def test_a_run_without_an_answer_is_incomplete(out: Path) -> None:
+    rewrite(out, [entry for entry in entries_of(out) if entry.cell == UNSUPPORTED])
+    assert read_report(out).verdict == "incomplete"
+    assert "No cell was judged" in words.headline(read_report(out))[1]
+
+
 def test_a_damaged_record_does_not_hide_a_difference(out: Path) -> None:
-    shutil.rmtree(folder_of(out, DIFFERS) / "record")
-    assert next(c for c in read_report(out).cells if c.id == DIFFERS).state == "differs"
-    assert "The record of this cell is damaged" in write_html(out).read_text(encoding="utf-8")
+    shutil.rmtree(folder_of(out, DIFFERS) / "legs")
+    cell = cell_of(out, DIFFERS)
+    assert cell.state == "differs"
+    assert "holds no record.jsonl" in cell.problem
 
 
-def test_cells_that_never_ran_need_no_folder(out: Path) -> None:
-    for cell in (UNSUPPORTED, NOT_RUN, CRASHED):
-        shutil.rmtree(folder_of(out, cell))
-    states = {c.id: (c.state, c.reason) for c in read_report(out).cells}
-    assert states[UNSUPPORTED] == ("unsupported", "megatron has no context parallelism for this attention; use sp1")
-    assert states[NOT_RUN][0] == "not_run"
-    assert states[CRASHED][0] == "infrastructure"
+def test_the_steps_of_all_legs_are_one_training_run(sample: Path) -> None:
+    assert [len(leg.steps) for leg in cell_of(sample, RESUMED).legs] == [2, 3]
+    assert [line["step"] for line in cell_of(sample, RESUMED).steps] == list(range(5))
+
+
+def test_logs_are_shown_of_every_leg_of_a_cell_that_does_not_conform(out: Path) -> None:
+    for cell in (RESUMED, CONFORMS):
+        write_logs(folder_of(out, cell) / "legs/0/logs")
+    write_logs(folder_of(out, RESUMED) / "legs/1/logs")
+    change(out, RESUMED, completed=False)
+    assert list(cell_of(out, RESUMED).logs) == ["leg 0, rank-0", "leg 0, rank-1", "leg 1, rank-0", "leg 1, rank-1"]
+    assert list(cell_of(out, CRASHED).logs) == ["rank-0", "rank-1"]
+    assert cell_of(out, CONFORMS).logs == {}
 
 
 def _other_cell(out: Path) -> None:
     edit(folder_of(out, CONFORMS) / "verdict.json", cell=DIFFERS)
 
 
-def _passed_by_hand(out: Path) -> None:
-    set_state(out, DIFFERS, "conforms")
-
-
-def _outside(out: Path) -> None:
-    edit(folder_of(out, CONFORMS) / "verdict.json", record="../../..")
-
-
-def _unknown_state(out: Path) -> None:
-    set_state(out, CONFORMS, "fine")
+def _log_elsewhere(out: Path) -> None:
+    log = folder_of(out, CRASHED) / "legs/0/logs/rank-0.log"
+    log.rename(out.parent / "elsewhere.log")
+    log.symlink_to(out.parent / "elsewhere.log")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda out: shutil.rmtree(out), "there is no folder"),
-        (lambda out: (out / "summary.json").unlink(), "holds no summary.json"),
-        (lambda out: (out / "summary.json").write_text('{"schema": 1, "ce'), "cut short or edited"),
-        (lambda out: write_json(out / "summary.json", {"tests": 3}), "has schema None"),
-        (lambda out: edit(out / "summary.json", schema=2), "has schema 2, this version reads 1"),
-        (lambda out: edit(out / "summary.json", counts={"conforms": 22}), "counts 22 cells as conforms but lists 16"),
-        (lambda out: edit(out / "summary.json", verdict="conforms"), "says conforms, its cells do not"),
-        (lambda out: shutil.rmtree(folder_of(out, CONFORMS)), "holds no verdict of sft-packed/qwen3"),
+        (lambda out: shutil.rmtree(out), "give the complete --out folder"),
+        (lambda out: (out / "summary.json").unlink(), "give the complete --out folder"),
+        (lambda out: (out / "summary.json").write_text('{"schema": 2, "ce'), "cut short or edited"),
+        (lambda out: (out / "summary.json").write_text('{"tests": 3}'), "has schema None"),
+        (lambda out: edit(out / "summary.json", schema=1), "has schema 1, this version reads 2"),
+        (lambda out: shutil.rmtree(folder_of(out, CONFORMS)), "verdict.json; give the complete"),
         (_other_cell, "was edited or comes from another run"),
-        (_passed_by_hand, "outside its tolerance"),
-        (_outside, "lies outside of"),
-        (_unknown_state, "has state 'fine'"),
+        (lambda out: change(out, DIFFERS, verdict={"state": "conforms"}), "is outside its tolerance"),
+        (lambda out: change(out, CONFORMS, records=("../../..",)), "lies outside of"),
+        (lambda out: change(out, CONFORMS, oracle="../../../.."), "lies outside of"),
+        (_log_elsewhere, "lies outside of"),
     ],
 )
 def test_a_folder_that_cannot_be_trusted_is_refused_with_the_reason(out: Path, damage: Any, message: str) -> None:
     damage(out)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         read_report(out)
+
+
+def test_every_reporter_that_is_announced_writes_into_the_folder(out: Path) -> None:
+    groups = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    written = [EntryPoint(name, target, "").load()(out) for name, target in groups["parity.reporters"].items()]
+    assert [file.relative_to(out).as_posix() for file in written] == ["report.html", "junit.xml", "report.md"]
+    assert all(file.stat().st_size for file in written)
+    for name, target in groups["parity.comparisons"].items():
+        with pytest.raises(UsageError, match="have not been compared"):
+            EntryPoint(name, target, "").load()(out)
 
 
 def test_reporting_needs_neither_torch_nor_a_backend() -> None:
@@ -192,7 +251,7 @@ def test_what_is_not_a_number_or_not_allowed_is_outside_of_any_tolerance(
 def test_junit_has_one_case_per_cell_with_its_state(sample: Path) -> None:
     root = ET.parse(write_junit(sample)).getroot()
     suite = root[0]
-    expected = {"tests": "22", "failures": "2", "errors": "2", "skipped": "2"}
+    expected = {"tests": "24", "failures": "2", "errors": "2", "skipped": "2"}
     for element in (root, suite):
         assert {key: element.get(key) for key in expected} == expected
     cases = {case.get("name"): case for case in suite.iter("testcase")}
@@ -208,7 +267,7 @@ def test_junit_has_one_case_per_cell_with_its_state(sample: Path) -> None:
 
 
 def test_junit_stays_valid_whatever_a_log_holds(out: Path) -> None:
-    (folder_of(out, CRASHED) / "logs" / "rank-0.log").write_bytes(b"\x00\x08 ]]> & \xff\xfe")
+    (folder_of(out, CRASHED) / "legs/0/logs/rank-0.log").write_bytes(b"\x00\x08 ]]> & \xff\xfe")
     assert any("]]> &" in (error.text or "") for error in ET.parse(write_junit(out)).iter("error"))
 
 
@@ -217,7 +276,7 @@ def test_junit_stays_valid_whatever_a_log_holds(out: Path) -> None:
 
 def test_markdown_puts_failures_first(sample: Path) -> None:
     text = write_markdown(sample).read_text(encoding="utf-8")
-    assert text.startswith("## ❌ 2 cells of 22 differ")
+    assert text.startswith("## ❌ 2 cells of 24 differ")
     order = [text.index(f"### {STATES[state].symbol}") for state in STATES]
     assert order == sorted(order)
     assert "| gradients | `model.layers.1.self_attn.o_proj.bias` | 0 |" in text

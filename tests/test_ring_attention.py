@@ -9,11 +9,11 @@ from conftest import make_cell
 
 from conformance.batch import Document, Row
 from conformance.inputs.documents import build_batches
-from conformance.run.exact import exact_tier
 from conformance.oracle.attention import packed_attention
 from conformance.paths import resolve
+from conformance.run.exact import exact_tier
 from conformance.world import Device, Pool, WorldConfig
-from impl.collate import NO_TARGET, Inputs, collate
+from impl.collate import NO_TARGET, MicroBatch, collate
 from impl.ring import plain
 from impl.ring.placement import Cut, place, restore, shard_inputs
 
@@ -133,14 +133,25 @@ def test_the_plain_kernels_backward_is_the_derivative_of_its_forward(causal: boo
         torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-13)
 
 
-def micro_batch() -> Inputs:
-    """Two rows of 5 + 4 and 3 tokens, numbered from 1."""
+CUTS: list[tuple[Cut, bool]] = [("slices", False), ("documents", False), ("documents", True), ("rows", True)]
+
+
+def micro_batch() -> MicroBatch:
+    """Two rows of 5 + 4 and 3 tokens, numbered from 1; columns of a number per token and of one per document."""
     numbers = iter(range(1, 100))
-    documents = [Document(tuple(next(numbers) for _ in range(n)), (False, *(True,) * (n - 1))) for n in (5, 4, 3)]
+
+    def document(length: int) -> Document:
+        tokens = tuple(next(numbers) for _ in range(length))
+        columns = {"per_token": tuple(token / 8 for token in tokens), "per_document": -float(length)}
+        return Document(tokens, (False, *(True,) * (length - 1)), columns)
+
+    documents = [document(length) for length in (5, 4, 3)]
     return collate((Row(0, tuple(documents[:2])), Row(1, (documents[2],))))
 
 
-def tokens_of(inputs: Inputs, cut: Cut, *, size: int, zigzag: bool = False, multiple: int = 1) -> list[list[list[int]]]:
+def tokens_of(
+    inputs: MicroBatch, cut: Cut, *, size: int, zigzag: bool = False, multiple: int = 1
+) -> list[list[list[int]]]:
     source = place(inputs, cut=cut, size=size, zigzag=zigzag, multiple=multiple).source
     return [shard_inputs(inputs, part).tokens.tolist() for part in source]
 
@@ -170,9 +181,7 @@ def test_a_rank_holds_a_multiple_of_tokens() -> None:
             assert {len(row) for row in part} == {32}
 
 
-@pytest.mark.parametrize(
-    ("cut", "zigzag"), [("slices", False), ("documents", False), ("documents", True), ("rows", True)]
-)
+@pytest.mark.parametrize(("cut", "zigzag"), CUTS)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_document(
     cut: Cut, zigzag: bool, size: int
@@ -187,6 +196,22 @@ def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_docu
         assert torch.equal(whole[inputs.real], getattr(inputs, name)[inputs.real])
     targets = sum(int((shard.labels != NO_TARGET).sum()) for shard in shards)
     assert targets == int((inputs.labels != NO_TARGET).sum())
+
+
+@pytest.mark.parametrize(("cut", "zigzag"), CUTS)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_columns_travel_with_their_tokens_whatever_they_are_called(cut: Cut, zigzag: bool, size: int) -> None:
+    inputs = micro_batch()
+    source = place(inputs, cut=cut, size=size, zigzag=zigzag, multiple=1).source
+    shards = [shard_inputs(inputs, part) for part in source]
+    rows, length = inputs.labels.shape
+    for name, column in inputs.columns.items():
+        parts = torch.stack([shard.columns[name] for shard in shards])
+        assert torch.equal(restore(parts, source, rows=rows, length=length)[inputs.real], column[inputs.real])
+        assert not parts[source < 0].any()
+    for shard in shards:  # number i of a document is that of its token i, so it stands where token i is the label
+        assert list(shard.columns) == ["per_token", "per_document"]
+        assert torch.equal(shard.columns["per_token"][shard.targets] * 8, shard.labels[shard.targets].float())
 
 
 @pytest.mark.parametrize(("dp", "size"), [(1, 2), (2, 2), (1, 4), (4, 2), (1, 8)])

@@ -1,4 +1,4 @@
-"""Tasks that tests/test_world.py runs in ranks: good ones, and one for each way to go wrong."""
+"""Tasks that the tests of worlds run in ranks: good ones, and one for each way to go wrong."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from conformance.world import RankContext, beat
+from conformance.world import RankContext, beat, cleanup
+
+_remembered: list[str] = []
 
 
 def nothing(context: RankContext) -> None:
@@ -37,6 +37,21 @@ def add(context: RankContext, *, value: float) -> dict[str, float]:
     total = torch.tensor(value + context.rank)
     dist.all_reduce(total)
     return {"rank": context.rank, "sum": total.item()}
+
+
+def echo(context: RankContext, *, text: str) -> str:
+    return text
+
+
+def remember(context: RankContext, *, text: str) -> list[str]:
+    """What this process has been told in all tasks so far."""
+    _remembered.append(text)
+    return _remembered
+
+
+def imported(context: RankContext, *, modules: list[str]) -> list[str]:
+    """Those of ``modules`` that this rank found imported."""
+    return [name for name in modules if name in sys.modules]
 
 
 def environment(context: RankContext) -> dict[str, str]:
@@ -60,6 +75,9 @@ def change_default_dtype(context: RankContext) -> str:
 
 def tensor_parallel(context: RankContext) -> dict[str, Any]:
     """Build two device meshes and a named group, train on one of them, release nothing."""
+    from torch.distributed.device_mesh import init_device_mesh  # a second, which other worlds do without
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     torch.set_default_device(context.device)
     kind = torch.device(context.device).type
     mesh = init_device_mesh(kind, (2, context.world_size // 2), mesh_dim_names=("tp", "dp"))
@@ -76,6 +94,7 @@ def tensor_parallel(context: RankContext) -> dict[str, Any]:
 
 
 def leak_files(context: RankContext) -> None:
+    cleanup.SETTLE_S = 0.1  # nobody closes them, so there is nothing to wait for
     for _ in range(40):
         os.open("/dev/null", os.O_RDONLY)
 
@@ -105,11 +124,11 @@ def kill_zygote(context: RankContext) -> None:
     time.sleep(1000)
 
 
-def leave(context: RankContext, *, rank: int) -> None:
+def leave(context: RankContext, *, rank: int, status: int) -> None:
     _step(context, 1)
     if context.rank == rank:
         print("about to leave", flush=True)
-        os._exit(3)
+        os._exit(status)
     _step(context, 2)
 
 
@@ -164,7 +183,7 @@ def cut_connection(context: RankContext, *, rank: int) -> None:
 def send_garbage(context: RankContext, *, rank: int) -> None:
     beat("babbles")
     if context.rank == rank:
-        os.write(_controller_socket(), b"this is no message\n")
+        os.write(_controller_socket(), b"this is no message")
     time.sleep(1000)
 
 

@@ -15,6 +15,7 @@ from conformance.layout import Layout
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
 from conformance.record.results import Quantity, Verdict
+from conformance.record.states import State
 from conformance.record.tensors import Record, read_record
 from conformance.scenario import Scenario, parse_scenario
 
@@ -55,7 +56,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
     quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
-    state = "differs" if verdict.findings else "conforms"
+    state: State = "differs" if verdict.findings else "conforms"
     return replace(verdict, state=state, reason=_reason(verdict, observables, legs))
 
 
@@ -86,7 +87,7 @@ def _same_training(record: Record, other: Record) -> None:
         raise RecordError(f"{record.path} and {other.path} are of different scenarios; judge each by its own oracle")
 
 
-def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: int) -> str:
+def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: float) -> str:
     """Names a known cause when the quantity is the reference times a number that layout or token count explain.
 
     ``tokens``: target tokens of the optimizer step.

@@ -123,7 +123,7 @@ def _train(
                 model.optimizer = make_optimizer(scenario.optimizer) if model.role.trained else None
         lr = scenario.optimizer.lr * scenario.schedule.factor(step - began)
         observed = observe(batch, models, scenario.objective, policy)
-        values, tensors = dict(observed.values), {}
+        values, tensors = dict(observed.values), dict[str, Tensor]()
         for key, rows in observed.rows.items():
             tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
         for model in models:

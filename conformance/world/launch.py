@@ -55,9 +55,9 @@ class World:
         return len(self.pids)
 
     def is_whole(self) -> bool:
-        """Whether all ranks live, as far as is known now."""
+        """Whether all ranks live, which the kernel knows before the zygote says so."""
         self.zygote.receive()
-        return self.zygote.is_alive and not self.statuses
+        return self.zygote.is_alive and all(process_state(pid) not in ("", "Z") for pid in self.pids)
 
     def bury(self) -> list[int]:
         """End and reap all processes of the world; returns those that could not be ended."""

@@ -53,9 +53,11 @@ class Wire:
     def receive(self) -> tuple[Message | None, list[int]]:
         """Wait for a message and its file descriptors; None when the other side has closed. Raises Garbage."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, _MOST_FDS)
         except ConnectionResetError:
             return None, []
+        for fd in fds:
+            os.set_inheritable(fd, False)
         if data == _IN_FILE and fds:
             with os.fdopen(fds.pop(), "rb") as file:
                 if (length := os.fstat(file.fileno()).st_size) > _LONGEST_MESSAGE:

@@ -27,7 +27,7 @@ class DeepspeedBackend(StrategyBackend):
         url="https://deepspeed.readthedocs.io/en/latest/zero3.html",
     )
     preload = (
-        "impl.deepspeed.strategy",
+        "impl.deepspeed.context",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
@@ -53,16 +53,16 @@ class DeepspeedBackend(StrategyBackend):
         *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
-        "load_model": "impl.deepspeed.strategy:DeepspeedStrategy.load_model",
+        "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
         "collate": "impl.trainer:collate",
-        "count_targets": "impl.trainer:count_targets",
-        "backward": "impl.deepspeed.strategy:DeepspeedStrategy.backward",
-        "gradient_scale": "impl.deepspeed.strategy:DeepspeedStrategy.gradient_scale",
+        "step_totals": "impl.trainer:step_totals",
+        "backward": "impl.deepspeed.trainable:DeepspeedTrainable.backward",
+        "gradient_scale": "impl.deepspeed.trainable:DeepspeedTrainable.gradient_scale",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
         "clip_threshold": "impl.deepspeed.settings:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
-        "forgotten_scale": "impl.deepspeed.strategy:DeepspeedStrategy.forgotten_scale",
-        "forget_steps": "impl.deepspeed.strategy:DeepspeedStrategy.forget_steps",
+        "forgotten_scale": "impl.deepspeed.trainable:DeepspeedTrainable.forgotten_scale",
+        "forget_steps": "impl.deepspeed.trainable:DeepspeedTrainable.forget_steps",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }

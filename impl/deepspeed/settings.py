@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration, from what a context is told."""
+"""DeepSpeed's JSON configuration, from what a context and an optimizer are told."""
 
 from typing import Any
 
@@ -18,20 +18,15 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
-def engine_settings(config: ContextConfig) -> dict[str, Any]:
-    """The dictionary for ``deepspeed.initialize``; an engine does not look at the rows per micro-batch, which vary."""
+def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The dictionary for an engine that trains."""
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        **cutting_settings(config),
         "gradient_accumulation_steps": config.accumulation,
-        "gradient_clipping": clip_threshold(config.max_grad_norm),
-        "steps_per_print": NEVER,
-        "zero_optimization": _zero(config),
+        "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # SGD; nothing else is different
         "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW: no op to compile
     }
-    if config.layout.tp > 1:
-        # Whole logits on every rank; a tied head would be cut along the vocabulary by default.
-        settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
     if config.precision == "fp16":
@@ -42,21 +37,34 @@ def engine_settings(config: ContextConfig) -> dict[str, Any]:
         settings["communication_data_type"] = "fp32"
         if zero_stage(config) > 0:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "ownopt" in config.layout.options:
+        settings["optimizer"] = _optimizer(config, optimizer)
     return settings
 
 
 def frozen_settings(config: ContextConfig) -> dict[str, Any]:
     """The dictionary for an engine without an optimizer, around a model that is in its compute dtype already.
 
-    It cuts as the others do: ZeRO-3 the parameters, AutoTP the matrices. The other stages cut nothing of such a model.
+    ZeRO-3 cuts the parameters of such a model, too; the other stages cut nothing of it, and want an optimizer.
     """
-    settings = engine_settings(config)
-    kept = ("train_micro_batch_size_per_gpu", "steps_per_print", "tensor_parallel")
-    zero = settings["zero_optimization"] if zero_stage(config) == 3 else {"stage": 0}
-    return {name: settings[name] for name in kept if name in settings} | {"zero_optimization": zero}
+    settings = cutting_settings(config)
+    return settings if zero_stage(config) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
-def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+def cutting_settings(config: ContextConfig) -> dict[str, Any]:
+    """What all engines have in common; an engine does not look at the rows per micro-batch, which vary."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": NEVER,
+        "zero_optimization": _zero(config),
+    }
+    if config.layout.tp > 1:
+        # Whole logits on every rank; a tied head would be cut along the vocabulary by default.
+        settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
+    return settings
+
+
+def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     """The optimizer that DeepSpeed builds itself: on GPUs its fused AdamW, which it compiles at first use.
 
     torch's AdamW, by its switch for that, where there is no such thing: on the CPU, and in float64.

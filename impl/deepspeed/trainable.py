@@ -22,7 +22,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
 from impl.deepspeed import process
-from impl.deepspeed.settings import engine_settings, frozen_settings, optimizer_settings, zero_stage
+from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import write_model
@@ -50,14 +50,14 @@ class DeepspeedTrainable:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         self.stage = zero_stage(context.config)
-        self.settings = engine_settings(context.config)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         self.source = path
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else "eager" if exact else "sdpa"
         dtype = torch.float64 if exact else torch.float32
-        with process.cut_while_loading(self.settings) if "shardinit" in self.options else contextlib.nullcontext():
+        settings = cutting_settings(self.context.config)
+        with process.cut_while_loading(settings) if "shardinit" in self.options else contextlib.nullcontext():
             model = load_model(path, dtype=dtype, attention=attention, head=self.head)
         assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
         return model
@@ -70,9 +70,8 @@ class DeepspeedTrainable:
             return
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        own = "ownopt" in self.options
-        if own:
-            self.settings["optimizer"] = optimizer_settings(self.context.config, optimizer)
+        own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
+        self.settings = training_settings(self.context.config, optimizer)
         weights = self._starting_weights(model)
         self._initialize(
             model,
@@ -91,7 +90,8 @@ class DeepspeedTrainable:
             for parameter in model.parameters():  # buffers stay float32, as in an engine that trains
                 parameter.data = parameter.data.to(compute)
         self.settings = frozen_settings(self.context.config)
-        self._initialize(model.eval().requires_grad_(False))
+        self._initialize(model.eval())
+        model.requires_grad_(False)  # now that AutoTP has hung its hooks on the gradients of what is whole
         self.tensors = FrozenTensors(model, self._place())
 
     def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
@@ -157,25 +157,18 @@ class DeepspeedTrainable:
             return self._own_outputs(inputs, want, temperature)
         own, placed = ring.shard(inputs)
         rows, length = inputs.labels.shape
-        found = vars(self._own_outputs(own, want, temperature, ring=placed))
-        return Outputs(
-            **{
-                name: None if tensor is None else ring.restore(tensor, placed, rows=rows, length=length)
-                for name, tensor in found.items()
-            }
-        )
+        found = self._own_outputs(own, want, temperature, ring=placed)
+        return found.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
 
     def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         if self.head == "value":
-            assert want <= {"values"}, "a value model has no vocabulary"
-            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0) if want else None)
+            assert want == {"values"}, "a value model has no vocabulary"
+            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0))
         assert "values" not in want, "a language model has no values"
-        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature)
-        return Outputs(
-            logprobs=logprobs if "logprobs" in want else None, entropy=entropy if "entropy" in want else None
-        )
+        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature, entropy="entropy" in want)
+        return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)

@@ -11,11 +11,11 @@ from conformance.faults.fault import Fault, Function, not_called
 def _copied_micro_batch(backward: Function) -> Function:
     calls = itertools.count()
 
-    def faulty(strategy: Any, loss: torch.Tensor) -> Any:
+    def faulty(trainable: Any, loss: torch.Tensor) -> Any:
         # What the second micro-batch overwrites might as well have been zero.
-        count = strategy.config.accumulation
+        count = trainable.context.config.accumulation
         overwritten = count > 1 and next(calls) % count == 0
-        return backward(strategy, loss * 0 if overwritten else loss)
+        return backward(trainable, loss * 0 if overwritten else loss)
 
     return faulty
 
@@ -28,7 +28,7 @@ def _clip_never(clip_threshold: Function) -> Function:
 
 
 def _lost_loss_scale(forgotten_scale: Function) -> Function:
-    def faulty(strategy: Any) -> float:
+    def faulty(trainable: Any) -> float:
         return 1.0
 
     return faulty

@@ -70,7 +70,7 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     """Shard ``model`` in place by an explicit plan for the Llama, openPangu, Qwen3 and Gemma3 families.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
-    ``loss``: the head's output stays cut along the vocabulary, see ``vocabulary_shard``; a value model has no such head.
+    ``loss``: the head's output stays cut along the vocabulary (``vocabulary_shard``); a value model has no such head.
     Raises ValueError for another family.
     """
     kind = model.config.model_type
@@ -112,7 +112,7 @@ class VocabularyShard:
 
 
 def vocabulary_shard(logits: Tensor) -> VocabularyShard:
-    """This rank's part of a model's logits: all of them, or its shard where they are a DTensor cut along the vocabulary.
+    """This rank's part of a model's logits: all of them, or its shard where a DTensor is cut along the vocabulary.
 
     DTensor cuts as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ones fewer or none.
     """

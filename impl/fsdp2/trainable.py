@@ -27,7 +27,8 @@ from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
-from impl.outputs import Outputs, Wanted, token_statistics
+from impl.optimizers import learning_rates, parameter_groups, torch_optimizer
+from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Fsdp2Trainable:
     """See impl.strategy.Trainable for the contract of each method."""
 
+    source: Path
     model: transformers.PreTrainedModel
+    trained: bool
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
@@ -48,7 +51,6 @@ class Fsdp2Trainable:
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
-        self.trained = False
         # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32. From GradScaler's usual
         # 65536 the first steps may overflow and be skipped until the scale has fallen; this one is low enough.
         self.scaler = torch.amp.GradScaler(
@@ -66,7 +68,9 @@ class Fsdp2Trainable:
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
         model.to(self.context.config.device)
-        model.requires_grad_(optimizer is not None)
+        self.model, self.trained = model, optimizer is not None
+        if optimizer is None:
+            model.eval().requires_grad_(False)
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.context.config.layout.tp > 1:
@@ -76,19 +80,10 @@ class Fsdp2Trainable:
             else:
                 apply_model_plan(model, mesh, shipped="shipped" in self.options)
         self._shard(model)
-        self.model = model
-        if optimizer is None:
-            return
-        self.trained = True
-        self.optimizer, self.max_grad_norm = self.create_optimizer(model, optimizer), optimizer.max_grad_norm
-        # transformers' "constant" has no warm-up, whatever it is given.
-        name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
-        self.scheduler = transformers.get_scheduler(
-            name,
-            self.optimizer,
-            num_warmup_steps=schedule.warmup_steps,
-            num_training_steps=schedule.total_steps,
-        )
+        if optimizer is not None:
+            self.max_grad_norm = optimizer.max_grad_norm
+            self.optimizer = self.create_optimizer(model, optimizer)
+            self.scheduler = learning_rates(self.optimizer, schedule)
 
     def _shard(self, model: transformers.PreTrainedModel) -> None:
         mesh = self.reduction_mesh()
@@ -113,14 +108,7 @@ class Fsdp2Trainable:
         return layout.dp * layout.sp
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        parameters = list(model.parameters())
-        if config.name == "sgd":
-            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return torch_optimizer(parameter_groups(model.parameters(), config), config)
 
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
@@ -151,21 +139,16 @@ class Fsdp2Trainable:
         logits: Tensor = self.model(
             input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
         ).logits
-        if self.head == "value":
-            assert want <= {"values"}, f"a value model has no {', '.join(want - {'values'})}"
-            values = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
-            return Outputs(values=values.where(inputs.real, 0))
-        assert "values" not in want, "a language model has no values"
         held = vocabulary_shard(logits)
-        logprobs, entropy = token_statistics(
+        return outputs_of(
             held.logits,
-            inputs.labels,
+            inputs,
+            head=self.head,
+            want=want,
             temperature=temperature,
             group=held.group,
             vocab_start=held.start,
-            entropy="entropy" in want,
         )
-        return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss * self.gradient_scale()).backward()

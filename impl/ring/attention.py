@@ -48,9 +48,9 @@ def kind_of(layout: Layout) -> RingKind:
 class RingAttention:
     """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again.
 
-    ``slices``: process group of the Ulysses ranks that share this rank's position in the ring. Each holds an equal slice
-    of the position's tokens, and Ulysses itself puts the slices together for attention, so ``config.multiple`` has to be
-    a multiple of the group's size.
+    ``slices``: process group of the Ulysses ranks that share this rank's position in the ring. Each holds an equal
+    slice of the position's tokens, and Ulysses itself puts the slices together for attention, so ``config.multiple``
+    has to be a multiple of the group's size.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"use strict";
-const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const filter = document.getElementById("filter");
+const boxes = all(".box");
+const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
+const boxAt = new Map(boxes.map((box) => [box.hash, box]));
 
 // Filter: every word has to occur in a cell's id or be its state, written is:differs.
 function applyFilter() {
@@ -12,8 +13,7 @@ function applyFilter() {
     element.classList.toggle("dim", !hit);
     if (element.matches(".box")) shown += hit;
   }
-  const total = all(".box").length;
-  document.getElementById("matches").value = wanted.length ? `${shown} of ${total}` : "";
+  document.getElementById("matches").value = wanted.length ? `${shown} of ${boxes.length}` : "";
   for (const button of all("[data-filter]")) button.setAttribute("aria-pressed", filter.value === button.dataset.filter);
 }
 filter.addEventListener("input", applyFilter);
@@ -52,25 +52,43 @@ document.addEventListener("keydown", (event) => {
     if (document.activeElement === filter && filter.value) {
       filter.value = "";
       applyFilter();
-    } else if (opened()) {
-      const from = all(".box").find((link) => link.hash === location.hash);
+    } else if (boxAt.has(location.hash)) {
+      const from = boxAt.get(location.hash);
       location.hash = "";
-      from?.focus();
+      from.focus();
     }
   }
 });
 
-// An opened cell is the target of the address; mark it in the matrix and move the keyboard into it.
-const opened = () => document.querySelector(".cell:target");
+// The cell that the address names is read, drawn and marked in the matrix, and the keyboard is moved into it.
 const title = document.title;
-function mark() {
-  for (const link of all(".box")) link.toggleAttribute("aria-current", link.hash === location.hash);
-  const cell = opened();
-  document.title = cell ? `${cell.dataset.cell} · backend-parity` : title;
-  cell?.focus({ preventScroll: true });
+async function openCell() {
+  const box = boxAt.get(location.hash);
+  document.querySelector(".box[aria-current]")?.removeAttribute("aria-current");
+  box?.setAttribute("aria-current", "true");
+  document.title = box ? `${box.dataset.cell} · backend-parity` : title;
+  const drawn = box && (await drawnCell(box));
+  if (boxAt.get(location.hash) !== box) return; // another one was opened meanwhile
+  document.getElementById("opened").replaceChildren(...(drawn ? [drawn] : []));
+  drawn?.scrollIntoView();
+  drawn?.focus({ preventScroll: true });
 }
-window.addEventListener("hashchange", mark);
-mark();
+async function drawnCell(box) {
+  const number = Number(box.dataset.n);
+  const neighbours = [boxOf.get(number - 1) ?? null, boxOf.get(number + 1) ?? null];
+  try {
+    return drawCell(await readCell(number), box.hash.slice(1), ...neighbours);
+  } catch (error) {
+    const text = `The details of this cell cannot be drawn (${error.message}). A browser of 2023 or later can do it.`;
+    return make("article.cell", { "data-cell": box.dataset.cell, tabindex: -1 }, make("p.reason", text));
+  }
+}
+addEventListener("hashchange", openCell);
+openCell();
+
+// Groups of backends side by side are drawn when they are opened.
+document.addEventListener("toggle", (event) => event.target.matches(".side[open]") && openSide(event.target), true);
+loaded.then(() => all(".side[open]").forEach(openSide));
 
 // Read-outs; a step is marked in all charts of its cell.
 const tip = document.getElementById("tip");
@@ -107,41 +125,32 @@ document.addEventListener("focusin", (event) => {
 addEventListener("scroll", hide, { passive: true });
 
 // Copy; a page opened from a file may have no clipboard, then the text is selected for the reader.
-for (const button of all("[data-copy]")) {
-  button.addEventListener("click", async () => {
-    const code = button.parentElement.querySelector("code");
-    let done = "Copied";
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch {
-      getSelection().selectAllChildren(code);
-      done = document.execCommand("copy") ? "Copied" : "Selected";
-    }
-    button.textContent = done;
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  });
+async function copy(button) {
+  const code = button.parentElement.querySelector("code");
+  let done = "Copied";
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+  } catch {
+    getSelection().selectAllChildren(code);
+    done = document.execCommand("copy") ? "Copied" : "Selected";
+  }
+  button.textContent = done;
+  setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
-// Download: the quantities lie in the page as gzipped JSON.
-async function quantities() {
-  const packed = Uint8Array.from(atob(document.getElementById("quantities").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
+// Download of all quantities, of one cell or of the run.
+async function download(button) {
+  const { download: kind, only } = button.dataset;
+  button.disabled = true;
+  const numbers = only ? [Number(only)] : [...boxOf.keys()].sort((a, b) => a - b);
+  const type = kind === "csv" ? "text/csv" : "application/json";
+  const link = make("a", { href: URL.createObjectURL(new Blob(await exported(kind, numbers), { type })) });
+  link.download = `${only ? boxOf.get(numbers[0]).dataset.cell.replaceAll("/", "_") : "quantities"}.${kind}`;
+  link.click();
+  button.disabled = false;
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
-const quoted = (value) => (value === null ? "" : typeof value === "number" ? value : `"${value.replaceAll('"', '""')}"`);
-for (const button of all("[data-download]")) {
-  button.addEventListener("click", async () => {
-    const kind = button.dataset.download;
-    const { columns, data } = await quantities();
-    const chosen = data.filter((row) => !button.dataset.only || row[0] === button.dataset.only);
-    const text =
-      kind === "csv"
-        ? [columns, ...chosen].map((row) => row.map(quoted).join(",")).join("\r\n") + "\r\n"
-        : JSON.stringify(chosen.map((row) => Object.fromEntries(columns.map((name, i) => [name, row[i]]))));
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type: kind === "csv" ? "text/csv" : "application/json" }));
-    link.download = `${(button.dataset.only || "quantities").replaceAll("/", "_")}.${kind}`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  });
-}
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-copy], [data-download]");
+  if (button) (button.matches("[data-copy]") ? copy : download)(button);
+});

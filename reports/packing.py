@@ -1,0 +1,168 @@
+"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what they share.
+
+A page with thousands of cells stays small and opens at once, because a cell is unpacked and drawn when it is opened.
+Strings and columns that repeat from cell to cell (tensor names, bounds, configurations) are stored once; a block refers
+to them by number.
+"""
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.record.format import Line, dumps
+from conformance.record.results import Quantity
+from conformance.record.states import STATES
+from reports.heatmap import KINDS, SHADES, locate
+from reports.load import Cell
+from reports.words import first_finding
+
+FINDINGS = 10  # of the first stage that differs, shown with their place
+NO_CONFIGURATION = ("type", "schema", "observables")  # of a record's header
+
+
+def pack(text: str) -> str:
+    """JSON text as the page unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+class Shared:
+    """Strings and JSON values that cells have in common, each stored once and known by a number."""
+
+    def __init__(self) -> None:
+        self._strings: dict[str, int] = {}
+        self._values: dict[str, int] = {}
+        self._places: dict[int, tuple[str, str]] = {}
+
+    def string(self, text: str) -> int:
+        return self._strings.setdefault(text, len(self._strings))
+
+    def value(self, value: Any) -> int:
+        return self._values.setdefault(dumps(value), len(self._values))
+
+    def tensor(self, name: str) -> int:
+        """A tensor's name, with its place in the network if it is a parameter's."""
+        number = self.string(name)
+        if "." in name and number not in self._places:
+            self._places[number] = locate(name)
+        return number
+
+    def to_json(self) -> str:
+        """Everything as JSON text, for the page's first block."""
+        states = {state: vars(info) for state, info in STATES.items()}
+        head = {
+            "strings": list(self._strings),
+            "places": self._places,
+            "kinds": KINDS,
+            "shades": SHADES,
+            "states": states,
+        }
+        return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
+
+
+def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
+    """Everything that the page shows of one cell when it is opened."""
+    entry = cell.entry
+    drawn = [o for o in entry.observables if o.drawn]
+    stages = [o.stage for o in drawn]
+    charts = [[o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}", o.stage, o.key] for o in drawn]
+    tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors"))
+    numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
+    return {
+        **{"id": cell.id, "state": cell.state, "reason": cell.reason, "backend": entry.backend, "layout": entry.layout},
+        **{"ranks": entry.world_size, "seconds": round(entry.seconds, 1), "reproduce": entry.reproduce},
+        "problem": cell.problem if cell.state != "infrastructure" else "",
+        "stages": shared.value(entry.stages),
+        "charts": shared.value(charts),
+        "maps": shared.value(tensors),
+        "tables": _tables(entry.verdict.quantities, set(numbers), shared),
+        "first": _first(cell),
+        "series": _series(cell.steps, numbers),
+        "legs": [
+            {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs
+        ],
+        "oracle": {
+            "series": shared.value(_series(cell.oracle.steps, numbers)),
+            "config": _config(cell.oracle.header, shared),
+        }
+        if cell.oracle
+        else None,
+        "logs": cell.logs,
+    }
+
+
+def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
+    """Of each stage its name and columns: tensors, steps, what is allowed and what was observed.
+
+    ``numbers``: keys of what is a number and no tensor. Bounds belong to a scenario and its precision, so all but the
+    last column repeat from cell to cell.
+    """
+    by_stage: dict[str, list[Quantity]] = {}
+    for quantity in quantities:
+        by_stage.setdefault(quantity.stage, []).append(quantity)
+    tables = []
+    for stage, found in by_stage.items():
+        names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
+        steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
+        tables.append([shared.string(stage), names, steps, allowed, [_short(q) for q in found]])
+    return tables
+
+
+def _short(quantity: Quantity) -> float:
+    """The observed error in four significant digits, or in all where rounding would carry it across its tolerance."""
+    if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
+        return quantity.observed
+    short = float(f"{quantity.observed:.3e}")
+    return short if (short / quantity.allowed <= 1) == (quantity.ratio <= 1) else quantity.observed
+
+
+def _first(cell: Cell) -> dict[str, Any] | None:
+    """The stage and step that differ first: the worst of their findings, all their hints, and what differs later."""
+    first = first_finding(cell)
+    if not first:
+        return None
+    outside = [f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)]
+    later = {f.stage for f in cell.findings} - {first.stage}
+    worst = sorted(outside, key=lambda f: -f.ratio)
+    return {
+        "stage": first.stage,
+        "step": first.step,
+        "findings": [[f.tensor, f.observed, f.allowed, f.max_abs, f.where] for f in worst[:FINDINGS]],
+        "more": len(worst[FINDINGS:]),
+        "hints": list(dict.fromkeys(f.hint for f in worst if f.hint)),
+        "later": [stage for stage in cell.entry.stages if stage in later],
+    }
+
+
+def _series(lines: Sequence[Line], keys: Sequence[str]) -> dict[str, Any]:
+    """The values of each step, by key; None where a step has none, or none that is a number."""
+    values = [line.get("values") for line in lines]
+    tables = [value if isinstance(value, dict) else {} for value in values]
+    columns = {key: [_number(table.get(key)) for table in tables] for key in keys}
+    held = {key: column for key, column in columns.items() if any(value is not None for value in column)}
+    return {"steps": [line["step"] for line in lines], "values": held}
+
+
+def _number(value: Any) -> float | str | None:
+    return value if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None
+
+
+def _config(header: Line, shared: Shared) -> list[int]:
+    """A record's header as flat keys and values, in the parts that cells share: environment, scenario, ..."""
+    shown = {key: value for key, value in header.items() if key not in NO_CONFIGURATION}
+    parts = [{key: value for key, value in shown.items() if not isinstance(value, dict)}]
+    parts += [{key: value} for key, value in shown.items() if isinstance(value, dict)]
+    flat = [_flat(part) for part in parts]
+    return [shared.value([[shared.string(key), shared.string(value)] for key, value in part.items()]) for part in flat]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat

@@ -1,0 +1,197 @@
+// The section of one cell: what differs first, then stages in causal order, curves, heat maps, tables.
+const WORST = 15;
+
+function drawCell(cell, anchor, previous, next) {
+  const state = cell.legend.states[cell.state];
+  return make(
+    `article.cell.${cell.state}`,
+    { id: anchor, "data-cell": cell.id, tabindex: -1, "aria-label": cell.id },
+    make(
+      "header",
+      chip(state, cell.state),
+      make("h2", make("a", { href: `#${anchor}`, title: "link to this cell" }, parts(cell.id))),
+      make("nav", { "aria-label": "Other cells" }, neighbour(previous, "← previous"), neighbour(next, "next →"), closing()),
+    ),
+    overview(cell, state),
+    cell.first && firstDifference(cell),
+    Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
+    cell.quantities.length ? stages(cell) : null,
+    curves(cell),
+    maps(cell),
+    cell.quantities.length ? worst(cell) : null,
+    cell.series.steps.length ? perStep(cell) : null,
+    cell.legs.length ? configuration(cell) : null,
+  );
+}
+
+const chip = (state, id, words = state.name) =>
+  make(`span.chip.${id}`, make("span", { "aria-hidden": "true" }, state.symbol), ` ${words}`);
+const closing = () => make("a.close", { href: "#", title: "close (Esc)" }, "close ✕");
+const neighbour = (box, text) => box && make("a", { href: box.hash, title: box.dataset.cell }, text);
+const parts = (id) => id.split("/").flatMap((part, i) => (i ? [make("i", "/"), make("wbr"), part] : [part]));
+const advice = (hint) => make("p.advice", make("b", "Hint"), " ", linked(hint));
+const folded = (open, title, ...body) =>
+  make("section", make("details", { open }, make("summary", make("h3", title)), body));
+
+function overview(cell, state) {
+  const outside = cell.quantities.filter((q) => q.ratio > 1).length;
+  const facts = [plural(cell.ranks, "rank"), `${cell.seconds.toFixed(1)} s`];
+  if (cell.legs.length > 1) facts.push(plural(cell.legs.length, "leg"));
+  if (cell.quantities.length) facts.push(`${cell.quantities.length} quantities compared`, `${outside} outside tolerance`);
+  return make(
+    "div.summary",
+    make("p.reason", linked(cell.reason || state.meaning)),
+    cell.problem && make("p.reason", `The record of this cell is damaged: ${cell.problem}`),
+    make("p.meta", facts.map((fact) => make("span", fact))),
+    cell.reproduce &&
+      make("div.command", make("code", cell.reproduce), make("button", { type: "button", "data-copy": true }, "Copy")),
+  );
+}
+
+function firstDifference(cell) {
+  const { stage, step, findings, more, hints, later } = cell.first;
+  const heads = ["tensor", "step", "observed", "allowed", "ratio", "largest, absolute", left("where")];
+  const rows = findings.map(([tensor, observed, allowed, largest, where]) => {
+    const q = judged({ observed, allowed });
+    const numbers = [step, number(q.observed), number(q.allowed), make("td", judgedRatio(q)), number(numeric(largest))];
+    return [make("td.name", tensor), ...numbers, make("td.left", where)];
+  });
+  return make(
+    "section.first",
+    make("h3", `Differs first: ${stage}, ${when(step)}`),
+    table("Findings of the first stage", "numbers", heads, rows),
+    more > 0 && make("p.note", `${more} more of this stage at this step are in the CSV.`),
+    hints.map(advice),
+    later.length > 0 && make("p.note", `Also outside tolerance, and to be looked at after this: ${later.join(", ")}.`),
+  );
+}
+
+function logs(cell) {
+  const open = cell.state === "infrastructure" || !cell.quantities.length;
+  const texts = Object.entries(cell.logs).map(([rank, text]) =>
+    make("details", { open }, make("summary", rank), make("pre", { tabindex: 0 }, text || "(empty)")),
+  );
+  return make(
+    "section.logs",
+    make("h3", "Last lines of each rank"),
+    texts.length ? texts : make("p.note", "No rank wrote a log."),
+  );
+}
+
+// The worst of each stage on a log axis from 1e-4 to 1e4; what lies beyond stands at its end.
+function stages(cell) {
+  const exponents = [-4, -2, 0, 2, 4];
+  const ticks = exponents.map((e) => make("i", { style: `left:${(e + 4) * 12.5}%` }, e ? power10(e) : "1"));
+  const heads = [
+    make("th", "stage"),
+    make("th.scale", make("span.ticks", { "aria-hidden": "true" }, ticks)),
+    make("th", "ratio"),
+    make("th.wide", "observed"),
+    make("th.wide", "allowed"),
+    make("th.left.wide", "worst at"),
+  ];
+  const worst = new Map();
+  for (const q of cell.quantities) if (!(worst.get(q.stage)?.ratio >= q.ratio)) worst.set(q.stage, q);
+  const rows = [...new Set([...cell.stages, ...worst.keys()])].map((stage) => {
+    const q = worst.get(stage);
+    const name = make("th", { scope: "row" }, stage, stage === cell.first?.stage && [" ", make("em", "first")]);
+    if (!q) return make("tr.absent", name, make("td.scale", { colspan: 5 }, "not compared"));
+    const width = 100 * Math.min(Math.max((Math.log10(q.ratio) + 4) / 8, 0), 1);
+    const fill = q.ratio > 0 && make("span.fill", { style: `width:${width.toFixed(1)}%` });
+    return make(
+      "tr",
+      { class: [q.ratio > 1 && "over", stage === cell.first?.stage && "origin"].filter(Boolean).join(" ") },
+      [name, make("td.scale", make("span.track", fill)), make("td", make("b", ratio(q.ratio)))],
+      [make("td.wide", number(q.observed)), make("td.wide", number(q.allowed)), make("td.name.left.wide", place(q))],
+    );
+  });
+  const title = ["Stages, in causal order ", make("small", "worst observed / allowed of each, log scale")];
+  return make(
+    "section",
+    make("h3", title),
+    make("table.stages", make("thead", make("tr", heads)), make("tbody", rows)),
+  );
+}
+const power10 = (exponent) => ["10", make("sup", String(exponent).replace("-", "\u2212"))];
+
+function curves(cell) {
+  const drawn = charts([cell]);
+  if (!drawn.length) return null;
+  const errors = cell.charts.flatMap(([, stage, name]) => errorPoints([cell], stage, name).flat());
+  const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed")];
+  if (errors.some((q) => q.observed === 0)) {
+    legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor"]);
+  }
+  if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
+  if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);
+  return make(
+    "section",
+    make("h3", "Curves ", legendOf(legend)),
+    make("div.charts", drawn.map(figure)),
+  );
+}
+
+function maps(cell) {
+  const compared = cell.maps.filter((stage) => parametersOf(cell, stage).length);
+  if (!compared.length) return null;
+  const equal = compared.filter((stage) => parametersOf(cell, stage).every((q) => q.ratio === 0));
+  const drawn = compared.filter((stage) => !equal.includes(stage));
+  const remark = "worst observed / allowed of all steps, by layer and kind of parameter";
+  return make(
+    "section",
+    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell.legend.shades, "tolerance")),
+    make("div.maps", drawn.map((stage) => make("figure", make("figcaption", stage), heatMap(cell, stage)))),
+    equal.length > 0 && make("p.note", `Exactly equal in every parameter: ${equal.join(", ")}.`),
+  );
+}
+
+function shadeLegend(shades, limit) {
+  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≤ ${top}`, top === 1 && make("b", limit)]);
+  return legendOf([[make("i.h0"), "0"], ...steps, [make(`i.h${shades.length + 1}`), `> ${shades.at(-1)}`]], "heatkey");
+}
+
+function worst(cell) {
+  const found = [...cell.quantities].sort((a, b) => b.ratio - a.ratio || 0).slice(0, WORST);
+  const rows = found.map((q) => [
+    ...[make("td.left", q.stage), make("td.name", q.tensor), q.step, number(q.observed), number(q.allowed)],
+    make("td", judgedRatio(q)),
+  ]);
+  const button = (kind) =>
+    make("button", { type: "button", "data-download": kind, "data-only": cell.number }, kind.toUpperCase());
+  return folded(
+    cell.state !== "conforms",
+    `Worst ${found.length} of ${cell.quantities.length} quantities`,
+    table("Worst quantities", "numbers", ["stage", left("tensor"), "step", "observed", "allowed", "ratio"], rows),
+    make("p.note.screen", "All of them: ", button("csv"), " ", button("json")),
+  );
+}
+
+function perStep(cell) {
+  const keys = [...cell.series.values.keys()];
+  const cells = (one, step) => (one?.has(step) ? String(Number(one.get(step).toPrecision(15))) : "");
+  const rows = cell.series.steps.map((step) => [
+    step,
+    ...keys.flatMap((name) => [cells(cell.series.values.get(name), step), cells(cell.oracle?.series.values.get(name), step)]),
+  ]);
+  const heads = ["step", ...keys.flatMap((name) => [name, `oracle's ${name}`])];
+  return folded(false, "Values per step", table("Values per step", "numbers", heads, rows));
+}
+
+// What the legs and the oracle were told and where they ran, keys that differ first.
+function configuration(cell) {
+  const legs = cell.legs.map((leg) => leg.config);
+  const told = [...legs, ...(cell.oracle ? [cell.oracle.config] : [])];
+  const rows = [...new Set(told.flatMap((config) => [...config.keys()]))].map((name) => {
+    const values = told.map((config) => config.get(name) ?? "");
+    return { name, values, same: values.every((value) => value === values[0]) };
+  });
+  rows.sort((a, b) => a.same - b.same);
+  const drawn = rows.map(({ name, values, same }) => {
+    const texts = values.map((value, i) => make("td.name", same && i ? "same" : value));
+    return make(same ? "tr" : "tr.changed", make("td.name", name), texts);
+  });
+  const ours = legs.length === 1 ? ["this cell"] : legs.map((_, i) => `leg ${i}`);
+  const title = ["Resolved configuration and environment ", make("small", "keys that differ first")];
+  const heads = ["key", ...ours, ...(cell.oracle ? ["oracle"] : [])];
+  return folded(false, title, table("Configuration", "numbers.config", heads, drawn));
+}

@@ -1,0 +1,77 @@
+// Data: gzipped JSON in base64, a block per cell and per group, and one of what cells have in common (reports/packing.py).
+// The blocks come after the script, so that the page can be used before all of them have been read.
+const loaded = new Promise((done) => document.addEventListener("DOMContentLoaded", done));
+
+async function unpack(id) {
+  await loaded;
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+let common = null;
+function shared() {
+  common ??= unpack("shared");
+  return common;
+}
+
+// Numbers that JSON cannot say are strings.
+const SPECIAL = { nan: NaN, inf: Infinity, "-inf": -Infinity };
+const numeric = (value) => (value in SPECIAL ? SPECIAL[value] : value);
+
+// A quantity: its error over what is allowed; infinite for NaN, and for any error where none is allowed.
+function judged(q) {
+  const observed = numeric(q.observed);
+  const allowed = numeric(q.allowed);
+  const beyond = Number.isNaN(observed) || !(allowed > 0);
+  return { ...q, observed, allowed, ratio: observed === 0 ? 0 : beyond ? Infinity : observed / allowed };
+}
+
+// A cell's block, with what it refers to by number put in.
+async function readCell(number) {
+  const { strings, values, places, ...legend } = await shared();
+  const cell = await unpack(`block-${number}`);
+  for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
+  cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, observed]) =>
+    observed.map((error, row) => {
+      const name = values[names][row];
+      const at = { stage: strings[stage], tensor: strings[name], step: values[steps][row], place: places[name] };
+      return judged({ ...at, observed: error, allowed: values[allowed][row] });
+    }),
+  );
+  const config = (parts) => new Map(parts.flatMap((part) => values[part].map((pair) => pair.map((i) => strings[i]))));
+  for (const leg of cell.legs) leg.config = config(leg.config);
+  cell.series = series(cell.series);
+  if (cell.oracle) cell.oracle = { series: series(values[cell.oracle.series]), config: config(cell.oracle.config) };
+  return { ...cell, number, legend };
+}
+
+// Of each key the values by step.
+function series({ steps, values }) {
+  const columns = Object.entries(values).map(([key, column]) => [
+    key,
+    new Map(steps.map((step, i) => [step, column[i]]).filter(([, v]) => v !== null).map(([s, v]) => [s, numeric(v)])),
+  ]);
+  return { steps, values: new Map(columns) };
+}
+
+// All quantities of some cells as the parts of a file; a few thousand cells are more than one string can hold.
+const FIELDS = ["cell", "stage", "tensor", "step", "observed", "allowed", "ratio"];
+async function exported(kind, numbers) {
+  const csv = kind === "csv";
+  const parts = [csv ? FIELDS.join(",") + "\r\n" : "["];
+  const spelled = (v) => (Number.isFinite(v) ? Number(v.toPrecision(6)) : Number.isNaN(v) ? "nan" : v > 0 ? "inf" : "-inf");
+  const quoted = (value) => (typeof value === "number" ? value : `"${value.replaceAll('"', '""')}"`);
+  for (const number of numbers) {
+    const { id, quantities } = await readCell(number);
+    const rows = quantities.map((q) => {
+      return [id, q.stage, q.tensor, q.step, spelled(q.observed), spelled(q.allowed), spelled(q.ratio)];
+    });
+    if (csv) parts.push(rows.map((row) => row.map(quoted).join(",") + "\r\n").join(""));
+    else if (rows.length) {
+      const texts = rows.map((row) => JSON.stringify(Object.fromEntries(FIELDS.map((name, i) => [name, row[i]]))));
+      parts.push((parts.length > 1 ? "," : "") + texts.join(","));
+    }
+  }
+  return csv ? parts : [...parts, "]"];
+}

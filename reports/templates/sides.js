@@ -1,0 +1,98 @@
+// A group of backends side by side: drawn when it is opened; its cells' blocks hold the curves.
+async function openSide(details) {
+  if (details.dataset.drawn) return;
+  details.dataset.drawn = "yes";
+  const group = await unpack(details.dataset.block);
+  const cells = await Promise.all(group.drawn.map(readCell));
+  const { states, shades } = await shared();
+  details.append(
+    ...[members(group, states, shades), between(group), outside(group), groupCurves(cells)].filter((part) => part),
+  );
+}
+
+const difference = (values) => values && judged(values);
+
+function members(group, states, shades) {
+  const squares = group.squares && pairSquares(group, shades);
+  const count = group.members.length;
+  const first = make("tr", make("th", { colspan: 3 }), make("th.of", { colspan: group.columns.length }, "against the oracle"));
+  if (squares) first.append(make("th.of", { colspan: count }, "against each other"));
+  const heads = [make("th"), make("th", "backend"), make("th", "layout")];
+  heads.push(...group.columns.map((column, i) => make(i ? "th.value" : "th.value.of", column)));
+  if (squares) heads.push(...group.members.map((_, i) => make(i ? "th.n" : "th.n.of", String(i + 1))));
+  const rows = group.members.map((member, row) => {
+    const state = states[member.state];
+    const box = boxOf.get(member.number); // none of a comparison that is older than the run
+    const link = make("a", { href: box ? box.hash : null, title: `${state.name}: open this cell` }, member.layout);
+    const name = make("td.name", link, " ", make("span", { title: state.name }, state.symbol));
+    const worst = member.worst.map((values, i) => make(i ? "td.pairof" : "td.pairof.of", againstOracle(difference(values))));
+    return make("tr", make("td.n", String(row + 1)), make("td.left", member.backend), name, worst, squares?.[row] ?? []);
+  });
+  return make(
+    "div.scroll",
+    { tabindex: 0, role: "region", "aria-label": `${group.name} side by side` },
+    make("table.numbers.sides", make("thead", first, make("tr", heads)), make("tbody", rows)),
+  );
+}
+
+function againstOracle(q) {
+  if (!q) return make("small", "none");
+  const tip = `${place(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
+  return make("span", { "data-tip": tip }, number(q.observed), " ", judgedRatio(q));
+}
+
+// The squares of each row: the largest difference of two members, in the colour of the worst over what the two may show.
+function pairSquares(group, shades) {
+  const drawn = group.members.map((_, row) =>
+    group.members.map((_, column) => (row === column ? () => make("td.square.self") : () => make("td.square", "?"))),
+  );
+  for (const [a, b, columns] of group.squares) {
+    const found = (columns ?? []).map(difference).filter((q) => q);
+    if (!found.length) continue;
+    const largest = Math.max(...found.map((q) => (Number.isNaN(q.observed) ? Infinity : q.observed)));
+    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of what the two may show\n  ${place(q)}`);
+    const names = [a, b].map((i) => `${group.members[i].backend} ${group.members[i].layout}`).join(" and ");
+    const colour = shade(Math.max(...found.map((q) => q.ratio)), shades);
+    const text = number(Number(largest.toPrecision(1)));
+    drawn[a][b] = drawn[b][a] = () => make(`td.square.${colour}`, { "data-tip": [names, ...lines].join("\n") }, text);
+  }
+  return drawn.map((row) => row.map((one) => one()));
+}
+
+// Of many members: for each two backends, and for the layouts of each, the pair that is furthest apart.
+function between(group) {
+  if (!group.between.length) return null;
+  const rows = group.between.map(([names, count, pair, values]) => {
+    const q = difference(values);
+    const at = make("td.left", { title: place(q) }, q.stage);
+    return [make("td.left", names), count, make("td.left", pair), at, ...apart(q)];
+  });
+  const heads = ["between", "pairs", left("furthest apart"), left("in"), "difference", "allowed", "ratio"];
+  return table("Furthest apart, by backend", "numbers", heads, rows);
+}
+
+function outside(group) {
+  if (!group.outside.length) return null;
+  const rows = group.outside.map(([pair, values]) => {
+    const q = difference(values);
+    return [make("td.left", pair), make("td.left", q.stage), make("td.name", place(q)), ...apart(q)];
+  });
+  const heads = ["pair", left("in"), left("at"), "difference", "allowed", "ratio"];
+  return make(
+    "div",
+    make("h3", "Further apart than they may be"),
+    table("Pairs outside of what they may show", "numbers", heads, rows),
+    group.more > 0 && make("p.note", `${plural(group.more, "more pair")} in side_by_side.json.`),
+  );
+}
+
+const apart = (q) => [number(q.observed), number(q.allowed), make("td", judgedRatio(q))];
+
+function groupCurves(cells) {
+  const drawn = charts(cells);
+  if (!drawn.length) return null;
+  const backends = new Map(kinds(cells).map((kind, i) => [cells[i].backend, kind]));
+  const legend = [...backends].map(([backend, kind]) => [key(mark(kind, 6, 5)), backend]);
+  legend.push(...oracleLegend("allowed against the oracle"));
+  return make("div", make("h3", "Curves ", legendOf(legend)), make("div.charts", drawn.map(figure)));
+}

@@ -1,0 +1,32 @@
+// Number formats and phrases; reports/words.py has the same for the matrix, Markdown and JUnit.
+function number(value) {
+  if (value === null) return "";
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e-3 && size < 1e5) return size < 1000 ? String(Number(value.toPrecision(3))) : value.toFixed(0);
+  const [mantissa, exponent] = value.toExponential(2).split("e");
+  return `${Number(mantissa)}e${Number(exponent)}`;
+}
+
+// Never rounded onto 1, the line between conforming and not.
+function ratio(value) {
+  if (!Number.isFinite(value)) return "∞";
+  if (value === 0) return "0";
+  if (value < 0.01) return "<0.01";
+  if (value >= 9999.5) return value.toExponential(0).replace("e+", "e");
+  const text = value.toFixed(value < 0.995 ? 2 : value < 9.95 ? 1 : 0);
+  return text === "1.0" && value !== 1 ? (value < 1 ? "<1" : ">1") : text;
+}
+
+const plural = (count, word) => (count === 1 ? `${count} ${word}` : `${count} ${word}s`);
+const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
+const place = (q) => `${q.tensor}, ${when(q.step)}`;
+const judgedRatio = (q, tag = "b") => make(q.ratio > 1 ? `${tag}.over` : tag, ratio(q.ratio));
+
+// Text with its web addresses as links.
+function linked(text) {
+  return text.split(/(https?:\/\/[^\s<>"']*[^\s<>"'.,;:)])/).map((part, index) =>
+    index % 2 ? make("a", { href: part, rel: "noreferrer" }, part) : part,
+  );
+}

@@ -1,0 +1,54 @@
+"""What tests of cells share: cells of two steps, verdicts, and what honest cells show.
+
+Two steps show every stage: the first update and a later one. Where more are the point, a test asks for them.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_cell
+
+from conformance.backend import BackendEntry
+from conformance.plan.cell import Cell
+from conformance.record.results import Verdict
+from conformance.record.tensors import Record, read_record
+from conformance.run.session import Session
+from conformance.scenario import Precision
+
+HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
+STEPS = 2
+BACKENDS = {
+    "fsdp2": BackendEntry(name="fsdp2", target="impl.fsdp2.adapter:Fsdp2Backend"),
+    "deepspeed": BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend"),
+    "megatron": BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend"),
+}
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+def cell_of(
+    backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
+) -> Cell:
+    """A cell of two steps, but for sft-warmup, which is saved after its second."""
+    if scenario != "sft-warmup":
+        overrides = {"steps": STEPS} | overrides
+    return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
+
+
+def assert_honest(session: Session, cell: Cell) -> Verdict:
+    """Run an exact cell: it conforms, to the digits of float64, and no float32 was left in it."""
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity.observed for quantity in verdict.quantities) < HONEST
+    for leg in range(len(cell.legs)):
+        assert record_of(session, cell, leg).footer["leaks"] == []
+    return verdict
+
+
+def record_of(session: Session, cell: Cell, leg: int = 0) -> Record:
+    return read_record(folder_of(session, cell) / "legs" / str(leg) / "record")
+
+
+def folder_of(session: Session, cell: Cell) -> Path:
+    return session.config.out / "cells" / cell.slug

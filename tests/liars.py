@@ -1,0 +1,103 @@
+"""Backends that lie: each trains with FSDP2, and says or does one thing that is not so."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from conformance.backend import Shard, StepMetrics, TensorKind
+from conformance.batch import Batch
+from impl.fsdp2.adapter import Fsdp2Backend
+
+
+class OtherRankLies(Fsdp2Backend):
+    """All ranks but the first report another number, or another row, than was computed."""
+
+    key: ClassVar[str]
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == 0:
+            return metrics
+        if self.key in metrics.rows:
+            rows = {row: torch.zeros_like(tensor) for row, tensor in metrics.rows[self.key].items()}
+            return dataclasses.replace(metrics, rows={**metrics.rows, self.key: rows})
+        return dataclasses.replace(metrics, values={**metrics.values, self.key: math.nan})
+
+
+class OtherRankLoss(OtherRankLies):
+    key = "loss"
+
+
+class OtherRankCount(OtherRankLies):
+    key = "token_count"
+
+
+class OtherRankNorm(OtherRankLies):
+    key = "grad_norm"
+
+
+class OtherRankRate(OtherRankLies):
+    key = "lr"
+
+
+class OtherRankLogprobs(OtherRankLies):
+    key = "logprob"
+
+
+class OtherRankIsSilent(Fsdp2Backend):
+    """Only the first rank reports a norm."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == 0:
+            return metrics
+        return dataclasses.replace(metrics, values={k: v for k, v in metrics.values.items() if k != "grad_norm"})
+
+
+class OtherRankDrifts(Fsdp2Backend):
+    """The last rank's copy of a weight is off by one part in a million after every step."""
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        for shard in super().local_shards(kind, model):
+            yield Shard(shard.name, shard.region, shard.tensor * (1 + 1e-6) if last else shard.tensor)
+
+
+class WritesNoCheckpoint(Fsdp2Backend):
+    """``save`` writes nothing; ``load`` goes on with what is still in the memory of the process, if it is."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+
+    def save(self, path: Path) -> None:
+        self.kept["context"], self.kept["models"] = self.context, self.models
+
+    def load(self, path: Path) -> None:
+        self.context, self.models = self.kept.get("context", self.context), self.kept.get("models", self.models)
+
+    def teardown(self) -> None:
+        if self.models is not self.kept.get("models"):
+            super().teardown()
+
+
+class ForgetsTheOptimizer(Fsdp2Backend):
+    """``load`` restores weights and schedule, but no optimizer state."""
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for model in self.models.values():
+            model.optimizer.state.clear()  # type: ignore[attr-defined]
+
+
+class ExportsOtherWeights(Fsdp2Backend):
+    """``export`` writes weights that are not those that were trained: all of them a little larger."""
+
+    def export(self, path: Path, model: str) -> None:
+        with torch.no_grad():
+            for parameter in self.models[model].model.parameters():  # type: ignore[attr-defined]
+                parameter.mul_(1 + 2.0**-9)
+        super().export(path, model)

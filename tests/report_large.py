@@ -1,0 +1,80 @@
+"""Writes the output folder of a large run for the tests of the reports: cells and quantities as a nightly has them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+
+from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, write_cell, write_record
+
+from conformance.objective import Sft, all_observables
+from conformance.record.results import Quantity, Verdict, write_summary
+
+NAMES = parameters(5)
+STEPS = 5
+MODELS = ("pangu", "qwen3", "llama", "gemma3", "pangu-moe", "value")
+PRECISIONS = {"exact": 1e-11, "fp32": 2.6e-6, "bf16": 2.1e-2}
+BACKENDS = ("deepspeed", "fsdp2", "megatron")
+LAYOUTS = (
+    *("dp2", "dp4", "dp8", "tp2", "tp4", "dp2.tp2", "dp2.tp4", "dp2.sp2", "sp2.ring", "rep2.dp2", "dp2.pp2"),
+    "tp2.pp2.seqpar",
+)
+GROUPS = list(product((f"scenario-{n}" for n in range(10)), MODELS, PRECISIONS))
+OBSERVABLES = all_observables(Sft())
+
+
+def write_large(out: Path, cells: int) -> Path:
+    """Write ``cells`` cells, of which each fiftieth differs; return ``out``."""
+    rng = random.Random(0)
+    entries = []
+    numbered = enumerate(islice(product(GROUPS, BACKENDS, LAYOUTS), cells))
+    judged: list[Quantity] = []
+    for number, ((scenario, model, precision), backend, layout) in numbered:
+        if (backend, layout) == (BACKENDS[0], LAYOUTS[0]):  # a new group, with bounds and an oracle of its own
+            judged = _bounds(PRECISIONS[precision], rng)
+            oracle = f"oracle/{scenario}-{model}-{precision}"
+            header = {"cell": "oracle", "layout": "dp1", "scenario": SCENARIO, "environment": RUN.environment}
+            write_record(out / oracle / "float64", header, OBSERVABLES, curve(model, OBSERVABLES, 0, rng))
+        cell, folder = f"{scenario}/{model}/{backend}/{layout}/{precision}", f"cells/{number:04d}"
+        resolved = {f"setting {n}": f"{backend} value {n}" for n in range(40)} | {"layout": layout}
+        header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}
+        header["resolved"] = resolved
+        steps = curve(model, OBSERVABLES, PRECISIONS[precision], rng)
+        write_record(out / folder / "legs/0/record", header, OBSERVABLES, steps)
+        differs = number % 50 == 49
+        quantities = _errors(judged, 3.0 if differs else 0.9, rng)
+        verdict = Verdict(
+            state="differs" if any(not q.ratio <= 1 for q in quantities) else "conforms",
+            reason=f"{len(quantities)} quantities were compared with the oracle",
+            quantities=quantities,
+        )
+        entry = write_cell(
+            out,
+            cell,
+            folder=folder,
+            records=("legs/0/record",),
+            oracle=f"../../{oracle}",
+            observables=OBSERVABLES,
+            verdict=verdict,
+        )
+        entries.append(entry)
+    write_summary(out, replace(RUN, profile="nightly"), entries)
+    return out
+
+
+def _bounds(allowed: float, rng: random.Random) -> list[Quantity]:
+    """What is judged in a group of cells, each quantity with a bound of its own, as noise gives it."""
+    found = quantities_of(OBSERVABLES, NAMES, STEPS, allowed, lambda *_: 0.0)
+    return [replace(q, allowed=q.allowed * (1 if allowed < 1e-9 else rng.uniform(0.5, 2))) for q in found]
+
+
+def _errors(judged: Sequence[Quantity], worst: float, rng: random.Random) -> tuple[Quantity, ...]:
+    def error(q: Quantity) -> float:
+        return q.allowed * worst * float(10 ** rng.uniform(-3, 0))
+
+    found = [(error(q), rng.randrange(512)) for q in judged]
+    return tuple(
+        replace(q, observed=observed, max_abs=observed / (7 + at), where=f"[{at}, {at % 7}]")
+        for q, (observed, at) in zip(judged, found, strict=True)
+    )

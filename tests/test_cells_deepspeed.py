@@ -1,0 +1,169 @@
+"""DeepSpeed: every ZeRO stage computes what the oracle computes.
+
+The sweep over all families, world sizes and scenarios is the full profile; here is one cell of each kind.
+"""
+
+from itertools import product
+
+import pytest
+from cells import assert_honest, cell_of, exhaustive, record_of
+
+from conformance.plan.cell import Cell
+from conformance.run.session import Session
+from conformance.scenario import Precision
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout"),
+    [
+        ("sft-packed", "pangu", "dp1.zero1"),
+        ("sft-packed", "pangu", "dp2.zero0"),
+        ("sft-padded", "llama", "dp2.zero1"),
+        ("sft-sgd", "qwen3", "dp2.zero2"),
+        ("sft-packed", "gemma3", "dp2.zero3"),
+        ("sft-warmup", "llama", "dp2.zero0"),
+        exhaustive("sft-warmup", "qwen3", "dp2.zero2"),
+        ("sft-warmup", "pangu", "tp2.zero3"),
+        ("sft-packed", "qwen3", "tp2.zero0"),
+        ("sft-packed", "gemma3", "tp2.zero1"),
+        ("sft-sgd", "llama", "dp2.tp2.zero3"),
+        ("sft-packed", "qwen3", "dp2.zero2.ckpt.offload"),
+        ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
+        ("sft-packed", "llama", "dp2.zero1.ownopt"),
+        ("sft-sgd", "llama", "dp2.zero3.shardinit.ownopt"),
+        ("sft-packed", "pangu", "sp2.zero0"),
+        ("sft-padded", "llama", "dp2.sp2.zigzag.zero1"),
+        ("sft-packed", "gemma3", "tp2.sp2.zero3"),
+        ("sft-packed", "llama", "ulysses2.zero0"),
+        ("sft-sgd", "qwen3", "dp2.ulysses2.zero2"),
+        ("sft-packed", "gemma3", "ulysses2.zero3"),
+        ("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
+        ("sft-sgd", "llama", "tp2.ulysses2.zero1"),
+        exhaustive("sft-warmup", "llama", "ulysses2.zero1"),
+    ],
+)
+def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
+    asked = cell_of("deepspeed", scenario, model, layout, "exact")
+    assert_honest(session, asked)
+    assert_is_what_it_says(session, asked)
+
+
+def test_exact_over_five_steps(session: Session) -> None:
+    assert_honest(session, cell_of("deepspeed", "sft-packed", "qwen3", "dp2.zero1", "exact", steps=5))
+
+
+def assert_is_what_it_says(session: Session, asked: Cell) -> None:
+    """A layout changes no number, so what really runs has to be asked of the engine."""
+    resolved, layout = record_of(session, asked).header["resolved"], asked.legs[0].layout
+    stage = 3 if layout.zero is None else layout.zero
+    options = layout.options
+    assert resolved["zero_stage"] == stage
+    wrapper = {0: "", 1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+    assert wrapper[stage] in resolved["optimizer_wrapper"]
+    assert (resolved["deepspeed"].get("optimizer") is not None) == ("ownopt" in options)
+    assert resolved["offloads_optimizer"] == ("offload" in options)
+    assert resolved["offloads_parameters"] == ("offload" in options and stage == 3)
+    assert resolved["checkpointing"] == ("ckpt" in options)
+    assert resolved["mesh"] == {axis: getattr(layout, axis) for axis in ("dp", "sp", "ulysses", "tp")}
+    if layout.tp > 1:
+        assert resolved["cut_by_tensor_parallelism"] >= 14  # seven matrices in each of two layers
+
+
+# Every two of stage, scenario, clipping and optimizer meet in one of the first eight; the nightly run has all.
+PAIRWISE = {
+    (0, "sft-padded", None, "adamw"),
+    (0, "sft-packed", 0.5, "sgd"),
+    (1, "sft-padded", 0.5, "sgd"),
+    (1, "sft-packed", None, "adamw"),
+    (2, "sft-padded", None, "sgd"),
+    (2, "sft-packed", 0.5, "adamw"),
+    (3, "sft-padded", 0.5, "adamw"),
+    (3, "sft-packed", None, "sgd"),
+}
+PRODUCT = list(product((0, 1, 2, 3), ("sft-padded", "sft-packed"), (None, 0.5), ("adamw", "sgd")))
+
+
+def test_every_two_of_stage_scenario_clipping_and_optimizer_meet() -> None:
+    def meetings(rows: object) -> set[tuple[int, object, int, object]]:
+        return {(i, row[i], j, row[j]) for row in rows for i in range(4) for j in range(i)}  # type: ignore[attr-defined]
+
+    assert meetings(PAIRWISE) == meetings(PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("stage", "scenario", "clip", "optimizer"),
+    [pytest.param(*one, marks=() if one in PAIRWISE else pytest.mark.exhaustive) for one in PRODUCT],
+)
+def test_every_stage_with_and_without_accumulation_and_clipping(
+    session: Session, stage: int, scenario: str, clip: float | None, optimizer: str
+) -> None:
+    options = {"name": optimizer, "lr": 1e-3, "max_grad_norm": clip, **({"eps": 1e-3} if optimizer == "adamw" else {})}
+    name = f"{scenario}-{optimizer}-{'unclipped' if clip is None else 'clipped'}"
+    layout = f"dp2.zero{stage}"
+    assert_honest(session, cell_of("deepspeed", scenario, "llama", layout, "exact", name=name, optimizer=options))
+
+
+HALF_LAYOUTS = ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0", "tp2.zero1", "ulysses2.zero2")
+LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        pytest.param(layout, precision, marks=() if LOWER[i % 3] == precision else pytest.mark.exhaustive)
+        for i, layout in enumerate(HALF_LAYOUTS)
+        for precision in LOWER
+    ],
+)
+def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+    asked = cell_of("deepspeed", "sft-packed", "qwen3", layout, precision)
+    verdict = session.run(asked).verdict
+    assert verdict.state == "conforms", verdict.reason
+    resolved = record_of(session, asked).header["resolved"]
+    compute = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+    assert resolved["compute_dtype"] == compute
+    assert resolved["accumulation_dtype"] == (compute if "zero0" in layout else "torch.float32")
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero0.shipped", exhaustive("dp2.tp2.zero0.shipped"), "dp2.zero3.shipped"])
+def test_rounded_masters_are_an_expected_difference(session: Session, layout: str) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-packed", "llama", layout, "bf16")).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    assert verdict.worst["weights"].observed < 2**-8  # one rounding to bf16 and nothing else
+
+
+@pytest.mark.parametrize(
+    "layout", ["ulysses2.zero3.shipped", exhaustive("ulysses2.shipped"), "dp2.ulysses2.zero3.ckpt.shipped"]
+)
+def test_gradients_of_ulysses_at_zero_3_are_an_expected_difference(session: Session, layout: str) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-sgd", "llama", layout, "exact")).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+
+
+@pytest.mark.parametrize("layout", ["ulysses2.zero2.shipped", "tp2.ulysses2.zero3.shipped"])
+def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-sgd", "llama", layout, "exact")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "advice"),
+    [
+        ("ulysses2.zero1", "bf16", "use zero0, zero2 or zero3"),
+        ("pp2", "exact", "use pp1"),
+        ("dp2.rep2", "exact", "use rep1, or zero0"),
+        ("dp2.lastsync", "exact", "leave it out"),
+        ("dp2.zero0.offload", "exact", "use zero1, zero2 or zero3"),
+        ("dp2.zero1.shardinit", "exact", "use zero3 and tp1"),
+        ("dp2.shardinit", "bf16", "use fp32"),
+        ("dp2.zero0.ownopt", "fp16", "use zero1, zero2 or zero3"),
+    ],
+)
+def test_what_is_not_claimed_says_what_would_work(
+    session: Session, layout: str, precision: Precision, advice: str
+) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-packed", "llama", layout, precision)).verdict
+    assert verdict.state == "unsupported"
+    assert advice in verdict.reason

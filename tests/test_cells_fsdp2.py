@@ -1,0 +1,155 @@
+"""FSDP2: every way of arranging ranks computes what the oracle computes, to the last digits of float64.
+
+The cells that quick runs are judged there; here are the layouts, options and precisions that it leaves out.
+"""
+
+import re
+
+import pytest
+from cells import assert_honest, cell_of, exhaustive
+
+from conformance.backend import Supported, Unsupported
+from conformance.layout import Layout
+from conformance.run.session import Session
+from conformance.scenario import Precision
+from impl.fsdp2.adapter import Fsdp2Backend
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout"),
+    [
+        ("sft-packed", "pangu", "tp2.seqpar"),
+        ("sft-packed", "gemma3", "tp2.seqpar.losspar"),
+        ("sft-packed", "qwen3", "tp2.plan"),
+        ("sft-packed", "qwen3", "dp2.ckpt.offload"),
+        ("sft-packed", "gemma3", "dp2.tp2.lastsync"),
+        ("sft-packed", "pangu", "dp2.rep2.lastsync"),
+        ("sft-warmup", "pangu", "dp2.tp2"),
+        ("sft-packed", "llama", "sp2.stride2"),
+        ("sft-packed", "qwen3", "sp3"),
+        ("sft-packed", "pangu", "sp2.tp2.seqpar.losspar"),
+        ("sft-packed", "gemma3", "dp2.sp2.ckpt.offload"),
+        ("sft-packed", "qwen3", "dp2.sp2.zigzag"),
+        ("sft-padded", "llama", "sp2.torchcp"),
+        ("sft-sgd", "pangu", "sp2.ring"),
+        exhaustive("sft-warmup", "qwen3", "dp2"),
+        exhaustive("sft-warmup", "gemma3", "dp2.sp2"),
+    ],
+)
+def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
+    assert_honest(session, cell_of("fsdp2", scenario, model, layout, "exact"))
+
+
+def test_exact_over_five_steps(session: Session) -> None:
+    assert_honest(session, cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "exact", steps=5))
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("dp2", "bf16"),
+        ("tp2", "fp16"),
+        ("sp2", "fp16"),
+        ("sp2.ring", "bf16"),
+        exhaustive("dp2", "fp16"),
+        exhaustive("tp2", "bf16"),
+        exhaustive("sp2", "bf16"),
+        exhaustive("sp2.ring", "fp16"),
+    ],
+)
+def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-sgd", "qwen3", layout, precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_head_norms_as_transformers_ships_them_are_an_expected_difference(session: Session, model: str) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", model, "dp2.tp2.lastsync.shipped", "exact")).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    wrong = {
+        finding.tensor.rpartition("self_attn.")[2]
+        for finding in verdict.findings
+        if finding.stage == "gradients" and finding.step == 0
+    }
+    assert wrong == {"q_norm.weight", "k_norm.weight"}
+
+
+def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
+    cell = cell_of("fsdp2", "sft-packed", "qwen3", "dp2.tp2.lastsync.shipped", "exact", "cleared-gradients")
+    assert session.run(cell).verdict.state == "differs"
+
+
+def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(session: Session) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "tp8", "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert "tp4 would work" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("pangu", "sp8"),
+        ("llama", "dp2.sp2.tp2"),
+        ("qwen3", "sp4.tp2"),
+        ("gemma3", "dp4.sp2"),
+        *(
+            exhaustive(model, layout)
+            for model in ("pangu", "llama", "qwen3", "gemma3")
+            for layout in ("dp2.sp2.tp2", "sp4.tp2", "sp8", "dp4.sp2")
+        ),
+    ],
+)
+def test_rings_of_eight_ranks(session: Session, model: str, layout: str) -> None:
+    assert_honest(session, cell_of("fsdp2", "sft-packed", model, layout, "exact", steps=1))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "precision", "stage"),
+    [
+        ("llama", "sp2.ring.shipped", "fp32", "gradients"),
+        ("qwen3", "sp2.zigzag.shipped", "fp32", "gradients"),
+        ("gemma3", "sp2.ring.shipped", "bf16", "log-probs"),
+    ],
+)
+def test_rings_as_the_package_ships_them_are_an_expected_difference(
+    session: Session, model: str, layout: str, precision: Precision, stage: str
+) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", model, layout, precision)).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    assert verdict.first_stage == stage
+
+
+def test_rings_as_the_package_ships_them_are_right_in_bf16(session: Session) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "sp2.zigzag.shipped", "bf16")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout", "advice"),
+    [
+        ("sft-packed", "llama", "pp2", "use pp1"),
+        ("sft-packed", "llama", "ulysses2", "use sp, the ring, instead"),
+        ("sft-packed", "llama", "dp2.zero2", "leave the stage out"),
+        ("sft-packed", "llama", "sp2.torchcp", "attends over whole rows; use another ring"),
+        ("sft-packed", "gemma3", "sp2.zigzag", "zigzag gets sliding windows wrong .* the default ring is right"),
+        ("sft-padded", "gemma3", "sp2.torchcp", "PyTorch's context parallel has no sliding window"),
+        ("sft-packed", "llama", "tp2.sp2.stride4", "tp2.sp2.stride2 would work"),
+    ],
+)
+def test_what_the_backend_lacks_is_unsupported_with_advice(
+    session: Session, scenario: str, model: str, layout: str, advice: str
+) -> None:
+    verdict = session.run(cell_of("fsdp2", scenario, model, layout, "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert re.search(advice, verdict.reason)
+
+
+def test_without_ring_flash_attn_a_ring_is_unsupported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("impl.ring.support.available", lambda: False)
+    scenario = cell_of("fsdp2", "sft-packed", "llama", "sp2", "exact").scenario
+    answer = Fsdp2Backend.supports(scenario, Layout(sp=2))
+    assert isinstance(answer, Unsupported)
+    assert "pip install 'backend-parity[ring]'" in answer.reason
+    assert isinstance(Fsdp2Backend.supports(scenario, Layout(dp=2)), Supported)

@@ -1,0 +1,61 @@
+"""No backend can talk its way past the judge: each lie with the stage at which it is caught."""
+
+import pytest
+from cells import BACKENDS, STEPS, assert_honest
+from conftest import make_cell
+
+from conformance.backend import BackendEntry
+from conformance.layout import Layout
+from conformance.plan.cell import Cell, Handover, Leg
+from conformance.run.session import Session
+
+
+def liar(name: str) -> BackendEntry:
+    return BackendEntry(name=name.lower(), target=f"liars:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "stage"),
+    [
+        ("OtherRankLoss", "dp2", "loss"),
+        ("OtherRankCount", "dp2", "loss"),
+        ("OtherRankNorm", "dp2", "gradient norm"),
+        ("OtherRankRate", "dp2", "clipped update"),
+        ("OtherRankLogprobs", "tp2", "log-probs"),
+        ("OtherRankIsSilent", "dp2", "gradient norm"),
+        ("OtherRankDrifts", "dp2.rep2", "gradient replicas"),
+    ],
+)
+def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: str) -> None:
+    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS)
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
+
+
+def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
+    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4).scenario
+    legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
+    return Cell(
+        scenario=scenario, legs=(*legs, Leg(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
+    )
+
+
+@pytest.mark.parametrize("save", ["checkpoint", "export"])
+def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Handover) -> None:
+    assert_honest(session, of_two_legs(BACKENDS["fsdp2"], save))
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "stage"),
+    [
+        ("WritesNoCheckpoint", "checkpoint", "weights"),
+        ("ForgetsTheOptimizer", "checkpoint", "weights after N steps"),
+        ("ExportsOtherWeights", "export", "weights"),
+    ],
+)
+def test_what_was_not_saved_shows_at_the_first_step_after_loading(
+    session: Session, name: str, save: Handover, stage: str
+) -> None:
+    verdict = session.run(of_two_legs(liar(name), save)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
+    assert verdict.findings[0].step == 2

@@ -1,0 +1,75 @@
+"""Objectives that the suite does not have run through everything: record, judge, pairs and report, on all backends.
+
+tests/toy_objectives.py has them whole; no other file knows of them.
+"""
+
+from pathlib import Path
+
+import pytest
+from cells import BACKENDS, HONEST, STEPS, assert_honest, cell_of, record_of
+
+from conformance.peers.side_by_side import FILE, write_side_by_side
+from conformance.plan.cell import Cell
+from conformance.record.results import read_json
+from conformance.reporters import write_reports
+from conformance.run.session import Session, SessionConfig
+from conformance.scenario import Precision
+
+WEIGHTED = {"kind": "toy_objectives:WeightedSft", "power": 2.0}
+SEVERAL = {"kind": "toy_objectives:PolicyAndValue"}
+LAYOUTS = {
+    "fsdp2": ("dp2.tp2.losspar", "sp2.zigzag", "dp2"),
+    "deepspeed": ("dp2.zero2", "tp2.zero3", "ulysses2.zero1"),
+    "megatron": ("tp2.pp2.seqpar", "sp2", "dp2.zero1"),
+}
+
+
+def weighted(backend: str, layout: str, precision: Precision = "exact") -> Cell:
+    scenario = "sft-padded" if "zigzag" in layout else "sft-packed"
+    return cell_of(backend, scenario, "llama", layout, precision, name="toy", objective=WEIGHTED)
+
+
+@pytest.mark.parametrize(("backend", "layout"), [(name, one) for name, two in LAYOUTS.items() for one in two[:2]])
+def test_an_objective_of_ones_own_conforms_with_the_outputs_that_it_asks_for(
+    session: Session, backend: str, layout: str
+) -> None:
+    verdict = assert_honest(session, weighted(backend, layout))
+    assert {"entropy", "log-probs", "loss", "gradients", "weights after N steps"} <= verdict.worst.keys()
+    assert any(quantity.tensor == "weight_sum" for quantity in verdict.quantities)
+
+
+def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(tmp_path: Path) -> None:
+    cells = [weighted(backend, "dp2", precision) for backend in BACKENDS for precision in ("exact", "fp32")]
+    with Session(SessionConfig(out=tmp_path / "out")) as session:
+        session.run_all(cells, progress=lambda judged: None)
+    write_side_by_side(tmp_path / "out")
+    groups = {group["group"]: group for group in read_json(tmp_path / "out" / FILE)["groups"]}
+    assert groups.keys() == {"toy/llama/exact", "toy/llama/fp32"}
+    for group in groups.values():
+        assert (group["state"], len(group["members"])) == ("conforms", 3)
+        assert group["columns"] == ["loss", "gradients", "gradient norm", "update"]
+    assert len(write_reports(tmp_path / "out")) == 3
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "toy/llama/megatron/dp2/exact" in page
+
+
+@pytest.mark.parametrize(("backend", "layout"), [(name, one) for name, three in LAYOUTS.items() for one in three])
+def test_a_policy_a_value_model_and_a_frozen_reference_train_in_one_cell(
+    session: Session, backend: str, layout: str
+) -> None:
+    scenario = "sft-padded" if "zigzag" in layout else "sft-packed"
+    cell = cell_of(backend, scenario, "qwen3", layout, "exact", name="several", objective=SEVERAL)
+    verdict = assert_honest(session, cell)
+    both = {"gradients", "clipped update", "weights after N steps"}
+    assert {*both, *(f"critic {stage}" for stage in both), "values", "reference log-probs"} <= verdict.worst.keys()
+    names = record_of(session, cell).steps[STEPS - 1].names()
+    assert "critic.weight/score.weight" in names
+    assert not any(name.startswith("reference.weight/") for name in names)
+    assert max(q.observed for q in verdict.quantities if q.stage.startswith("critic")) < HONEST
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_models_are_saved_and_loaded_together(session: Session, backend: str) -> None:
+    cell = cell_of(backend, "sft-warmup", "llama", "dp2", "exact", name="several", objective=SEVERAL)
+    verdict = assert_honest(session, cell)
+    assert {q.stage for q in verdict.quantities if q.step == 2} >= {"weights", "critic weights"}

@@ -1,0 +1,103 @@
+"""Worlds: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
+
+from conformance.world import Pool, WorldConfig
+from conformance.world.launch import ZygoteHandle
+from conformance.world.watch import run_task
+
+
+def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
+    fds = set(Path("/proc/self/fd").iterdir())
+    work_dir = tmp_path / "work"
+    with Pool(work_dir=work_dir) as pool:
+        run = Runner(pool, tmp_path)
+        first = results(run("pids"))
+        outcome = run("kill_zygote")
+        assert (outcome.kind, outcome.rank) == ("killed", None)
+        assert "the process that ranks are forked from was killed by SIGKILL" in outcome.reason
+        assert outcome.seconds < 5
+        assert all(is_dead_soon(result["rank"]) for result in first)
+        second = results(run("pids"))
+        assert second[0]["zygote"] != first[0]["zygote"]
+    assert all(is_gone(pid) for result in second for pid in result.values())
+    assert set(Path("/proc/self/fd").iterdir()) == fds
+    assert list(work_dir.iterdir()) == []
+
+
+def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
+    broken = WorldConfig(size=2, device="cpu", preload=("no_such_adapter",))
+    with Pool(work_dir=tmp_path) as pool:
+        outcome = pool.run(key="x", config=broken, task="m:f", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S)
+    assert outcome.state == "failed"
+    assert "No module named 'no_such_adapter'" in outcome.reason
+
+
+SCRIPT = """
+import sys, pathlib
+from conformance.world import Pool, WorldConfig
+here = pathlib.Path(sys.argv[1])
+with Pool(work_dir=here) as pool:
+    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    kwargs = {"pid_dir": str(here / "pids"), "new_session": True}
+    pool.run(key="x", config=config, task="world_tasks:hang_with_child", kwargs=kwargs, log_dir=here, budget_s=1000)
+"""
+
+
+def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
+    """Not even processes that a rank started in a session of their own; and a controller needs no stdin."""
+    pid_dir = tmp_path / "pids"
+    pid_dir.mkdir()
+    shared_memory = set(Path("/dev/shm").iterdir())
+    controller = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    while len(started := [int(file.name) for file in pid_dir.iterdir()]) < 5 and controller.poll() is None:
+        time.sleep(0.05)
+    assert len(started) == 5
+    controller.kill()
+    controller.wait()
+    assert [pid for pid in started if not is_dead_soon(pid)] == []
+    assert set(Path("/dev/shm").iterdir()) == shared_memory
+    logs = {"rank-0.log", "rank-1.log", "rank-0.stacks", "rank-1.stacks", f"zygote-{controller.pid}-1.log"}
+    assert {file.name for file in tmp_path.iterdir() if file.is_file()} == logs
+
+
+def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
+    """What a GPU's ranks do differently, but for NCCL: a zygote without torch starts them afresh."""
+    zygote = ZygoteHandle(ranks="started", preload=(), log=tmp_path / "zygote.log")
+    try:
+        world = zygote.start_world(size=2, device="cpu", preload=("world_tasks",), memory_limit_bytes=None)
+        for value in (1.0, 2.0):
+            summed, leaks = run_task(
+                world, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=BUDGET_S
+            )
+            assert [result["sum"] for result in summed] == [2 * value + 1] * 2
+            assert leaks == ""
+        assert world.bury() == []
+        assert all(is_gone(pid) for pid in world.pids)
+    finally:
+        zygote.close()
+
+
+def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
+    monkeypatch.syspath_prepend(tmp_path)
+    threaded = WorldConfig(size=2, device="cpu", preload=("threaded", "world_tasks"))
+    with Pool(work_dir=tmp_path) as pool:
+        outcome = pool.run(
+            key="x", config=threaded, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=30
+        )
+        assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
+        [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
+        assert "importing threaded starts a thread" in log.read_text()
