@@ -46,8 +46,10 @@ def make_batch(step: int, *, packed: bool = True) -> Batch:
 
 def policy_loss(outputs: Outputs, reference: Outputs, inputs: MicroBatch, batch: Batch) -> Tensor:
     """Depends on everything that a language model gives; each token counts for another number."""
-    assert outputs.logprobs is not None and outputs.entropy is not None
-    assert reference.logprobs is not None and reference.entropy is not None
+    assert outputs.logprobs is not None
+    assert outputs.entropy is not None
+    assert reference.logprobs is not None
+    assert reference.entropy is not None
     ratio = (outputs.logprobs - reference.logprobs) * (1 + _number_of(inputs))
     terms = ratio.square() - outputs.logprobs + 0.3 * outputs.entropy * reference.entropy
     return (terms * inputs.targets).sum() / batch.target_count
@@ -105,8 +107,7 @@ class Reference:
             policy_loss(self.outputs("policy", inputs), reference, inputs, batch).backward()
             critic_loss(self.outputs("critic", inputs), inputs, batch).backward()
         return {
-            name: float(torch.stack([p.grad.norm() for p in self.models[name].parameters()]).norm())
-            for name in TRAINED
+            name: float(torch.stack([p.grad.norm() for p in self.models[name].parameters()]).norm()) for name in TRAINED
         }
 
     def update(self, norms: dict[str, float], step: int) -> None:

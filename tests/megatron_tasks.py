@@ -76,8 +76,8 @@ def micro_batches(context: Context, step: int) -> list[MicroBatch]:
     ]
 
 
-def train(context: Context, model: Trainable, step: int, *, scale: float = 1.0) -> float | None:
-    """A step of supervised fine-tuning; returns the norm of its gradients."""
+def run_sft(context: Context, model: Trainable, step: int, *, scale: float = 1.0) -> None:
+    """Gradients of the mean of -log p over the target tokens of a step, times ``scale``."""
     count = plain.make_batch(step).target_count
 
     def loss(_: int, outputs: Outputs) -> Tensor:
@@ -86,6 +86,11 @@ def train(context: Context, model: Trainable, step: int, *, scale: float = 1.0) 
 
     model.forward_backward(micro_batches(context, step), want=frozenset({"logprobs"}), loss=loss)
     model.finish_gradients()
+
+
+def train(context: Context, model: Trainable, step: int, *, scale: float = 1.0) -> float | None:
+    """A step of supervised fine-tuning; returns the norm of its gradients."""
+    run_sft(context, model, step, scale=scale)
     return model.optimizer_step()
 
 
@@ -150,9 +155,7 @@ class Comparison:
         self.outputs(name, inputs, found, want)
         return found
 
-    def outputs(
-        self, name: str, inputs: list[MicroBatch], found: list[Outputs], want: frozenset[OutputName]
-    ) -> None:
+    def outputs(self, name: str, inputs: list[MicroBatch], found: list[Outputs], want: frozenset[OutputName]) -> None:
         for micro_batch, outputs in zip(inputs, found, strict=True):
             with torch.no_grad():
                 expected = vars(self.expected.outputs(name, micro_batch))
@@ -182,8 +185,7 @@ class Comparison:
         for name in plain.TRAINED:
             self.models[name].finish_gradients()
             self.gradients(name)
-        if step:
-            self.weights()  # reading them before an update must change nothing
+        self.weights()  # reading them before an update must change nothing
         for name in reversed(plain.TRAINED):
             lr = self.models[name].learning_rate()
             assert math.isclose(lr, plain.OPTIMIZERS[self.optimizer].lr * plain.SCHEDULE.factor(step))
@@ -319,7 +321,8 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
     errors = {}
     with opened(rank, layout) as context:
         model = new(context, folders["policy"])
-        gradients = unclipped(context, model)
+        run_sft(context, model, 0)
+        gradients = {name: gradient.clone() for name, gradient in model.named_tensors("gradient")}
         norm = model.optimizer_step()
         assert norm is not None
         clip = min(1.0, config.max_grad_norm / (norm + 1e-6))
@@ -331,18 +334,6 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
             errors[key] = max(relative(state[name], moment) for name, moment in expected.items())
         model.teardown()
     return errors
-
-
-def unclipped(context: MegatronContext, model: MegatronTrainable) -> dict[str, Tensor]:
-    """Gradients of the first step."""
-    count = plain.make_batch(0).target_count
-    model.forward_backward(
-        micro_batches(context, 0),
-        want=frozenset({"logprobs"}),
-        loss=lambda _, outputs: -outputs.logprobs.sum() / count,
-    )
-    model.finish_gradients()
-    return {name: gradient.clone() for name, gradient in model.named_tensors("gradient")}
 
 
 def go_on_elsewhere(rank: RankContext, *, layout: str, other: str, folders: dict[str, str], out: str) -> float:

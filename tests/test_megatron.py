@@ -1,4 +1,4 @@
-"""Megatron: every way of cutting a model computes what the oracle computes, and leaves the process as it was.
+"""Megatron: every way of cutting a model computes what the oracle computes.
 
 The sweep over all families, world sizes and scenarios is the full profile; here is one cell of each kind.
 """
@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_cell
-from safetensors.torch import load_file
 
 from conformance.backend import BackendEntry
-from conformance.plan.cell import Cell
 from conformance.judge.verdict import Verdict
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
-from conformance.run.oracles import prepare_inputs
-from conformance.scenario import Precision, load_scenario, scenario_to_json
-from conformance.run.session import Session, task_arguments
-from conformance.world import Outcome, Pool, WorldConfig
+from conformance.run.session import Session
+from conformance.scenario import Precision, load_scenario
 
 pytest.importorskip("megatron.core")
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 MEGATRON = BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend")
-PRELOAD = ("impl.megatron.adapter", "impl.megatron.strategy", "impl.fsdp2.strategy")
 
 
 def cell(scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any) -> Cell:
@@ -240,110 +235,3 @@ def test_what_is_not_claimed_says_what_would_work(
     verdict = run(session, cell(scenario, model, layout, "exact"))
     assert verdict.state == "unsupported"
     assert re.search(advice, verdict.reason)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Worlds that both backends share, which a session never lets them."""
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
-def in_ranks(
-    pool: Pool,
-    folder: Path,
-    task: str,
-    layout: str,
-    *,
-    model: str = "qwen3",
-    precision: Precision = "exact",
-    **more: Any,
-) -> list[Any]:
-    asked = cell("sft-packed", model, layout, precision)
-    inputs = prepare_inputs(asked.scenario, folder)
-    outcome = pool.run(
-        key="shared",
-        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task=f"megatron_tasks:{task}",
-        kwargs={
-            "scenario": scenario_to_json(asked.scenario),
-            "layout": layout,
-            "weights": str(inputs.model),
-            "batches": str(inputs.batches),
-            **more,
-        },
-        log_dir=folder / "logs",
-        budget_s=240.0,
-    )
-    assert outcome.state == "done", outcome.reason
-    return outcome.results
-
-
-def test_many_layouts_in_one_process_leave_nothing(pool: Pool, tmp_path: Path) -> None:
-    layouts = ["tp2.seqpar", "pp2.vpp2", "sp2", "dp2.zero1"]
-    for held in in_ranks(pool, tmp_path, "train_in_turn", "dp2", precision="fp32", layouts=layouts * 3):
-        first, last = held[len(layouts) - 1], held[-1]
-        assert last["groups"] == 1  # the default group
-        # Threads and sockets of a destroyed group end a little later.
-        assert last["fds"] <= first["fds"] + 4
-        assert last["threads"] <= first["threads"] + 4
-        for after in held:
-            assert (after["environment"], after["cuda"], after["model_alive"]) == ([], "torch.cuda", False)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [("pangu", "dp1"), ("pangu", "tp2"), ("qwen3", "pp2.vpp2"), ("llama", "tp2.pp2.zero1"), ("qwen3", "tp4")],
-)
-def test_a_saved_model_is_the_one_that_was_loaded(pool: Pool, tmp_path: Path, model: str, layout: str) -> None:
-    in_ranks(pool, tmp_path, "save", layout, model=model, precision="fp32", out=str(tmp_path / "saved"))
-    (source,) = (tmp_path / "inputs").glob(f"{model}-*")
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "saved"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
-    assert (tmp_path / "saved" / "config.json").read_text() == (source / "config.json").read_text()
-
-
-@pytest.mark.parametrize("layout", ["dp2", "dp2.zero1", "tp2.seqpar", "pp2.vpp2.zero1"])
-def test_optimizer_state_has_canonical_names_and_is_whole(pool: Pool, tmp_path: Path, layout: str) -> None:
-    for errors in in_ranks(pool, tmp_path, "optimizer_state", layout):
-        assert max(errors.values()) < HONEST
-
-
-@pytest.mark.parametrize(
-    ("layout", "other"),
-    [("tp2.seqpar", "pp2.vpp2"), ("pp2", "dp2.zero1"), ("dp2.zero1", "sp2"), ("dp2.zero1.overlap", "tp2.zero1")],
-)
-def test_training_goes_on_in_another_layout(pool: Pool, tmp_path: Path, layout: str, other: str) -> None:
-    out = str(tmp_path / "checkpoint")
-    assert max(in_ranks(pool, tmp_path, "go_on_elsewhere", layout, other=other, out=out)) < HONEST
-
-
-@pytest.mark.parametrize(("model", "layout"), [("pangu", "tp2"), ("qwen3", "tp2.seqpar"), ("llama", "sp2")])
-def test_a_value_model_gives_what_transformers_gives(pool: Pool, tmp_path: Path, model: str, layout: str) -> None:
-    assert max(in_ranks(pool, tmp_path, "values", layout, model=model)) < HONEST
-
-
-@pytest.mark.parametrize("layout", ["tp2.seqpar", "pp2.vpp2", "dp2.zero1"])
-def test_fsdp2_gives_the_same_bits_before_and_after_megatron(pool: Pool, tmp_path: Path, layout: str) -> None:
-    fsdp2 = make_cell("sft-packed", "qwen3", "tp2" if "tp2" in layout else "dp2", "fp32")
-    between = cell("sft-packed", "qwen3", layout, "fp32")
-    digests = []
-    for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
-        outcome = train(pool, asked, tmp_path, name)
-        assert outcome.state == "done", outcome.reason
-        record = read_record(tmp_path / name)
-        digests.append([{k: t.numpy().tobytes() for k, t in step.tensors().items()} for step in record.steps])
-    assert digests[0] == digests[2]
-
-
-def train(pool: Pool, asked: Cell, folder: Path, name: str) -> Outcome:
-    inputs = prepare_inputs(asked.scenario, folder / "inputs")
-    return pool.run(
-        key="shared",
-        config=WorldConfig(size=asked.layout.world_size, device="cpu", preload=PRELOAD),
-        task="conformance.plan.cell:run_cell",
-        kwargs=task_arguments(asked, inputs, folder / name),
-        log_dir=folder / f"{name}-logs",
-        budget_s=120.0,
-    )
