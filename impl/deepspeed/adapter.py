@@ -28,6 +28,8 @@ class DeepspeedBackend(StrategyBackend):
     )
     preload = (
         "impl.deepspeed.context",
+        "deepspeed.runtime.engine",
+        "torch._inductor.compile_fx",  # the first engine imports it, and every rank of a fresh world makes one
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
