@@ -224,6 +224,13 @@ def test_what_was_recorded_is_shown_as_text(browser: Browser, out: Path) -> None
     assert browser.problems == []
 
 
+def test_no_script_but_the_pages_own_can_run(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.run("document.body.append(make('script', 'window.ran = true')), 0")
+    assert browser.run("window.ran ?? false") is False
+    assert any("Content Security Policy" in problem for problem in browser.problems)
+
+
 def test_a_block_that_cannot_be_unpacked_is_said_so(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.run(f"document.getElementById('block-{CELLS.index(CONFORMS)}').textContent = 'AAAA'")
