@@ -24,7 +24,7 @@ RING_DIFFERENCES = (
         ExpectedDifference(
             cells=f"sft-*/gemma3/*.{ring}.*shipped/*",
             stage="log-probs",
-            tensors="log-probs",
+            tensors="logprob",
             reason="ring_flash_attn applies a sliding window to every block as if it were the query's own",
             link="docs/findings/ring-attention-window.md",
         )
