@@ -107,9 +107,9 @@ def merge(out: Path) -> dict[str, Any]:
     Only now is there a record of every cell, so backends are compared with each other here.
     """
     from conformance.peers.side_by_side import write_side_by_side
-    from conformance.record.results import SUMMARY, read_json, read_run, write_summary
+    from conformance.record.results import SUMMARY, read_json, read_verdicts, write_summary
 
-    run, entries = read_run(out)
+    run, entries = read_verdicts(out)
     now = datetime.now(UTC)
     finished = run.finished
     if all(entry.verdict.state != "not_run" for entry in entries):

@@ -1,6 +1,6 @@
 """Broken variants of the example adapter for tests/test_hf_trainer.py, loaded by name in the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from conformance.scenario import Scenario
 class LocalTokenMean(HFTrainerBackend):
     """Each rank divides by the target tokens that it has, then the ranks are averaged."""
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Path, device: str) -> dict[str, Any]:
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
         resolved = super().setup(scenario, layout, weights, device)
         get = self.trainer.get_batch_samples
 

@@ -181,7 +181,10 @@ class Plain(StrategyBackend):
 
     info = BackendInfo(name="plain", packages=("torch",))
     preload = ()  # the exact tier imports torch._dynamo in every rank, which takes a second: fp32 is faster
-    seams: ClassVar[dict[str, str]] = {"clip_coefficient": "plain_backend:clip_coefficient"}
+    seams: ClassVar[dict[str, str]] = {
+        "clip_coefficient": "plain_backend:clip_coefficient",
+        "step_totals": "impl.trainer:step_totals",
+    }
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:

@@ -2,14 +2,16 @@
 
 import ast
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from conformance import cli
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hf_trainer"
 MODULE = EXAMPLE / "parity_hf_trainer.py"
@@ -18,8 +20,8 @@ BROKEN = "sft-packed/pangu/localtokenmean/dp2/exact"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a process that sees the example installed, from a copy: building must not write into the checkout."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The example is installed, from a copy: building must not write into the checkout."""
     folder = tmp_path_factory.mktemp("hf_trainer")
     source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
@@ -29,15 +31,17 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ],
         check=True,
     )
-    return {**os.environ, "PYTHONPATH": f"{folder / 'target'}{os.pathsep}{Path(__file__).parent}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder / "target"))
+        yield
 
 
-def parity(*arguments: str | Path, environment: dict[str, str]) -> dict[str, Any]:
-    """What a command says in JSON, whatever its exit code."""
-    command = [sys.executable, "-m", "conformance.cli", *arguments, "--json", "--profile", EXAMPLE / "profile.toml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+def parity(*arguments: str | Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What a command says in JSON, if it comes to its end."""
+    code = cli.main([*map(str, arguments), "--json", "--profile", str(EXAMPLE / "profile.toml")])
+    said = capsys.readouterr()
+    assert code in (0, 1), said.err
+    answer: dict[str, Any] = json.loads(said.out)
     return answer
 
 
@@ -57,18 +61,28 @@ def test_it_needs_public_names_of_conformance_only() -> None:
     assert not [name for name in own if "._" in name]
 
 
-def test_once_installed_it_is_found(environment: dict[str, str]) -> None:
-    listed = parity("list", "--backend", "hf-trainer", environment=environment)
+@pytest.mark.usefixtures("installed")
+def test_once_installed_it_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = parity("list", "--backend", "hf-trainer", capsys=capsys)
     assert listed["backends"]["hf-trainer"] == "parity_hf_trainer:HFTrainerBackend"
     assert set(HONEST) < {cell["id"] for cell in listed["cells"]}
     assert not [cell for cell in listed["cells"] if cell["unsupported"]]
 
 
-def test_the_suite_tells_it_from_a_broken_one(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("installed")
+def test_the_suite_tells_it_from_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [argument for cell in (*HONEST, BROKEN) for argument in ("--cells", cell)]
     backends = ("--backend", "hf-trainer", "--backend", "hf_trainer_variants:LocalTokenMean")
-    summary = parity("run", *backends, *chosen, "--out", tmp_path / "out", environment=environment)
+    summary = parity("run", *backends, *chosen, "--out", tmp_path / "out", capsys=capsys)
     cells = {cell["id"]: cell for cell in summary["cells"]}
     assert {cell: cells[cell]["state"] for cell in HONEST} == dict.fromkeys(HONEST, "conforms"), cells
     assert cells[BROKEN]["state"] == "differs"
     assert cells[BROKEN]["reason"].startswith(("first difference at loss", "first difference at gradients"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("installed")
+def test_all_of_its_profile_conforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = parity("run", "--backend", "hf-trainer", "--out", tmp_path / "out", capsys=capsys)
+    assert {cell["state"] for cell in summary["cells"]} == {"conforms"}
+    assert summary["verdict"] == "conforms"

@@ -1,9 +1,10 @@
 """The pytest plugin: an item per cell that says what its verdict says, one report per run, and nothing for others.
 
-Runs pytest as users do, in an empty folder; in a process of its own where ranks, workers or imports matter.
+Runs pytest as users do, in an empty folder; in a process of its own where workers, crashes or imports matter.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,50 +16,57 @@ from typing import Any
 
 import pytest
 
-import reports
 from conformance import cli
-from conformance.plan.profile import Selection
+from conformance.plan.selection import Selection
 from conformance.pytest_plugin import merge
+from reports.load import read_report
 
 pytest_plugins = "pytester"
 QUIET = ("-p", "no:cacheprovider", "-ra")
 SUITE = ("--pyargs", "conformance.suite")
-TINY = (*SUITE, "--parity-profile", "tiny.toml")
+MINE = (*SUITE, "--parity-profile", "mine.toml")
+SCENARIO = """
+steps = 2
+data.rows = 8
+[optimizer]
+name = "sgd"
+lr = 0.05
+"""
 PROFILE = """
-description = "cells of two ranks"
+description = "small cells"
 [[cells]]
-scenarios = ["sft-sgd"]
+scenarios = ["tiny.toml"]
 models = ["llama"]
-layouts = ["dp2", "dp2.lastsync", "dp2.rep2", "tp2"]
+layouts = ["dp1", "dp2", "dp2.rep2", "dp4"]
 precisions = ["fp32"]
 """
 
-# A backend with every answer that is not "conforms", by layout; and one that makes a run stop half-way.
+# A backend with every answer, by layout; and one that makes a run stop half-way.
 ODD = """
 import dataclasses
 from conformance.backend import ExpectedDifference, Unsupported
-from impl.fsdp2.adapter import Fsdp2Backend
+from plain_backend import Plain
 
-class Known(Fsdp2Backend):
+class Known(Plain):
     expected = (ExpectedDifference(
-        cells="*/dp2/*", stage="loss", tensors="loss", reason="a known bug", link="https://example.org/1"
+        cells="*/dp1/*", stage="loss", tensors="loss", reason="a known bug", link="https://example.org/1"
     ),)
 
     def train_step(self, batch, on_gradients):
         metrics = super().train_step(batch, on_gradients)
-        return dataclasses.replace(metrics, loss_sum=2 * metrics.loss_sum)
+        return dataclasses.replace(metrics, values=metrics.values | {"loss": 2 * metrics.values["loss"]})
 
-class Odd(Fsdp2Backend):
+class Odd(Plain):
     @classmethod
     def supports(cls, scenario, layout):
         return Unsupported("odd has no replicas; use dp2") if layout.rep > 1 else super().supports(scenario, layout)
 
     def setup(self, scenario, layout, *arguments):
-        if layout.tp > 1:
+        if layout.dp > 2:
             raise ArithmeticError("odd cannot set this up")
         return super().setup(scenario, layout, *arguments)
 
-class Nothing(Fsdp2Backend):
+class Nothing(Plain):
     @classmethod
     def supports(cls, scenario, layout):
         return Unsupported("nothing at all")
@@ -96,7 +104,9 @@ def run_pytest(folder: Path, *arguments: str) -> Run:
     """In a process of its own."""
     _fill(folder)
     command = [sys.executable, "-m", "pytest", *QUIET, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return Run(code=done.returncode, text=done.stdout + done.stderr, out=_out(folder))
 
 
@@ -109,7 +119,7 @@ def run_pytest_here(pytester: pytest.Pytester, *arguments: str) -> Run:
 
 
 def _fill(folder: Path) -> None:
-    for name, text in (("tiny.toml", PROFILE), ("odd.py", ODD), ("stop.py", STOP)):
+    for name, text in (("tiny.toml", SCENARIO), ("mine.toml", PROFILE), ("odd.py", ODD), ("stop.py", STOP)):
         (folder / name).write_text(text)
 
 
@@ -117,16 +127,14 @@ def _out(folder: Path) -> Path:
     return next((folder / "parity-out").glob("*"), folder / "no parity-out")
 
 
-def patterns(*cells: str) -> list[str]:
-    return [f"--parity-cells=*/{cell}/*" for cell in cells]
-
-
 # --- a run on two workers ---
 
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_pytest(tmp_path_factory.mktemp("parallel"), *TINY, "-n", "2", *patterns("fsdp2/dp2", "fsdp2/tp2"))
+    cells = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2/*")
+    folder = tmp_path_factory.mktemp("parallel")
+    return run_pytest(folder, *MINE, "-n", "2", "--parity-backend", "plain_backend:Plain", *cells)
 
 
 def test_cells_that_conform_pass(parallel: Run) -> None:
@@ -143,11 +151,13 @@ def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) ->
     assert {"report.html", "report.md", "junit.xml", "side_by_side.json"} <= {
         path.name for path in parallel.out.iterdir()
     }
-    assert reports.load.read_report(parallel.out).verdict == "conforms"
+    assert read_report(parallel.out).verdict == "conforms"
 
 
 def test_the_last_lines_tell_the_verdict_and_where_the_report_is(parallel: Run) -> None:
-    assert f"conforms: 2 conforms\nreport: {parallel.out / 'report.html'}\n" in parallel.text
+    verdict, *files = parallel.text.partition("parity ===")[2].splitlines()[1:5]
+    assert verdict == "conforms: 2 conforms"
+    assert files[-1] == f"report: {parallel.out / 'report.html'}"
 
 
 def test_the_reproduce_command_asks_for_the_same_cell(
@@ -179,7 +189,7 @@ def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: 
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_pytest(
         tmp_path_factory.mktemp("troubled"),
-        *(*TINY, "--parity-backend", "odd:Odd", "--parity-faults", "local-token-mean"),
+        *(*MINE, "--parity-backend", "odd:Odd", "--parity-faults", "local-token-mean"),
     )
 
 
@@ -191,14 +201,14 @@ def section(run: Run, title: str) -> str:
 
 
 def test_a_fault_fails_its_item_with_stage_tensor_and_how_to_go_on(troubled: Run) -> None:
-    cell = "sft-sgd/llama/odd/dp2.lastsync/fp32/fault-local-token-mean"
+    cell = "tiny/llama/odd/dp2/fp32/fault-local-token-mean"
     text = section(troubled, f"test_cell[{cell}]")
     folder = troubled.out / "cells" / cell.replace("/", "_")
-    assert text.startswith("differs: first difference at loss, step 0, 2 of 2 tensors; worst: loss, step 0: ")
+    assert re.match(r"differs: first difference at loss, step 0, \d of \d tensors; worst: loss, step 0: \S+ is ", text)
     assert re.search(r"^  loss, step 0: loss is \S+ off, allowed \S+", text, re.MULTILINE)
     assert re.search(r"^  gradients, step 0: \S+ is \S+ off, allowed \S+", text, re.MULTILINE)
     assert re.search(r"^  and \d+ more, in verdict.json$", text, re.MULTILINE)
-    assert "reproduce: parity run --profile tiny.toml --backend odd:Odd --faults local-token-mean " in text
+    assert "reproduce: parity run --profile mine.toml --backend odd:Odd --faults local-token-mean " in text
     assert f" --cells {cell}\n" in text
     assert f"record and logs: {folder}\n" in text
     assert "Traceback" not in text
@@ -206,7 +216,7 @@ def test_a_fault_fails_its_item_with_stage_tensor_and_how_to_go_on(troubled: Run
 
 
 def test_an_infrastructure_failure_is_an_error_and_not_a_failure(troubled: Run) -> None:
-    text = section(troubled, "ERROR at setup of test_cell[sft-sgd/llama/odd/tp2/fp32/fault-local-token-mean]")
+    text = section(troubled, "ERROR at setup of test_cell[tiny/llama/odd/dp4/fp32/fault-local-token-mean]")
     assert text.startswith("infrastructure: rank ")
     assert "ArithmeticError: odd cannot set this up" in text
     assert "reproduce: parity run" in text
@@ -216,8 +226,8 @@ def test_what_is_unsupported_is_said_with_its_reason(troubled: Run) -> None:
     assert "unsupported: odd has no replicas; use dp2" in troubled.text
 
 
-def test_what_is_expected_is_said_with_its_reason(tmp_path: Path) -> None:
-    run = run_pytest(tmp_path, *TINY, "--parity-backend", "odd:Known", "--parity-cells", "*/dp2/*")
+def test_what_is_expected_is_said_with_its_reason(pytester: pytest.Pytester) -> None:
+    run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Known", "--parity-cells", "*/dp1/*")
     assert run.code == 0
     assert run.counts == {"expected_difference": 1}
     assert "expected difference: a known bug (https://example.org/1)" in run.text
@@ -225,9 +235,10 @@ def test_what_is_expected_is_said_with_its_reason(tmp_path: Path) -> None:
 
 def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert troubled.code == 1
-    assert re.search(r"= 2 failed, 1 skipped, 1 error in ", troubled.text)
-    assert troubled.counts == {"differs": 2, "unsupported": 1, "infrastructure": 1}
-    assert "differs: 2 differs, 1 unsupported, 1 infrastructure\nreport: " in troubled.text
+    assert re.search(r"= 1 failed, 1 passed, 1 skipped, 1 error in ", troubled.text)
+    assert troubled.counts == {"differs": 1, "unsupported": 1, "infrastructure": 1, "conforms": 1}
+    assert "differs: 1 differs, 1 infrastructure, 1 unsupported, 1 conforms\n" in troubled.text
+    assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
 
 
 # --- a run that stops half-way ---
@@ -237,13 +248,13 @@ def check_incomplete(run: Run) -> None:
     assert run.code != 0
     assert run.counts == {"unsupported": 2, "not_run": 2}
     assert (run.summary["verdict"], run.summary["finished"]) == ("incomplete", None)
-    assert "incomplete: 2 unsupported, 2 not run\nreport: " in run.text
+    assert "incomplete: 2 not run, 2 unsupported\n" in run.text
     assert "The run did not finish" in (run.out / "report.html").read_text()
 
 
 def test_an_interrupted_run_is_incomplete(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP", "interrupt")
-    run = run_pytest_here(pytester, *TINY, "-p", "stop", "--parity-backend", "odd:Nothing")
+    run = run_pytest_here(pytester, *MINE, "-p", "stop", "--parity-backend", "odd:Nothing")
     assert "KeyboardInterrupt" in run.text
     check_incomplete(run)
 
@@ -251,7 +262,7 @@ def test_an_interrupted_run_is_incomplete(pytester: pytest.Pytester, monkeypatch
 def test_a_run_whose_worker_crashed_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP", "crash")
     workers = ("-n", "1", "--max-worker-restart", "0")
-    run = run_pytest(tmp_path, *TINY, *workers, "-p", "stop", "--parity-backend", "odd:Nothing")
+    run = run_pytest(tmp_path, *MINE, *workers, "-p", "stop", "--parity-backend", "odd:Nothing")
     assert "worker 'gw0' crashed while running" in run.text
     check_incomplete(run)
 
@@ -296,7 +307,7 @@ def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: 
     (tmp_path / "test_theirs.py").write_text(
         "import sys\n"
         "def test_theirs(request):\n"
-        "    assert not {'torch', 'conformance.plan.profile', 'reports'} & set(sys.modules)\n"
+        "    assert not {'torch', 'pydantic', 'conformance.plan.profile', 'reports'} & set(sys.modules)\n"
     )
     run = run_pytest(tmp_path, *arguments)
     assert run.code == 0, run.text

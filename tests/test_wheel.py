@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.plan.profile import Selection, profile_names, select_cells
+from conformance.plan.profile import profile_names, select_cells
+from conformance.plan.selection import Selection
 
 CHECKOUT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

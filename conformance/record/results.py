@@ -178,22 +178,35 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
     """
+    run, entries = read_verdicts(out)
+    said = {cell["id"]: cell.get("state") for cell in read_json(out / SUMMARY)["cells"]}
+    for entry in entries:
+        if (state := said[entry.cell]) != entry.verdict.state:
+            raise UsageError(
+                f"{out / entry.folder / VERDICT} says {entry.verdict.state}, the summary says {state}: one of them was "
+                f"edited or comes from another run; run the cells again"
+            )
+    return run, entries
+
+
+def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
+    """As ``read_run``, where the summary may be behind the verdicts: several processes write these, and none that."""
     summary = read_json(out / SUMMARY)
     try:
         run = Run(**{f.name: summary[f.name] for f in fields(Run)})
-        listed = [(str(cell["id"]), cell["state"], out / cell["folder"]) for cell in summary["cells"]]
+        listed = [(str(cell["id"]), out / cell["folder"]) for cell in summary["cells"]]
     except (KeyError, TypeError) as error:
         raise UsageError(f"{out / SUMMARY} lacks {error}: it was not written by `parity run`, or edited") from None
-    twice = [cell for cell, count in Counter(cell for cell, _, _ in listed).items() if count > 1]
+    twice = [cell for cell, count in Counter(cell for cell, _ in listed).items() if count > 1]
     if twice:
         raise UsageError(f"{out / SUMMARY} names {', '.join(twice)} twice; run into an empty folder")
     entries = []
-    for cell, state, folder in listed:
+    for cell, folder in listed:
         entry = read_entry(inside(out, folder) / VERDICT)
-        if (entry.cell, entry.verdict.state) != (cell, state):
+        if entry.cell != cell:
             raise UsageError(
-                f"{folder / VERDICT} is about {entry.cell} ({entry.verdict.state}), the summary says {cell} ({state}): "
-                f"one of them was edited or comes from another run; judge again"
+                f"{folder / VERDICT} is about {entry.cell}, the summary says {cell}: one of them was edited or comes "
+                f"from another run; run the cells again"
             )
         entries.append(entry)
     return run, entries
@@ -213,11 +226,11 @@ def read_entry(file: Path) -> Entry:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{file} is not as the suite wrote it ({error!r}): it was edited; judge again") from None
+        raise UsageError(f"{file} is not as the suite wrote it ({error!r}): it was edited; run the cells again") from None
     if verdict.state == "conforms" and (outside := verdict.findings):
         raise UsageError(
             f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
-            f"{file} was edited; judge again"
+            f"{file} was edited; run the cells again"
         )
     return entry
 

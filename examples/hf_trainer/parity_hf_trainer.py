@@ -10,16 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments, get_scheduler
 
-from conformance.backend import (
-    BackendInfo,
-    NamedTensors,
-    Shard,
-    StepMetrics,
-    Support,
-    Supported,
-    TensorKind,
-    Unsupported,
-)
+from conformance.backend import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -81,17 +72,16 @@ class HFTrainerBackend:
         self.trainer.train_dataset = [row for turn in zip(*ranks, strict=True) for rows in turn for row in rows]
         self.trainer.on_gradients = on_gradients
         self.trainer.train()
-        log, n = self.trainer.state.log_history[0], self.trainer.token_count
-        names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-        return StepMetrics(values={"token_count": n, **{key: log[theirs] for key, theirs in names.items()}})
+        log = self.trainer.state.log_history[0]
+        values = {"loss": log["loss"], "grad_norm": log["grad_norm"], "lr": log["learning_rate"]}
+        return StepMetrics(values=values | {"token_count": self.trainer.token_count})
 
-    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+    def named_tensors(self, kind: TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.trainer.model.named_parameters():
             yield name, parameter if kind == "weight" else parameter.grad
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        for name, tensor in self.named_tensors(kind, model):
-            yield Shard(name, "full", tensor.detach())
+        return (Shard(name, "full", tensor.detach()) for name, tensor in self.named_tensors(kind, model))
 
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():
