@@ -14,7 +14,6 @@ from conformance.plan.cell import Cell, Leg
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 
-
 # Groups of tests that one worker runs one after another, the longest first, so that none is left over at the end.
 LONG = (
     "cells-megatron",

@@ -169,9 +169,7 @@ def train(trainable: Any, step: Batch, *, want: Sequence[str]) -> float:
     return trainable.optimizer_step()
 
 
-def run(
-    trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None
-) -> list[Outputs]:
+def run(trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None) -> list[Outputs]:
     """Forward and backward with ``loss_of``, divided by ``count``; forward only without it."""
 
     def loss(index: int, outputs: Outputs) -> Tensor:

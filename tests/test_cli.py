@@ -100,9 +100,7 @@ def test_the_reproduce_command_names_the_cell(out: Path) -> None:
         assert verdict["reproduce"].endswith(f"--cells {verdict['cell']}")
 
 
-def test_a_planted_fault_makes_the_run_differ(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_fault_makes_the_run_differ(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*PLAIN, "--profile", profile, "--faults", "inverted-clip", "--cells", CONFORMS, "--json"]
     assert cli.main(["run", *arguments, "--out", str(tmp_path / "out")]) == 1
     (cell,) = json.loads(capsys.readouterr().out)["cells"]

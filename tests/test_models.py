@@ -1,4 +1,4 @@
-"""Hugging Face folders: as which class each one loads, and what a value model is."""
+"""Hugging Face folders: as which class each one loads, and what a value model is; backends by name."""
 
 import json
 import shutil
@@ -10,9 +10,11 @@ import transformers
 from fsdp2_tasks import value_folder
 from safetensors.torch import load_file, save_file
 
+from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.models import load_model
+from impl.strategy import CONTEXTS, ContextConfig, get_context
 
 MODELS = FIXTURES / "models"
 FAMILIES = ["pangu", "llama", "qwen3", "gemma3"]
@@ -93,3 +95,9 @@ def test_value_models_of_two_families_do_not_touch_each_others_classes(tmp_path:
     assert loaded.get_output_embeddings() is not None
     assert "lm_head" in loaded.tp_plan
     assert json.loads((MODELS / "llama" / "config.json").read_text())["architectures"] == [type(loaded).__name__]
+
+
+def test_an_unknown_backend_lists_the_known_ones() -> None:
+    config = ContextConfig(layout=Layout(), precision="fp32", device="cpu", accumulation=1, packed=False)
+    with pytest.raises(UsageError, match=f"unknown backend 'typo'; use one of {', '.join(CONTEXTS)}"):
+        get_context("typo", config)

@@ -137,7 +137,9 @@ def test_every_built_in_kind_has_functions_on_both_sides(kind: str) -> None:
 @pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives])
 def test_neither_side_takes_an_unknown_kind_for_another(side: Any) -> None:
     who = "the oracle" if "oracle" in side.__name__ else "impl/objectives.py"
-    with pytest.raises(UsageError, match=rf"{who}.* does not know the objective 'test_objective_kinds:Nobodys' \(known: sft"):
+    with pytest.raises(
+        UsageError, match=rf"{who}.* does not know the objective 'test_objective_kinds:Nobodys' \(known: sft"
+    ):
         side.functions_of(Nobodys())
 
 

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import conformance.oracle
 from conformance.batch import Batch, Document, Row
-from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
 from conformance.oracle.run import POLICIES, PolicyName, observe, run_oracle
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm
 from conformance.paths import FIXTURES
 from conformance.record.tensors import Record, read_record
+from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
 
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from conformance.run.exact import exact_tier
 from conformance.oracle.architecture import FULL, SLIDING, read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
+from conformance.run.exact import exact_tier
 
 
 def folder(family: str) -> Path:
