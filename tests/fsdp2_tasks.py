@@ -187,9 +187,9 @@ def errors_of_models(
 ) -> dict[str, dict[str, float]]:
     """Largest relative errors of outputs, gradients and updates of each model.
 
-    All models lie in one context, of any backend that has ``model``. First all of them are only run forward, then those that are trained are run again,
-    and only then gradients are looked at. ``models``: by name, its ``folder``, ``head``, ``want`` and whether it is
-    ``trained``.
+    All models lie in one context of the backend. First all of them are only run forward, then those that are trained
+    are run again, and only then gradients are looked at. ``models``: by name, its ``folder``, ``head``, ``want`` and
+    whether it is ``trained``.
     """
     step = batch(packed=packed)
     count = sum(row.target_count for row in step.rows)

@@ -1,8 +1,9 @@
 """Megatron's contexts and trainables, without the engine: several models at a time, every output, any layout.
 
-The cells of the engine are in tests/test_megatron.py.
+The cells of the engine are in tests/test_cells_megatron.py.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import exhaustive
 from safetensors.torch import load_file
 
 from conformance.inputs.model import prepare_model
@@ -68,27 +70,27 @@ def run_ranks(pool: Pool, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("family", "layout", "optimizer"),
     [
-        ("pangu", "dp1", "adamw"),
-        ("llama", "dp2", "sgd"),
-        ("qwen3", "dp2.zero1", "adamw"),
+        exhaustive("pangu", "dp1", "adamw"),
+        exhaustive("llama", "dp2", "sgd"),
+        exhaustive("qwen3", "dp2.zero1", "adamw"),
         ("qwen3", "dp2.zero1.overlap", "adamw"),
         ("pangu", "tp2", "adamw"),
-        ("qwen3", "tp2", "adamw"),
-        ("pangu", "tp2.seqpar", "adamw"),
-        ("llama", "tp2.seqpar.ckpt", "adamw"),
+        exhaustive("qwen3", "tp2", "adamw"),
+        exhaustive("pangu", "tp2.seqpar", "adamw"),
+        exhaustive("llama", "tp2.seqpar.ckpt", "adamw"),
         ("qwen3", "tp2.seqpar", "sgd"),
-        ("pangu", "pp2", "adamw"),
-        ("qwen3", "pp2.vpp2", "adamw"),
+        exhaustive("pangu", "pp2", "adamw"),
+        exhaustive("qwen3", "pp2.vpp2", "adamw"),
         ("llama", "pp2.vpp2.overlap", "sgd"),
-        ("pangu", "sp2", "adamw"),
-        ("qwen3", "sp2.zigzag", "sgd"),
-        ("llama", "sp2.torchcp", "adamw"),
+        exhaustive("pangu", "sp2", "adamw"),
+        exhaustive("qwen3", "sp2.zigzag", "sgd"),
+        exhaustive("llama", "sp2.torchcp", "adamw"),
         ("pangu", "sp2.pp2.torchcp", "adamw"),
-        ("pangu", "tp2.pp2", "adamw"),
-        ("qwen3", "tp2.pp2.vpp2.seqpar", "adamw"),
-        ("qwen3", "sp2.pp2.ring", "adamw"),
-        ("llama", "sp2.tp2.seqpar", "adamw"),
-        ("llama", "dp2.pp2.vpp2.zero1.overlap", "adamw"),
+        exhaustive("pangu", "tp2.pp2", "adamw"),
+        exhaustive("qwen3", "tp2.pp2.vpp2.seqpar", "adamw"),
+        exhaustive("qwen3", "sp2.pp2.ring", "adamw"),
+        exhaustive("llama", "sp2.tp2.seqpar", "adamw"),
+        exhaustive("llama", "dp2.pp2.vpp2.zero1.overlap", "adamw"),
     ],
 )
 def test_a_policy_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(
@@ -102,8 +104,17 @@ def test_a_policy_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(
         assert errors.keys() >= outputs | {"reference weights"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["dp2.zero1", "tp2.seqpar", "pp2.vpp2"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("dp2.zero1", "bf16"),
+        ("pp2.vpp2", "fp16"),
+        ("tp2.seqpar", "fp32"),
+        *itertools.starmap(
+            exhaustive, itertools.product(("dp2.zero1", "tp2.seqpar", "pp2.vpp2"), ("fp32", "bf16", "fp16"))
+        ),
+    ],
+)
 def test_a_frozen_model_holds_rounded_weights_and_gives_what_a_trained_one_gives(
     run_ranks: Any, folders: Folders, layout: str, precision: Precision
 ) -> None:
@@ -111,7 +122,7 @@ def test_a_frozen_model_holds_rounded_weights_and_gives_what_a_trained_one_gives
         assert differences == {"logprobs": 0.0, "entropy": 0.0, "values": 0.0}
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2.zero1", "pp2"])
+@pytest.mark.parametrize("layout", [exhaustive("dp2"), "dp2.zero1", exhaustive("pp2")])
 def test_an_overflow_in_fp16_has_no_norm_and_makes_no_update(run_ranks: Any, folders: Folders, layout: str) -> None:
     for norm, changed in run_ranks("overflow", layout, folders=folders["llama"]):
         assert norm != norm
@@ -144,7 +155,13 @@ def test_the_last_context_of_a_layout_destroys_its_groups_and_another_layout_has
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("pangu", "dp1"), ("pangu", "tp2"), ("qwen3", "pp2.vpp2"), ("llama", "tp2.pp2.zero1"), ("qwen3", "tp4")],
+    [
+        exhaustive("pangu", "dp1"),
+        ("pangu", "tp2"),
+        ("qwen3", "pp2.vpp2"),
+        exhaustive("llama", "tp2.pp2.zero1"),
+        exhaustive("qwen3", "tp4"),
+    ],
 )
 def test_a_saved_model_is_the_one_that_was_loaded(
     run_ranks: Any, folders: Folders, tmp_path: Path, family: str, layout: str
@@ -166,7 +183,12 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
 
 @pytest.mark.parametrize(
     ("layout", "other"),
-    [("tp2.seqpar", "pp2.vpp2"), ("pp2", "dp2.zero1"), ("dp2.zero1", "sp2"), ("dp2.zero1.overlap", "tp2.zero1")],
+    [
+        ("tp2.seqpar", "pp2.vpp2"),
+        exhaustive("pp2", "dp2.zero1"),
+        exhaustive("dp2.zero1", "sp2"),
+        ("dp2.zero1.overlap", "tp2.zero1"),
+    ],
 )
 def test_training_goes_on_in_another_layout(
     run_ranks: Any, folders: Folders, tmp_path: Path, layout: str, other: str
@@ -175,7 +197,7 @@ def test_training_goes_on_in_another_layout(
     assert max(run_ranks("go_on_elsewhere", layout, other=other, folders=folders["qwen3"], out=out)) < HONEST
 
 
-@pytest.mark.parametrize("layout", ["tp2.seqpar", "pp2.vpp2", "dp2.zero1"])
+@pytest.mark.parametrize("layout", [exhaustive("tp2.seqpar"), "pp2.vpp2", exhaustive("dp2.zero1")])
 def test_fsdp2_gives_the_same_bits_before_and_after_megatron(run_ranks: Any, folders: Folders, layout: str) -> None:
     plain_layout = "tp2" if "tp2" in layout else "dp2"
     assert all(run_ranks("fsdp2_around", layout, plain_layout=plain_layout, folders=folders["qwen3"]))
