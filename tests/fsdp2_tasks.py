@@ -169,9 +169,7 @@ def train(trainable: Any, step: Batch, *, want: Sequence[str]) -> float:
     return trainable.optimizer_step()
 
 
-def run(
-    trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None
-) -> list[Outputs]:
+def run(trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None) -> list[Outputs]:
     """Forward and backward with ``loss_of``, divided by ``count``; forward only without it."""
 
     def loss(index: int, outputs: Outputs) -> Tensor:
@@ -189,9 +187,9 @@ def errors_of_models(
 ) -> dict[str, dict[str, float]]:
     """Largest relative errors of outputs, gradients and updates of each model.
 
-    All models lie in one context, of any backend that has ``model``. First all of them are only run forward, then those that are trained are run again,
-    and only then gradients are looked at. ``models``: by name, its ``folder``, ``head``, ``want`` and whether it is
-    ``trained``.
+    All models lie in one context, of any backend that has ``model``. First all of them are only run forward, then those
+    that are trained are run again, and only then gradients are looked at. ``models``: by name, its ``folder``,
+    ``head``, ``want`` and whether it is ``trained``.
     """
     step = batch(packed=packed)
     count = sum(row.target_count for row in step.rows)
