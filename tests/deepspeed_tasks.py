@@ -16,7 +16,7 @@ import transformers
 from conformance.batch import read_batches
 from conformance.layout import Layout
 from conformance.run.exact import exact_tier
-from conformance.scenario import Scenario, parse_scenario
+from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, parse_scenario
 from conformance.validation import UsageError
 from conformance.world import RankContext
 from impl.collate import collate
@@ -167,10 +167,7 @@ def cut_by_tensor_parallelism(context: RankContext, *, layout: str, model: str) 
     inside = DeepspeedContext(config)
     inside.setup_distributed()
     trainable = inside.new_trainable("value")
-    scenario = parse_scenario(
-        {"name": "any", "model": "any", "precision": "fp32", "optimizer": {"name": "sgd", "lr": 1}}
-    )
-    trainable.prepare(trainable.load_model(Path(folder)), scenario.optimizer, scenario.schedule)
+    trainable.prepare(trainable.load_model(Path(model)), OptimizerConfig(name="sgd", lr=1), ScheduleConfig())
     cut = [shard.name for shard in trainable.local_shards("weight") if shard.region.startswith("tp")]
     trainable.teardown()
     inside.teardown()
