@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from conformance.inputs.model import prepare_model
+from conformance.objective import Role
 from conformance.oracle.architecture import FULL, SLIDING, read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
 from conformance.run.exact import exact_tier
+from conformance.scenario import OptimizerConfig, Scenario
+from impl.models import load_model
+
+FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
+TOKENS = torch.randint(3, 260, (40,), generator=torch.Generator().manual_seed(0))  # more than gemma3's window
 
 
 def folder(family: str) -> Path:
@@ -28,6 +35,12 @@ def edited(family: str, tmp_path: Path, **changes: Any) -> Path:
     kept = {key: value for key, value in values.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
     return tmp_path
+
+
+def value_model(family: str, tmp_path: Path) -> Path:
+    optimizer = OptimizerConfig(name="sgd", lr=0.1)
+    scenario = Scenario(name="any", model=f"models/{family}", precision="exact", optimizer=optimizer)
+    return prepare_model(scenario, Role(name="critic", head="value"), tmp_path / "critic")
 
 
 def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
@@ -99,7 +112,6 @@ def test_optional_features_agree_with_transformers(tmp_path: Path) -> None:
         "llama": {"mlp_bias": True, "attention_bias": True},
         "gemma3": {"final_logit_softcapping": 3.0, "attention_bias": True},
     }
-    tokens = torch.randint(3, 260, (40,), generator=torch.Generator().manual_seed(0))
     for family, change in changes.items():
         model_folder = edited(family, tmp_path, **change)
         architecture = read_architecture(model_folder)
@@ -111,9 +123,69 @@ def test_optional_features_agree_with_transformers(tmp_path: Path) -> None:
         save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
         with exact_tier(), torch.no_grad():
             model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-            found = model(input_ids=tokens[None], use_cache=False).logits[0]
-        expected = forward(tokens, weights, architecture, POLICIES["float64"])
+            found = model(input_ids=TOKENS[None], use_cache=False).logits[0]
+        expected = forward(TOKENS, weights, architecture, POLICIES["float64"])
         assert (found - expected).norm() < 1e-13 * expected.norm(), family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_their_gradients_agree_with_transformers(tmp_path: Path, family: str) -> None:
+    critic = value_model(family, tmp_path)
+    architecture = read_architecture(critic)
+    weights = {n: w.requires_grad_() for n, w in load_weights(critic, architecture, torch.float64).items()}
+    expected = forward(TOKENS, weights, architecture, POLICIES["float64"])
+    expected.square().mean().backward()  # type: ignore[no-untyped-call]
+    with exact_tier():
+        model = load_model(critic, dtype=torch.float64, attention="eager", head="value")
+        found = model(input_ids=TOKENS[None], use_cache=False).logits[0]
+        found.square().mean().backward()
+    assert expected.shape == found.shape == (40, 1)
+    assert expected.std() > 0.1
+    assert (found - expected).norm() < 1e-13 * expected.norm()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert theirs.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert weight.grad is not None
+        assert (theirs[name] - weight.grad).norm() < 1e-13 * weight.grad.norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])  # pangu's own code has no such class
+def test_a_value_model_is_what_transformers_calls_sequence_classification(tmp_path: Path, family: str) -> None:
+    """It classifies a sequence by the number at its last token."""
+    critic = value_model(family, tmp_path)
+    architecture = read_architecture(critic)
+    values = forward(TOKENS, load_weights(critic, architecture, torch.float64), architecture, POLICIES["float64"])
+    with exact_tier(), torch.no_grad():
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            critic, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+        )
+        label = model(input_ids=TOKENS[None], use_cache=False).logits
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (label[0] - values[-1]).abs() < 1e-13 * values.abs().max()
+
+
+@pytest.mark.parametrize("changes", [{"num_labels": 2}, {"num_labels": 0}])
+def test_a_value_model_has_one_label(tmp_path: Path, changes: dict[str, Any]) -> None:
+    classifier = {"architectures": ["LlamaForSequenceClassification"], **changes}
+    with pytest.raises(ValueError, match=f"num_labels={changes['num_labels']}.*only computes num_labels=1"):
+        read_architecture(edited("llama", tmp_path, **classifier))
+
+
+def test_labels_mean_nothing_to_a_language_model_and_are_not_ignored(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not know for this model: num_labels"):
+        read_architecture(edited("llama", tmp_path, num_labels=1))
+
+
+def test_final_soft_capping_is_for_logits_and_not_for_values(tmp_path: Path) -> None:
+    names = ["Gemma3ForSequenceClassification"]
+    capped = edited("gemma3", tmp_path, final_logit_softcapping=0.01, architectures=names, tie_word_embeddings=False)
+    architecture = read_architecture(capped)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+        for name, shape in parameter_shapes(architecture).items()
+    }
+    assert forward(TOKENS, weights, architecture, POLICIES["float64"]).abs().max() > 0.1
 
 
 def test_weights_in_several_files_are_read_and_checked(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_cell
 
-from conformance.batch import Document, Row
+from conformance.batch import Column, Document, Row
 from conformance.inputs.documents import build_batches
 from conformance.oracle.attention import packed_attention
 from conformance.paths import resolve
@@ -142,7 +142,7 @@ def micro_batch() -> MicroBatch:
 
     def document(length: int) -> Document:
         tokens = tuple(next(numbers) for _ in range(length))
-        columns = {"per_token": tuple(token / 8 for token in tokens), "per_document": -float(length)}
+        columns: dict[str, Column] = {"per_token": tuple(token / 8 for token in tokens), "per_document": -float(length)}
         return Document(tokens, (False, *(True,) * (length - 1)), columns)
 
     documents = [document(length) for length in (5, 4, 3)]

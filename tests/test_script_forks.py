@@ -75,7 +75,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(forker: Forker, f
     hangs = "import subprocess; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); child.wait()"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         forker.run(write(folder, hangs), timeout=0.5)
-    assert is_dead_soon(int(caught.value.stdout))
+    assert is_dead_soon(int(str(caught.value.stdout)))
     assert forker.run(write(folder, "print('next')"), timeout=60).stdout == "next\n"
 
 
