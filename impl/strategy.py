@@ -66,9 +66,9 @@ class Trainable(Protocol):
     ) -> list[Outputs]:
         """Run all micro-batches of an optimizer step in the order that suits the library; forward only without a loss.
 
-        ``loss(index, outputs)`` gets what ``want`` names of ``inputs[index]``, (rows, length): ranks of a ring hold parts
-        of the rows and get whole rows. The gradient is that of the sum of losses over data ranks and micro-batches.
-        Returns these outputs, detached, on every rank.
+        ``loss(index, outputs)`` gets what ``want`` names of ``inputs[index]``, (rows, length): ranks of a ring hold
+        parts of the rows and get whole rows. The gradient is that of the sum of losses over data ranks and
+        micro-batches. Returns these outputs, detached, on every rank.
         """
         ...
 

@@ -1,5 +1,5 @@
-"""The oracle's runs: complete records, every precision with its own error, optimizers that begin anew, and several models
-side by side. Serves claims 1, 5 and 6."""
+"""The oracle's runs: complete records, every precision with its own error, optimizers that begin anew, and several
+models side by side. Serves claims 1, 5 and 6."""
 
 from dataclasses import replace
 from functools import cache

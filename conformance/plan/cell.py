@@ -58,8 +58,8 @@ class Cell:
         name = f"program {self.program!r}" if self.program else "the cell"
         if self.legs[-1].steps < 0:  # what was left for it
             raise UsageError(
-                f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and scenario "
-                f"{self.scenario.name} has {self.scenario.steps}; give them fewer"
+                f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and "
+                f"scenario {self.scenario.name} has {self.scenario.steps}; give them fewer"
             )
         if (total := sum(leg.steps for leg in self.legs)) != self.scenario.steps:
             raise UsageError(

@@ -226,7 +226,9 @@ def read_entry(file: Path) -> Entry:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{file} is not as the suite wrote it ({error!r}): it was edited; run the cells again") from None
+        raise UsageError(
+            f"{file} is not as the suite wrote it ({error!r}): it was edited; run the cells again"
+        ) from None
     if verdict.state == "conforms" and (outside := verdict.findings):
         raise UsageError(
             f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "

@@ -19,6 +19,7 @@ import torch
 
 from conformance import oracle
 from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
+from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
 from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
@@ -150,10 +151,12 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Dev
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     parts = [values, policy, list(cell.restarts), torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
     digest.update(json.dumps(parts, sort_keys=True).encode())
-    source = inspect.getsourcefile(type(cell.scenario.objective))
+    objective = cell.scenario.objective
+    sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}
     package = Path(oracle.__file__).parent
-    files = [inputs.batches, *sorted(package.glob("*.py")), *([Path(source)] if source else [])]
-    files += [package.parent / name for name in ("observable.py", "record/format.py", "record/tensors.py")]
+    files = [inputs.batches, *sorted(package.glob("*.py")), *sorted(Path(source) for source in sources if source)]
+    files += [package.parent / name for name in ("batch.py", "observable.py", "scenario.py")]
+    files += [package.parent / "record" / name for name in ("format.py", "tensors.py")]
     for role, folder in sorted(inputs.models.items()):
         digest.update(role.encode())
         files += sorted(
