@@ -87,7 +87,7 @@ BUILT_IN: dict[str, type[Any]] = {"sft": Sft}
 
 def all_observables(objective: Objective) -> tuple[Observable, ...]:
     """The objective's and the engine's observables, in causal order: weights, outputs, losses, then model by model."""
-    loaded = [o for role in objective.roles for o in loaded_observables(role.prefix)]
+    loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix)]
     return (*loaded, *objective.observables(), *trained)
 

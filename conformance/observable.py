@@ -32,6 +32,8 @@ class Observable:
     required: a record without it cannot be judged.
     replicated: which ranks hold the same numbers: the ``holders`` of the same shard or row, ``all ranks``, or ``no``
         others.
+    rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
+        it may be although nothing is computed.
     norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
     column: the column of the comparison between backends in which it is shown; empty: in none.
     drawn: whether reports draw it as a curve over the steps.
@@ -45,6 +47,7 @@ class Observable:
     scale: str = ""
     required: bool = True
     replicated: Replicated = "no"
+    rounded: bool = False
     norm_of: str = ""
     column: str = ""
     drawn: bool = False
@@ -59,7 +62,7 @@ class Observable:
     @property
     def exact_bound(self) -> float | None:
         """A bound that holds in every precision, because nothing is computed; None where the tolerance rule decides."""
-        return SETTING_ERROR if self.kind == "setting" or self.when == "loaded" else None
+        return SETTING_ERROR if (self.kind == "setting" or self.when == "loaded") and not self.rounded else None
 
     def applies(self, step: int) -> bool:
         """Whether it is judged at a step: -1 is as loaded, 0 the first optimizer step."""
@@ -77,9 +80,10 @@ def model_key(model: str, key: str) -> str:
     return f"{model}.{key}" if model else key
 
 
-def loaded_observables(model: str) -> tuple[Observable, ...]:
-    """What the engine declares of every model, trained or frozen. ``model`` is empty for the policy."""
-    return (Observable(key=model_key(model, "weight"), stage=_stage(model, "weights"), kind="tensors", when="loaded"),)
+def loaded_observables(model: str, *, trained: bool) -> tuple[Observable, ...]:
+    """What the engine declares of every model. ``model`` is empty for the policy."""
+    key, stage = model_key(model, "weight"), _stage(model, "weights")
+    return (Observable(key=key, stage=stage, kind="tensors", when="loaded", rounded=not trained),)
 
 
 def trained_observables(model: str) -> tuple[Observable, ...]:

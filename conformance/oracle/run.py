@@ -100,7 +100,9 @@ def run_oracle(
 
 def _load(role: Role, folder: Path, policy: Policy, device: str) -> Model:
     architecture = read_architecture(folder)
-    weights = {name: w.to(device) for name, w in load_weights(folder, architecture, policy.stable).items()}
+    # There are masters of what is trained; a frozen model is held in the precision that it computes in.
+    held = policy.stable if role.trained else policy.compute
+    weights = {name: w.to(device) for name, w in load_weights(folder, architecture, held).items()}
     return Model(role=role, architecture=architecture, weights=weights)
 
 

@@ -29,7 +29,7 @@ from impl.files import write_model
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
 from impl.optimizers import learning_rates, parameter_groups, torch_optimizer
-from impl.outputs import Outputs, Wanted, token_statistics
+from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 
 if TYPE_CHECKING:
@@ -165,12 +165,7 @@ class DeepspeedTrainable:
     def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """Of the tokens that this rank holds, in the shape of ``inputs``."""
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
-        if self.head == "value":
-            assert want == {"values"}, "a value model has no vocabulary"
-            return Outputs(values=logits.squeeze(-1).float().where(inputs.real, 0))
-        assert "values" not in want, "a language model has no values"
-        logprobs, entropy = token_statistics(logits, inputs.labels, temperature=temperature, entropy="entropy" in want)
-        return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
+        return outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)

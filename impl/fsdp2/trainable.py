@@ -69,8 +69,6 @@ class Fsdp2Trainable:
     ) -> None:
         model.to(self.context.config.device)
         self.model, self.trained = model, optimizer is not None
-        if optimizer is None:
-            model.eval().requires_grad_(False)
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.context.config.layout.tp > 1:
@@ -79,6 +77,8 @@ class Fsdp2Trainable:
                 apply_explicit_plan(model, mesh, sequence="seqpar" in self.options, loss="losspar" in self.options)
             else:
                 apply_model_plan(model, mesh, shipped="shipped" in self.options)
+        if optimizer is None:  # only now: plans make parameters anew, which want gradients
+            model.eval().requires_grad_(False)
         self._shard(model)
         if optimizer is not None:
             self.max_grad_norm = optimizer.max_grad_norm

@@ -34,7 +34,7 @@ from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, fill, parameter_names
 from impl.micro_batches import Loss
-from impl.outputs import OutputName, Outputs, Wanted, token_statistics
+from impl.outputs import Outputs, Wanted, outputs_of
 
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
@@ -206,23 +206,20 @@ class MegatronTrainable:
         1), put together to whole rows."""
         own, ring = part.own, part.documents.ring
         assert ring is not None
-        found: dict[OutputName, Tensor | None] = {}
-        if self.head == "value":
-            found["values"] = result[..., 0].where(own.real, 0)
-        else:
+        if self.head == "causal" and "shipped" not in self.options:
             # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
-            shipped = "shipped" in self.options
-            found["logprobs"], found["entropy"] = token_statistics(
-                result if shipped else mask_padding(result, vocab=self.shape.vocab),
-                own.labels,
-                temperature=temperature,
-                group=parallel_state.get_tensor_model_parallel_group(),
-                vocab_start=parallel_state.get_tensor_model_parallel_rank() * result.shape[-1],
-                entropy="entropy" in want,
-            )
+            result = mask_padding(result, vocab=self.shape.vocab)
+        found = outputs_of(
+            result,
+            own,
+            head=self.head,
+            want=want,
+            temperature=temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=parallel_state.get_tensor_model_parallel_rank() * result.shape[-1],
+        )
         rows, length = part.whole.tokens.shape
-        asked = Outputs(**{name: found[name] for name in want})
-        return asked.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))
+        return found.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))
 
     def backward(self, loss: Tensor) -> Tensor:
         """What the schedule is to take the gradient of."""
