@@ -14,39 +14,30 @@ from conformance.plan.cell import Cell, Leg
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 
-# Groups of tests that one worker runs one after another, the longest first, so that none is left over at the end.
+# Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
-    "cells-megatron",
-    "cells-deepspeed",
-    "cells-fsdp2",
+    "test_faults",
+    "test_cells_megatron",
+    "test_cells_deepspeed",
+    "test_cells_fsdp2",
     "test_findings",
-    "test_world_failures",
     "test_pytest_plugin",
+    "test_toy_objectives",
     "test_deepspeed",
-    "test_megatron",
+    "test_megatron_models",
+    "test_fsdp2_models",
+    "test_world_failures",
+    "test_liars",
+    "test_handover",
+    "test_hf_trainer",
     "test_ring_attention",
     "test_cli",
 )
 
 
-def group_of(item: pytest.Item) -> str:
-    """Tests of a backend's cells share its worlds; all others stay with their file."""
-    parameters = getattr(item, "callspec", None)
-    backend = parameters.params.get("backend") if parameters else None
-    if isinstance(backend, str) and f"cells-{backend}" in LONG:
-        return f"cells-{backend}"
-    return item.path.stem.replace("test_cells_", "cells-")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        group = group_of(item)
-        return LONG.index(group) if group in LONG else len(LONG)
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=place)
+    places = {stem: place for place, stem in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
