@@ -9,6 +9,7 @@ The protocol is coarse on purpose, so that frameworks which own their training s
 "train, then ask": gradients are asked for *during* the step, because afterwards they are clipped, freed or stale.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ import torch
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from conformance.validation import UsageError
 
 ENTRY_POINT_GROUP = "parity.backends"
 EXTRAS = ("deepspeed", "megatron")  # of this distribution, named as the backends that need them
@@ -179,7 +181,7 @@ class BackendEntry:
     target: str
 
     def load(self) -> type[Backend]:
-        """Import the adapter. Raises MissingExtra when a package is absent, ValueError for a wrong target."""
+        """Import the adapter. Raises MissingExtra when a package is absent, UsageError for a wrong target."""
         module_name, _, attribute = self.target.partition(":")
         try:
             adapter: type[Backend] = getattr(import_module(module_name), attribute)
@@ -187,14 +189,17 @@ class BackendEntry:
         except ModuleNotFoundError as error:
             missing = (error.name or "").partition(".")[0]
             if missing == module_name.partition(".")[0]:
-                raise ValueError(
-                    f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}; "
-                    f"check the spelling, set PYTHONPATH to its folder, or reinstall the package that registers it"
+                standing = getattr(sys.modules.get(missing), "__file__", None)
+                other = f" (the package {missing!r} that was found is {standing})" if standing else ""
+                raise UsageError(
+                    f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}{other}; "
+                    f"check the spelling, set PYTHONPATH to its folder, reinstall the package that registers it, or "
+                    f"run where no other package of this name comes first"
                 ) from None
             extra = f"'backend-parity[{self.name}]'" if self.name in EXTRAS else missing
             raise MissingExtra(f"{missing} is not installed; run: pip install {extra}") from error
         except AttributeError:
-            raise ValueError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
+            raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
         except Exception as error:  # whatever a plug-in does when it is imported is no reason to stop the others
             raise MissingExtra(f"backend {self.name!r} cannot be imported here: {error}") from error
 
@@ -212,13 +217,13 @@ def registered_backends() -> dict[str, BackendEntry]:
 def find_backend(name: str) -> BackendEntry:
     """Look up an adapter by registered name, or by ``module:Class`` for one that is not installed.
 
-    Raises ValueError that lists the registered names.
+    Raises UsageError that lists the registered names.
     """
     if ":" in name:
         return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
     registered = registered_backends()
     if name not in registered:
-        raise ValueError(
+        raise UsageError(
             f"unknown backend {name!r}; registered: {', '.join(registered) or 'none'}. "
             f"A backend of your own: register it under the entry point {ENTRY_POINT_GROUP!r}, or give module:Class"
         )

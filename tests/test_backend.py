@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.backend import BackendEntry, MissingExtra, find_backend, registered_backends
+from conformance.validation import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,7 +85,7 @@ def imported(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("conformance", {"impl"}),
+        ("conformance", {"impl", "reports"}),
         ("reports", {"impl"}),
         ("conformance/oracle", {"impl", "transformers", "deepspeed", "megatron"}),
         ("impl", {"reports"}),
@@ -93,3 +94,13 @@ def imported(file: Path) -> set[str]:
 def test_arrows_run_one_way(package: str, forbidden: set[str]) -> None:
     for file in (ROOT / package).rglob("*.py"):
         assert not imported(file) & forbidden, file
+
+
+def test_another_package_that_stands_in_the_way_of_a_backend_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in_the_way").mkdir()
+    (tmp_path / "in_the_way" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"no module 'in_the_way.adapter' \(the package .*in_the_way/__init__.py"):
+        BackendEntry(name="other", target="in_the_way.adapter:Backend").load()

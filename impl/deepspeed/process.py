@@ -77,7 +77,7 @@ def _set_up(device: str) -> None:
         # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
         _replace(deepspeed.ops, "__compatible_ops__", {})
         # It asks oneDNN, which has float16 on CPUs with AVX512-FP16 or AMX only. torch's own kernels, which compute
-        # instead then, have it on any CPU.
+        # instead then, have it on any CPU (docs/findings/deepspeed-cpu-fp16.md).
         _replace(get_accelerator(), "is_fp16_supported", lambda: True)
     else:
         # For ops that are compiled at first use. Its builder cannot read "9.0a" in this variable (DeepSpeed#8619).
