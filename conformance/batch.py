@@ -110,7 +110,8 @@ def write_batches(path: Path, batches: Sequence[Batch]) -> None:
         flat = values if single else [number for column in values for number in column]  # type: ignore[union-attr]
         tensors[f"column/{name}"] = torch.tensor(flat, dtype=torch.float64)
     numbers = [{"step": batch.step, "max_len": batch.max_len} for batch in batches]
-    save_file(tensors, path, metadata={"steps": json.dumps(numbers), "columns": json.dumps(kinds)})
+    # One entry: safetensors writes several in any order, and equal batches have to be equal files.
+    save_file(tensors, path, metadata={"batches": json.dumps({"steps": numbers, "columns": kinds})})
 
 
 def read_batches(path: Path) -> list[Batch]:
@@ -119,8 +120,8 @@ def read_batches(path: Path) -> list[Batch]:
 
     with safe_open(path, framework="pt") as file:
         held = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
-    kinds: dict[str, str] = json.loads(metadata["columns"])
+        metadata = json.loads(file.metadata()["batches"])
+    kinds: dict[str, str] = metadata["columns"]
     documents = []
     for number, (start, end) in enumerate(_spans(held["documents"])):
         columns: dict[str, Column] = {
@@ -131,7 +132,7 @@ def read_batches(path: Path) -> list[Batch]:
     rows = [tuple(documents[start:end]) for start, end in _spans(held["rows"])]
     return [
         Batch(numbers["step"], numbers["max_len"], tuple(Row(i, row) for i, row in enumerate(rows[start:end])))
-        for numbers, (start, end) in zip(json.loads(metadata["steps"]), _spans(held["steps"]), strict=True)
+        for numbers, (start, end) in zip(metadata["steps"], _spans(held["steps"]), strict=True)
     ]
 
 

@@ -1,6 +1,7 @@
-"""What tests of cells share: cells of two steps, verdicts, and what honest cells show.
+"""What tests of cells share: small cells, verdicts, and what honest cells show.
 
-Two steps show every stage: the first update and a later one. Where more are the point, a test asks for them.
+Two steps show every stage: the first update and a later one. Twelve rows give each of two data ranks three
+micro-batches of two rows, and leave one of them without a target. Where more is the point, a test asks for it.
 """
 
 import functools
@@ -18,7 +19,7 @@ from conformance.run.session import Session
 from conformance.scenario import Precision
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
-STEPS = 2
+STEPS, ROWS = 2, 12
 BACKENDS = {
     "fsdp2": BackendEntry(name="fsdp2", target="impl.fsdp2.adapter:Fsdp2Backend"),
     "deepspeed": BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend"),
@@ -30,9 +31,8 @@ exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
 ) -> Cell:
-    """A cell of two steps, but for sft-warmup, which is saved after its second."""
-    if scenario != "sft-warmup":
-        overrides = {"steps": STEPS} | overrides
+    """A cell of two steps, but for sft-warmup, which is saved after its second and has two more."""
+    overrides = {"rows": ROWS, "steps": 2 * STEPS if scenario == "sft-warmup" else STEPS} | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
 
 

@@ -63,13 +63,15 @@ def make_cell(
     faults: tuple[str, ...] = (),
     backend: BackendEntry | None = None,
     scenarios: Path = FIXTURES / "scenarios",
+    rows: int | None = None,
     **overrides: Any,
 ) -> Cell:
-    """A cell of the built-in fixtures; ``overrides`` are fields of the scenario.
+    """A cell of the built-in fixtures; ``overrides`` are fields of the scenario, ``rows`` those of an optimizer step.
 
     The scenario ``sft-warmup`` is saved after two steps and goes on in fresh processes.
     """
-    config = load_scenario(scenarios / f"{scenario}.toml", model=f"models/{model}", precision=precision, **overrides)
+    file, data = scenarios / f"{scenario}.toml", {"rows": rows} if rows else {}
+    config = load_scenario(file, data_overrides=data, model=f"models/{model}", precision=precision, **overrides)
     chosen, parsed = backend or find_backend("fsdp2"), Layout.parse(layout)
     if scenario == "sft-warmup":
         before = Leg(backend=chosen, layout=parsed, steps=2, save="checkpoint")

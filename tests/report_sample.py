@@ -119,7 +119,7 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
     ran = state in ("conforms", "differs", "expected_difference")
     observables = all_observables(Sft())
     if cell == CRITIC:
-        observables = (*loaded_observables("critic"), *observables, *trained_observables("critic"))
+        observables = (*loaded_observables("critic", trained=True), *observables, *trained_observables("critic"))
     quantities: tuple[Quantity, ...] = ()
     if ran:
         key, noise = f"{scenario}-{model}", 3e-3 if variant[0] == "bf16" else 2e-7

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from cells import BACKENDS, STEPS, cell_of
+from cells import BACKENDS, cell_of
 
 from conformance.backend import Backend
 from conformance.faults import Fault, catalogue, plant
@@ -78,7 +78,8 @@ MEGATRON = {
 CELLS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
 # Faults that only exist in half precision; all others are caught in the exact tier.
 HALF: dict[str, Precision] = {"unmarked-shards": "bf16", "lost-loss-scale": "fp16", "step-at-setup": "bf16"}
-LATER = {"clip-always"}  # shows at a step whose gradients are small
+# Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
+LATER = {"schedule-per-micro-batch": 2, "clip-always": 5}
 DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too
 
 
@@ -104,8 +105,8 @@ def test_every_fault_whose_seam_a_backend_has_has_a_cell_here(backend: str) -> N
 
 
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
-    steps = 5 if name in LATER else STEPS
-    verdict = session.run(cell_of(backend, *CELLS[backend][name], precision, name, steps=steps)).verdict
+    asked = cell_of(backend, *CELLS[backend][name], precision, name, steps=LATER.get(name, 1))
+    verdict = session.run(asked).verdict
     assert verdict.state == "differs", verdict.reason
     assert verdict.first_stage == catalogue()[name].stage, verdict.reason
     return verdict

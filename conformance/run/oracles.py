@@ -36,6 +36,7 @@ class Oracles:
     def __init__(self, *, root: Path, device: Device, budget_s: float) -> None:
         self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
+        self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
         self._pool: Pool | None = None
 
@@ -66,19 +67,20 @@ class Oracles:
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName) -> str:
         device = "cpu" if policy == "float64" else self._device
-        cached = cache_folder() / "oracle" / _cache_key(cell, inputs, policy, device)
+        cached = self._cache / _cache_key(cell, inputs, policy, device)
         with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
             if _is_whole(out):
                 return ""
             shutil.rmtree(out, ignore_errors=True)  # what a run that was interrupted left
             if not _is_whole(cached):
                 shutil.rmtree(cached, ignore_errors=True)
+                computed = out.with_name(f"{policy}.computed")
+                shutil.rmtree(computed, ignore_errors=True)
+                outcome = self._outcome(cell, inputs, computed, policy, device, logs=out.with_name(f"{policy}-logs"))
+                if outcome.state != "done":
+                    return f"the oracle's {policy} run failed: {outcome.reason}"
                 with complete_or_nothing(cached) as unfinished:
-                    outcome = self._outcome(
-                        cell, inputs, unfinished, policy, device, logs=out.with_name(f"{policy}-logs")
-                    )
-                    if outcome.state != "done":
-                        return f"the oracle's {policy} run failed: {outcome.reason}"
+                    shutil.move(computed, unfinished)
             os.utime(cached)
             with complete_or_nothing(out) as unfinished:
                 shutil.copytree(cached, unfinished)
@@ -107,13 +109,25 @@ class Oracles:
     def _close(self) -> None:
         if self._pool:
             self._pool.close()
-        prune(cache_folder() / "oracle", size=CACHE_SIZE)
+        prune(self._cache, size=CACHE_SIZE)
 
 
 def cache_folder() -> Path:
     """Where records are kept across runs."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
     return Path(os.environ.get("PARITY_CACHE") or default)
+
+
+def _cache_for(root: Path) -> Path:
+    """The cache, or a folder of this run alone where the cache cannot be written to."""
+    shared = cache_folder() / "oracle"
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+        if os.access(shared, os.W_OK):
+            return shared
+    except OSError:
+        pass
+    return root / "oracle" / "cache"
 
 
 def prune(folder: Path, *, size: int) -> None:
