@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from conformance.plan.cell import run_cell
+from conformance.run.task import run_leg
 from conformance.world import RankContext
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device="cpu", beat=lambda phase: None)
-    run_cell(context, **json.loads(Path(sys.argv[1]).read_text()))
+    run_leg(context, **json.loads(Path(sys.argv[1]).read_text()))
     dist.destroy_process_group()
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from conformance.backend import find_backend
+from conformance.inputs.prepare import prepare_inputs
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
-from conformance.run.oracles import prepare_inputs
-from conformance.run.session import task_arguments, world_config
+from conformance.run.session import leg_arguments, world_config
 from conformance.scenario import load_scenario
 from conformance.world import Pool
 
@@ -69,28 +69,28 @@ def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
     scenario = load_scenario(
         FIXTURES / "scenarios" / "sft-padded.toml", model="models/llama", precision="fp32", steps=2
     )
-    cell = Cell(scenario=scenario, backend=find_backend("fsdp2"), layout=Layout(dp=size))
+    cell = Cell.single(scenario=scenario, backend=find_backend("fsdp2"), layout=Layout(dp=size))
     inputs = prepare_inputs(scenario, out)
     pooled: list[float] = []
     started: list[float] = []
     steps: list[float] = []
     with Pool(work_dir=out / "worlds") as pool:
         for i in range(1 + warm):
-            record = out / f"pool-{i}"
+            folder = out / f"pool-{i}"
             began = time.perf_counter()
             outcome = pool.run(
                 key="benchmark",
-                config=world_config(cell, "cpu"),
-                task="conformance.plan.cell:run_cell",
-                kwargs=task_arguments(cell, inputs, record),
+                config=world_config(cell.legs[0], "cpu"),
+                task="conformance.run.task:run_leg",
+                kwargs=leg_arguments(cell, 0, inputs, folder, None),
                 log_dir=out / f"logs-{i}",
                 budget_s=300,
             )
             pooled.append(time.perf_counter() - began)
             assert outcome.state == "done", outcome.reason
-            steps.append(sum(step.values["seconds"] for step in read_record(record).steps))
+            steps.append(sum(step.line["seconds"] for step in read_record(folder / "record").steps))
             if i < torchruns:
-                started.append(_torchrun(size, task_arguments(cell, inputs, out / f"torchrun-{i}"), out))
+                started.append(_torchrun(size, leg_arguments(cell, 0, inputs, out / f"torchrun-{i}", None), out))
     pool_warm, torchrun = statistics.median(pooled[1:]), statistics.median(started)
     not_training = statistics.median(total - training for total, training in zip(pooled[1:], steps[1:], strict=True))
     return Timing(

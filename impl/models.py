@@ -47,7 +47,7 @@ def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers
     ``logits`` of its output are (rows, length, 1).
     """
 
-    class ValueModel(causal):  # type: ignore[valid-type,misc]
+    class ValueModel(causal):  # type: ignore[misc]
         _tied_weights_keys = None
         _tp_plan: dict[str, str] = {}  # noqa: RUF012 (transformers has it so)
 

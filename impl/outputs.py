@@ -132,7 +132,7 @@ class _TokenStatistics(torch.autograd.Function):
         return (of_label - log_total).where(target, 0), None if mean is None else (log_total - mean).where(target, 0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, highest, log_total, mean = ctx.saved_tensors
         target = labels >= 0

@@ -31,8 +31,12 @@ exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
 ) -> Cell:
-    """A cell of two steps, but for sft-warmup, which is saved after its second and has two more."""
-    overrides = {"rows": ROWS, "steps": 2 * STEPS if scenario == "sft-warmup" else STEPS} | overrides
+    """A small cell in the exact tier; below it, whole: noise is measured over all rows and steps of a scenario.
+
+    sft-warmup has two legs, so it has twice the steps.
+    """
+    if precision == "exact":
+        overrides = {"rows": ROWS, "steps": 2 * STEPS if scenario == "sft-warmup" else STEPS} | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
 
 

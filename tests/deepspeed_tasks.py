@@ -104,7 +104,9 @@ def one_beside_another(
                 asked = trainable.forward_backward(inputs, want=frozenset({"logprobs"}), loss=None)
                 assert all(outputs.entropy is None for outputs in asked)
             trainable.forward_backward(
-                inputs, want=frozenset({"logprobs"}), loss=lambda index, outputs: -outputs.logprobs.sum() / 1000
+                inputs,
+                want=frozenset({"logprobs"}),
+                loss=lambda index, outputs: -torch.as_tensor(outputs.logprobs).sum() / 1000,
             )
             trainable.finish_gradients()
             trainable.optimizer_step()

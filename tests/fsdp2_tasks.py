@@ -127,12 +127,12 @@ def plain_reference(folder: Path, *, head: str, want: Sequence[str], step: Batch
             for name in want:
                 rows[name][row.index].append(getattr(found, name).detach())
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    assert OPTIMIZER.max_grad_norm is not None
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), OPTIMIZER.max_grad_norm).item()
     decayed = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     for group, decay in ((decayed, OPTIMIZER.weight_decay), (others, 0.0)):
-        rest = {"betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "weight_decay": decay}
-        torch.optim.AdamW(group, lr=OPTIMIZER.lr, **rest).step()
+        torch.optim.AdamW(group, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=decay).step()
     joined = {name: {index: torch.cat(parts) for index, parts in of.items()} for name, of in rows.items()}
     after = {name: parameter.detach() for name, parameter in parameters.items()}
     return Reference(rows=joined, gradients=gradients, before=before, after=after, norm=norm)
@@ -159,27 +159,30 @@ def load(context: Any, folder: Path, head: Any, *, trained: bool) -> Any:
     return trainable
 
 
-def train(trainable: Any, step: Batch, *, want: Sequence[str]) -> float:
+def train(trainable: Any, step: Batch, *, want: Sequence[str]) -> float | None:
     """One optimizer step of one model; returns the norm of its gradients."""
     context = trainable.context
     micro_batches = context.setup_dataloader(step)
     inputs = [collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches]
     run(trainable, inputs, want=want, count=sum(row.target_count for row in step.rows))
     trainable.finish_gradients()
-    return trainable.optimizer_step()
+    norm: float | None = trainable.optimizer_step()
+    return norm
 
 
 def run(trainable: Any, inputs: Sequence[MicroBatch], *, want: Sequence[Any], count: int | None) -> list[Outputs]:
     """Forward and backward with ``loss_of``, divided by ``count``; forward only without it."""
 
     def loss(index: int, outputs: Outputs) -> Tensor:
+        assert count is not None
         targets = inputs[index].targets
         at_targets = outputs.each(lambda tensor: tensor[targets])
         return loss_of(at_targets, inputs[index].columns["weight"][targets]) / count
 
-    return trainable.forward_backward(
+    found: list[Outputs] = trainable.forward_backward(
         inputs, want=frozenset(want), temperature=TEMPERATURE, loss=None if count is None else loss
     )
+    return found
 
 
 def errors_of_models(
@@ -256,13 +259,13 @@ def _worst(found: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor]) 
         difference = (tensor.cpu() - expected[name]).norm().item()
         errors[name] = difference / expected[name].norm().item()
     assert errors.keys() == expected.keys(), errors.keys() ^ expected.keys()
-    return max(errors.values())
+    return float(max(errors.values()))
 
 
 def _error(found: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> float:
     """Of the rows that this rank has."""
     mine, theirs = (torch.cat([rows[index] for index in sorted(found)]) for rows in (found, expected))
-    return ((mine - theirs).norm() / theirs.norm()).item()
+    return float((mine - theirs).norm() / theirs.norm())
 
 
 def low_precision(

@@ -40,7 +40,9 @@ def shard_errors(
     kept = torch.tensor([token for token in range(sum(sizes)) if token not in masked])
     place = torch.zeros(sum(sizes), dtype=torch.int64)
     place[kept] = torch.arange(len(kept))
-    expected = plain_statistics(whole[..., kept], place[labels.clamp(min=0)].where(labels >= 0, -100), temperature)
+    expected: tuple[Tensor, ...] = plain_statistics(
+        whole[..., kept], place[labels.clamp(min=0)].where(labels >= 0, -100), temperature
+    )
     expected = expected[: len(upstream)]
     (expected_gradient,) = torch.autograd.grad(expected, whole, tuple(upstream))
 

@@ -85,7 +85,7 @@ class PlainTrainable:
         return torch.cat([forward(d, self.weights, self.architecture, Policy(dtype, dtype)) for d in documents])
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def finish_gradients(self) -> None:
         for _, gradient in self.named_tensors("gradient"):
@@ -101,7 +101,7 @@ class PlainTrainable:
             self.velocity[name] = gradient if before is None else self.config.momentum * before + gradient
             self.weights[name].data.sub_(lr * self.velocity[name])
         self.steps += 1
-        return norm
+        return float(norm)
 
     def learning_rate(self) -> float:
         assert self.config

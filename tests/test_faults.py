@@ -88,15 +88,6 @@ def planted() -> list[tuple[str, str]]:
     return [(backend, name) for backend, cells in CELLS.items() for name in cells]
 
 
-def one_of_each_stage() -> set[tuple[str, str]]:
-    """(backend, fault): the first fault of each stage on each backend."""
-    first: dict[tuple[str, str], tuple[str, str]] = {}
-    for backend, name in planted():
-        if name not in HALF:
-            first.setdefault((backend, catalogue()[name].stage), (backend, name))
-    return set(first.values())
-
-
 @pytest.mark.parametrize("backend", CELLS)
 def test_every_fault_whose_seam_a_backend_has_has_a_cell_here(backend: str) -> None:
     seams = BACKENDS[backend].load().seams.keys()  # type: ignore[attr-defined]
@@ -121,14 +112,8 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, 
         assert any(finding.stage == "weight replicas" for finding in verdict.findings)
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        pytest.param(*one, marks=() if one in one_of_each_stage() else pytest.mark.exhaustive)
-        for one in planted()
-        if one[1] not in HALF
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "name"), [one for one in planted() if one[1] not in HALF])
 def test_fault_is_caught_in_fp32_too(session: Session, backend: str, name: str) -> None:
     assert_caught(session, backend, name, "fp32")
 

@@ -70,6 +70,7 @@ def test_once_installed_it_is_found(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.exhaustive
 def test_the_suite_tells_it_from_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [argument for cell in (*HONEST, BROKEN) for argument in ("--cells", cell)]
     backends = ("--backend", "hf-trainer", "--backend", "hf_trainer_variants:LocalTokenMean")

@@ -22,7 +22,12 @@ TOKENS = (5, 0, 17, 2)
 
 
 def scenario(objective: Objective | None = None, **changes: Any) -> Scenario:
-    values = {"name": "any", "model": "models/llama", "precision": "exact", "optimizer": {"name": "sgd", "lr": 0.1}}
+    values: dict[str, Any] = {
+        "name": "any",
+        "model": "models/llama",
+        "precision": "exact",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
     values |= {"steps": 2, "objective": objective or Sft(), "data": {"rows": 6}}
     return parse_scenario(values | changes)
 

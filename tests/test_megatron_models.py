@@ -85,7 +85,7 @@ def run_ranks(pool: Pool, tmp_path: Path) -> Any:
         exhaustive("pangu", "sp2", "adamw"),
         exhaustive("qwen3", "sp2.zigzag", "sgd"),
         exhaustive("llama", "sp2.torchcp", "adamw"),
-        ("pangu", "sp2.pp2.torchcp", "adamw"),
+        exhaustive("pangu", "sp2.pp2.torchcp", "adamw"),
         exhaustive("pangu", "tp2.pp2", "adamw"),
         exhaustive("qwen3", "tp2.pp2.vpp2.seqpar", "adamw"),
         exhaustive("qwen3", "sp2.pp2.ring", "adamw"),

@@ -130,8 +130,9 @@ def test_every_built_in_kind_has_functions_on_both_sides(kind: str) -> None:
     objective: Objective = BUILT_IN[kind]()
     assert objective.kind == kind
     for side in (conformance.oracle.objectives, impl.objectives):
-        assert isinstance(side.functions_of(objective), side.FUNCTIONS[kind])  # type: ignore[attr-defined]
-    assert conformance.oracle.objectives.FUNCTIONS[kind] is not impl.objectives.FUNCTIONS[kind]
+        assert isinstance(side.functions_of(objective), side.FUNCTIONS[kind])
+    functions: list[Any] = [side.FUNCTIONS[kind] for side in (conformance.oracle.objectives, impl.objectives)]
+    assert functions[0] is not functions[1]
 
 
 @pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives])

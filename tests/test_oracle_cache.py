@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A session that has computed a float64 record and one of fp32, and the cache that it has filled."""
     root = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:

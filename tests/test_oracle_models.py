@@ -134,7 +134,7 @@ def test_values_and_their_gradients_agree_with_transformers(tmp_path: Path, fami
     architecture = read_architecture(critic)
     weights = {n: w.requires_grad_() for n, w in load_weights(critic, architecture, torch.float64).items()}
     expected = forward(TOKENS, weights, architecture, POLICIES["float64"])
-    expected.square().mean().backward()  # type: ignore[no-untyped-call]
+    expected.square().mean().backward()
     with exact_tier():
         model = load_model(critic, dtype=torch.float64, attention="eager", head="value")
         found = model(input_ids=TOKENS[None], use_cache=False).logits[0]

@@ -23,8 +23,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield pool
 
 
+def both(statistics: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy, where both were asked for."""
+    logprobs, entropy = statistics
+    assert entropy is not None
+    return logprobs, entropy
+
+
 def error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["log-probs", "entropy", "both"])
@@ -36,7 +43,8 @@ def test_outputs_and_gradients_are_those_of_log_softmax(temperature: float, used
     found = token_statistics(logits, given["labels"], temperature=temperature)
     gradients = []
     for statistics in (found, expected):
-        loss = sum((statistics[i] * given["upstream"][i]).sum() for i in used)  # type: ignore[operator]
+        parts = [both(statistics)[i] * given["upstream"][i] for i in used]
+        loss = torch.stack([part.sum() for part in parts]).sum()
         gradients.append(torch.autograd.grad(loss, logits)[0])
     for i in used:
         output = found[i]
@@ -73,7 +81,7 @@ def test_where_there_is_no_target_outputs_and_gradients_are_zero() -> None:
     given = example(11)
     logits = given["logits"].requires_grad_()
     found = token_statistics(logits, given["labels"])
-    (gradient,) = torch.autograd.grad(found, logits, tuple(given["upstream"]))
+    (gradient,) = torch.autograd.grad(both(found), logits, tuple(given["upstream"]))
     nothing = given["labels"] < 0
     assert nothing.any()
     for tensor in (*found, gradient):
@@ -86,7 +94,7 @@ def test_logits_stay_as_they_are_and_backward_can_run_twice() -> None:
     given = example(11)
     logits = given["logits"].clone().requires_grad_()
     found = token_statistics(logits, given["labels"])
-    twice = [torch.autograd.grad(found, logits, tuple(given["upstream"]), retain_graph=True)[0] for _ in range(2)]
+    twice = [torch.autograd.grad(both(found), logits, tuple(given["upstream"]), retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(logits, given["logits"])
     assert torch.equal(*twice)
 
@@ -106,7 +114,7 @@ def test_logits_of_low_precision_give_float32_and_gradients_of_their_own_dtype(d
     labels, upstream = given["labels"], given["upstream"]
     logits = given["logits"].requires_grad_()
     found = token_statistics(logits, labels, temperature=0.7)
-    (gradient,) = torch.autograd.grad(found, logits, tuple(upstream.float()))
+    (gradient,) = torch.autograd.grad(both(found), logits, tuple(upstream.float()))
     wide = logits.detach().double().requires_grad_()
     expected = plain_statistics(wide, labels, 0.7)
     (expected_gradient,) = torch.autograd.grad(expected, wide, tuple(upstream))
@@ -139,7 +147,7 @@ def test_a_masked_logit_counts_for_nothing() -> None:
     found = token_statistics(logits, labels, temperature=0.7)
     expected = plain_statistics(kept, labels, 0.7)
     upstream = tuple(1e3 * given["upstream"])
-    (gradient,) = torch.autograd.grad(found, logits, upstream)
+    (gradient,) = torch.autograd.grad(both(found), logits, upstream)
     (expected_gradient,) = torch.autograd.grad(expected, kept, upstream)
     for output, reference in zip(found, expected, strict=True):
         assert output is not None

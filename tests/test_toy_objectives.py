@@ -19,7 +19,7 @@ WEIGHTED = {"kind": "toy_objectives:WeightedSft", "power": 2.0}
 SEVERAL = {"kind": "toy_objectives:PolicyAndValue"}
 PRECISIONS: tuple[Precision, ...] = ("exact",)
 LAYOUTS = {
-    "fsdp2": ("dp2.tp2.losspar", "sp2.zigzag", "dp2"),
+    "fsdp2": ("tp2.losspar", "sp2.zigzag", "dp2.tp2.seqpar.losspar"),
     "deepspeed": ("dp2.zero2", "tp2.zero3", "ulysses2.zero1"),
     "megatron": ("tp2.pp2.seqpar", "sp2", "dp2.zero1"),
 }

@@ -158,6 +158,7 @@ class FrozenTensors:
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         assert kind == "weight", "a frozen model has no gradients"
+        parameter: Any  # with what zero.Init hangs onto it
         for name, parameter in self._model.named_parameters():
             cut = hasattr(parameter, "ds_id")
             region, own = (f"piece {self._place.zero_rank}", parameter.ds_tensor) if cut else ("full", parameter)

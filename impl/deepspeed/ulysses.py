@@ -48,8 +48,11 @@ def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, g
     )
     if _exchanging is None:
         layers = config.num_hidden_layers
-        mpu = _around_model(model, size) if tp == 1 else _around_shards(heads, layers=layers, tp=tp, group=group)
-        _exchanging = heads, mpu
+        if tp == 1:
+            _exchanging = heads, _around_model(model, size)
+        else:
+            _around_shards(heads, layers=layers, tp=tp, group=group)
+            _exchanging = heads, None
         process.when_left(_withdraw)
     known, mpu = _exchanging
     if heads != known:
