@@ -49,8 +49,8 @@ class Forker:
             process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), str(folder)],
                 pass_fds=[theirs.fileno()],
-                # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
-                env={**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+                # NumPy's BLAS starts a thread for each core otherwise, and so does pyarrow, which transformers imports.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"},
             )
         try:
             yield cls(wire, modules)
