@@ -36,7 +36,7 @@ class Holdings:
 # Growth since the first clean-up that is not a leak yet: libraries open some things at first use (a device, a thread
 # pool, a log). Real leaks are far above it: Megatron's parallel state left 17 groups, 75 descriptors, 51 threads each.
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
-SETTLE_S = 5.0  # the threads of a destroyed group end a little later, on a loaded machine after more than two seconds
+SETTLE_S = 2.0  # the threads of a destroyed group end a little later, on a loaded machine much later
 _TICK_S = 0.01
 # A second of imports together, so they are left to those who use DTensor; for others there is no cache to clear.
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
@@ -76,6 +76,8 @@ class Cleaner:
         _forget_meshes(self._device)
         gc.collect()
         deadline = time.monotonic() + SETTLE_S
+        if self._first is None:  # torch's CUDA builds start a pool of threads at the first backward, on the CPU, too
+            torch.zeros(1, device=self._device, requires_grad=True).sum().backward()
         now = _count()
         self._first = self._first or now
         while growth(self._first, now) and time.monotonic() < deadline:
