@@ -1,7 +1,8 @@
 """What tests of cells share: small cells, verdicts, and what honest cells show.
 
-Two steps show every stage: the first update and a later one. Twelve rows give each of two data ranks three
-micro-batches of two rows, and leave one of them without a target. Where more is the point, a test asks for it.
+Two steps show every stage: the first update and a later one; below the exact tier there are three, with all rows of
+the scenario, because noise is measured over them. Twelve rows give each of two data ranks three micro-batches of two
+rows, and leave one of them without a target. Where more is the point, a test asks for it.
 """
 
 import functools
@@ -20,6 +21,7 @@ from conformance.scenario import Precision
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 STEPS, ROWS = 2, 12
+STEPS_BELOW_EXACT = 3
 BACKENDS = {
     "fsdp2": BackendEntry(name="fsdp2", target="impl.fsdp2.adapter:Fsdp2Backend"),
     "deepspeed": BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend"),
@@ -31,12 +33,11 @@ exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
 ) -> Cell:
-    """A small cell in the exact tier; below it, whole: noise is measured over all rows and steps of a scenario.
-
-    sft-warmup has two legs, so it has twice the steps.
-    """
+    """A small cell. sft-warmup has two legs, so it has twice the steps in the exact tier."""
     if precision == "exact":
         overrides = {"rows": ROWS, "steps": 2 * STEPS if scenario == "sft-warmup" else STEPS} | overrides
+    elif scenario != "sft-warmup":
+        overrides = {"steps": STEPS_BELOW_EXACT} | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
 
 

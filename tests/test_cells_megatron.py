@@ -101,7 +101,7 @@ def test_eight_ranks(session: Session, model: str, layout: str) -> None:
         ("llama", 8, "pp4.vpp2", 8),
         exhaustive("llama", 8, "pp2.vpp4.zero1", 6),
         exhaustive("qwen3", 7, "pp2.vpp3", 4),
-        ("pangu", 5, "tp2.pp2.vpp3.seqpar", 3),
+        exhaustive("pangu", 5, "tp2.pp2.vpp3.seqpar", 3),
     ],
 )
 def test_deeper_models_than_the_fixtures(

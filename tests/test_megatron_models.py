@@ -78,7 +78,7 @@ def run_ranks(pool: Pool, tmp_path: Path) -> Any:
         exhaustive("qwen3", "tp2", "adamw"),
         exhaustive("pangu", "tp2.seqpar", "adamw"),
         exhaustive("llama", "tp2.seqpar.ckpt", "adamw"),
-        ("qwen3", "tp2.seqpar", "sgd"),
+        exhaustive("qwen3", "tp2.seqpar", "sgd"),
         exhaustive("pangu", "pp2", "adamw"),
         exhaustive("qwen3", "pp2.vpp2", "adamw"),
         ("llama", "pp2.vpp2.overlap", "sgd"),

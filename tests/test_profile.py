@@ -126,6 +126,24 @@ def test_quick_saves_and_goes_on_in_the_middle_of_a_warm_up_on_every_backend() -
             assert second.steps >= 2
 
 
+def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text("""
+        description = "short"
+        steps = 2
+        [[cells]]
+        scenarios = ["sft-sgd"]
+        models = ["llama"]
+        layouts = ["dp2"]
+        precisions = ["exact"]
+    """)
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert [leg.steps for leg in cell.legs] == [cell.scenario.steps] == [2]
+    file.write_text(file.read_text().replace("steps = 2\n", "steps = 99\n", 1))
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert cell.scenario.steps == 5
+
+
 def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_backends() -> None:
     chains = [cell for cell in cells_of("full") if len({(leg.backend, leg.layout) for leg in cell.legs}) > 1]
     handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.legs)}

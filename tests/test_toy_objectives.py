@@ -64,9 +64,6 @@ def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(tmp_pat
     ("backend", "layout"),
     [
         *((name, layouts[0]) for name, layouts in LAYOUTS.items()),
-        ("fsdp2", "sp2.zigzag"),
-        ("deepspeed", "ulysses2.zero1"),
-        ("megatron", "dp2.zero1"),
         *(exhaustive(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts[1:]),
     ],
 )

@@ -71,6 +71,30 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir() if file.is_file()} == logs
 
 
+def test_a_zygote_that_is_still_importing_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    began = time.monotonic()
+    with Pool(work_dir=tmp_path / "work") as pool:
+        pool.prepare(WorldConfig(size=2, device="cpu", preload=("slow",)))
+    assert time.monotonic() - began < 5
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
+    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    with Pool(work_dir=tmp_path) as pool:
+        pool.prepare(config)
+        pool.prepare(config)
+        logs = sorted(tmp_path.glob("zygote-*.log"))
+        assert len(logs) == 1
+        outcome = pool.run(
+            key="x", config=config, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=BUDGET_S
+        )
+        assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
+        assert sorted(tmp_path.glob("zygote-*.log")) == logs
+
+
 def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
     """What a GPU's ranks do differently, but for NCCL: a zygote without torch starts them afresh."""
     zygote = ZygoteHandle(ranks="started", preload=(), log=tmp_path / "zygote.log")

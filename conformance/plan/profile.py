@@ -55,10 +55,14 @@ class CellTable:
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """A named part of the matrix. ``description`` is shown by ``parity list``. ``programs``: legs by name."""
+    """A named part of the matrix. ``description`` is shown by ``parity list``. ``programs``: legs by name.
+
+    ``steps``: of every scenario, the first steps at most; None for all of them.
+    """
 
     description: str
     cells: tuple[CellTable, ...]
+    steps: Annotated[int, Field(gt=0)] | None = None
     programs: dict[str, tuple[PlannedLeg, ...]] = Field(default_factory=dict)
 
 
@@ -129,6 +133,8 @@ def expand(
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
+            if profile.steps:
+                scenario = dataclasses.replace(scenario, steps=min(scenario.steps, profile.steps))
             for layout, chain in itertools.product(table.layouts, chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 legs = _legs(_program(profile, table.program), chain, layouts, scenario)

@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from conformance.backend import ExpectedDifference, MissingExtra, Unsupported
+from conformance.backend import BackendEntry, ExpectedDifference, MissingExtra, Unsupported
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.judge.expected import apply_expectation
 from conformance.judge.verdict import judge_folders
@@ -76,14 +77,28 @@ class Session:
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
         """Run and judge the cells one after another; their oracles are computed meanwhile."""
         self.announce(cells)
+        waiting = deque(cell for cell in cells if not self.refusal(cell))
+        for cell in waiting:
+            self._request(cell)
         for cell in cells:
-            if not self.refusal(cell):
-                self._request(cell)
-        for cell in cells:
+            if waiting and cell is waiting[0]:
+                self._import_ahead(waiting)
+                waiting.popleft()
             judged = self.run(cell)
             self.write_summary(finished=False)
             progress(judged)
         self.write_summary(finished=True)
+
+    def _import_ahead(self, waiting: Iterable[Cell]) -> None:
+        """Have the backends of the first cell imported, and beside it those of the next cell that has others."""
+        backends: set[BackendEntry] = set()
+        for cell in waiting:
+            new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
+            for leg in new.values():
+                self._pool.prepare(world_config(leg, self.config.device))
+            if backends and new:
+                return
+            backends |= new.keys()
 
     def announce(self, cells: Sequence[Cell]) -> None:
         """Put every cell into the output folder as not run, so that none is forgotten if the session is cut short."""

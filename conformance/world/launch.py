@@ -94,13 +94,7 @@ class ZygoteHandle:
                     "JE_ARROW_MALLOC_CONF": "background_thread:false",
                 },
             )
-        try:
-            ready = self._answer("ready", world=None, limit_s=START_LIMIT_S)
-            if ready["error"]:
-                raise StartError(ready["error"])
-        except BaseException:
-            self.close()
-            raise
+        self._is_ready = False
 
     def fileno(self) -> int:
         return self._control.fileno()
@@ -110,8 +104,22 @@ class ZygoteHandle:
         while self._take(limit_s=0.0) is not None:
             pass
 
+    def wait_until_ready(self) -> None:
+        """Wait for the zygote's imports. Raises StartError, and ends the zygote, if one of them fails."""
+        if self._is_ready:
+            return
+        try:
+            ready = self._answer("ready", world=None, limit_s=START_LIMIT_S)
+            if ready["error"]:
+                raise StartError(ready["error"])
+        except BaseException:
+            self.close()
+            raise
+        self._is_ready = True
+
     def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
-        """Start the ranks of a world; they join each other in their first task."""
+        """Start the ranks of a world; they join each other in their first task. Raises StartError."""
+        self.wait_until_ready()
         number = next(_world_numbers)
         beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
         pairs = [wire_pair() for _ in range(size)]
@@ -156,6 +164,8 @@ class ZygoteHandle:
         """End the zygote with all its ranks; returns its exit status."""
         self.is_alive = False
         self._control.close()
+        if not self._is_ready:  # it reads its end of the socket after its imports only
+            self._process.terminate()
         try:
             self._process.wait(timeout=_ANSWER_LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -91,6 +91,10 @@ class Pool:
     ) -> None:
         self.close()
 
+    def prepare(self, config: WorldConfig) -> None:
+        """Begin to import what a world of this config preloads, beside whatever runs meanwhile; does not wait."""
+        self._zygote(config)
+
     def run(
         self,
         *,
@@ -160,7 +164,7 @@ class Pool:
         return world
 
     def _zygote(self, config: WorldConfig) -> ZygoteHandle:
-        """The live zygote that has imported just what this world preloads, or a new one. Raises StartError."""
+        """The live zygote that imports just what this world preloads, or a new one."""
         ranks: _RanksAre = "forked" if config.device == "cpu" else "started"
         preload = config.preload if ranks == "forked" else ()  # ranks that are started import for themselves
         zygote = self._zygotes.get((ranks, preload))
