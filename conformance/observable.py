@@ -13,6 +13,7 @@ ObservableKind = Literal["tensors", "rows", "scalar", "setting"]
 When = Literal["loaded", "every", "first", "later"]
 Replicated = Literal["no", "holders", "all ranks"]
 
+AGAINST_REBUILT = " against rebuilt"  # ends the name of a quantity that was compared within one cell
 SETTING_ERROR = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
 
 
@@ -35,6 +36,8 @@ class Observable:
     rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
         it may be although nothing is computed.
     norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
+    rowwise: the worst row of each tensor is judged, too.
+    rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
     column: the column of the comparison between backends in which it is shown; empty: in none.
     drawn: whether reports draw it as a curve over the steps.
     """
@@ -49,6 +52,8 @@ class Observable:
     replicated: Replicated = "no"
     rounded: bool = False
     norm_of: str = ""
+    rowwise: bool = False
+    rebuilt: bool = False
     column: str = ""
     drawn: bool = False
 
@@ -75,6 +80,14 @@ TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replic
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
 
+def unobserved_step(first: int, count: int) -> int | None:
+    """The step of a leg at which no tensor is read, between two at which all are; None in a leg too short for it.
+
+    Reading gathers and waits. What a backend would get wrong without that shows at the step after this one (claim 7).
+    """
+    return first + count - 2 if count >= 3 else None
+
+
 def model_key(model: str, key: str) -> str:
     """Key of a model's own observable: ``gradient`` of the policy, ``critic.gradient`` of another model."""
     return f"{model}.{key}" if model else key
@@ -96,6 +109,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             stage=_stage(model, "gradients"),
             kind="tensors",
             replicated="holders",
+            rowwise=True,
             column=_stage(model, "gradients"),
         ),
         Observable(
@@ -115,6 +129,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             kind="tensors",
             when="first",
             change=True,
+            rebuilt=True,
             replicated="holders",
             column=_stage(model, "update"),
         ),
@@ -124,6 +139,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             kind="tensors",
             when="later",
             change=True,
+            rebuilt=True,
             replicated="holders",
             column=_stage(model, "update"),
         ),

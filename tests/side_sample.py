@@ -80,7 +80,7 @@ def _unchanged(step: int, values: Values, tensors: Tensors) -> None:
 
 def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"cell": "tiny", "scenario": scenario_to_json(SCENARIO), "layout": layout}
+    header = {"cell": "tiny", "scenario": scenario_to_json(SCENARIO), "layout": layout, "optimizer": "new"}
     writer = RecordWriter(path, header, observables=all_observables(SCENARIO.objective))
     training, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
@@ -92,9 +92,9 @@ def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: i
         gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
         tensors: Tensors = {}
         for name, gradient in gradients.items():
-            weights[name] = weights[name] - 0.1 * gradient
-            error = rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
-            tensors |= {f"gradient/{name}": gradient + error, f"weight/{name}": weights[name] + error}
+            own = gradient + rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
+            weights[name] = weights[name] - 0.1 * own
+            tensors |= {f"gradient/{name}": own, f"weight/{name}": weights[name].clone()}
         norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
         loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
         values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}

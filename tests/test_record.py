@@ -109,7 +109,7 @@ def test_a_missing_tensor_file_is_noticed(record: Path) -> None:
 def test_another_schema_names_the_version_that_wrote_it(record: Path) -> None:
     header, *rest = lines(record)
     rewrite(record, [json.dumps({**json.loads(header), "schema": 99}) + "\n", *rest])
-    with pytest.raises(WrongSchema, match=r"has schema 99, this version reads 2.*backend-parity 0.1.0"):
+    with pytest.raises(WrongSchema, match=r"has schema 99, this version reads 3.*backend-parity 0.1.0"):
         read_record(record)
 
 

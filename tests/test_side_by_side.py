@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from report_sample import edit
 from side_sample import GROUP, MEMBERS, NAMES, SCENARIO, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
 
@@ -161,7 +162,20 @@ def test_two_that_agree_through_others_only_are_said_to_be_too_far_apart(tmp_pat
 
 
 def test_a_pair_of_conforming_cells_is_within_what_the_two_may_show(tmp_path: Path) -> None:
-    changes = {DEEPSPEED: scaled(GRADIENT, 1 + 0.99 * EXACT), FSDP2: scaled(GRADIENT, 1 - 0.99 * EXACT)}
+    def off(by: float) -> Change:
+        """The first gradient is off by a factor, and so are all weights that follow from it."""
+        moved = torch.zeros(4, 3, dtype=torch.float64)
+
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            if step == 0:
+                moved.copy_(0.1 * by * tensors[GRADIENT])
+                tensors[GRADIENT] *= 1 + by
+            if step >= 0:
+                tensors[f"weight/{NAMES[1]}"] -= moved
+
+        return change
+
+    changes = {DEEPSPEED: off(0.99 * EXACT), FSDP2: off(-0.99 * EXACT)}
     group = group_of(write_run(tmp_path / "out", changes))
     assert group["state"] == "conforms"
     assert pair_of(group, DEEPSPEED, FSDP2)["gradients"]["ratio"] == pytest.approx(0.99, rel=1e-3)

@@ -5,15 +5,15 @@ enough is for conformance.judge.tolerance, what it means for conformance.judge.v
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, OF_ROWS, ROUNDING, ROW_FLOOR, Measurement
 from conformance.layout import Layout
-from conformance.observable import Observable
+from conformance.observable import AGAINST_REBUILT, Observable, unobserved_step
 from conformance.record.tensors import Record, StepRecord
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,14 +43,16 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
     for before, after in pairwise(legs):
         found += _handed_over(before, after, [o for o in observables if o.when == "loaded"])
     steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
+    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
             found.append(_infinite(observables[0].stage, missing, reference.step))
             break
         step, leg = steps[reference.step]
-        found += _step(step, reference, observables, start, Layout.parse(leg.header["layout"]))
-    found += _gaps([step for step, _ in steps.values()], observables)
+        shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
+        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]))
+    found += _gaps([step for step, _ in steps.values()], observables, unobserved)
     return found
 
 
@@ -66,7 +68,9 @@ def _handed_over(before: Record, after: Record, loaded: Sequence[Observable]) ->
         yield from _tensors(observable, after.loaded.step + 1, named(first, observable.key), reference)
 
 
-def _gaps(steps: Sequence[StepRecord], observables: Sequence[Observable]) -> Iterator[Measurement]:
+def _gaps(
+    steps: Sequence[StepRecord], observables: Sequence[Observable], unobserved: Set[int | None]
+) -> Iterator[Measurement]:
     """What is optional and was observed at some steps has to be observed at all."""
     for observable in observables:
         if observable.required:
@@ -77,7 +81,8 @@ def _gaps(steps: Sequence[StepRecord], observables: Sequence[Observable]) -> Ite
                 _infinite(observable.stage, f"{observable.key} (missing)", n) for n, here in seen.items() if not here
             )
     for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
-        offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in steps}
+        read = [step for step in steps if step.step not in unobserved]
+        offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read}
         if any(offered.values()):
             yield from (_infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
 
@@ -141,6 +146,8 @@ def _tensors(observable: Observable, step: int, tensors: Tensors, reference: Ten
         else:
             found = _tensor(stage, name, step, tensors[name], ref, floor=floor)
             yield replace(found, fixed=observable.exact_bound)
+            if observable.rowwise:
+                yield _worst_row(stage, name, step, tensors[name], ref, floor=floor)
     for name in tensors.keys() - reference.keys():
         yield _infinite(stage, f"{name} (unexpected)", step)
 
@@ -160,11 +167,30 @@ def _tensor(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor
         stage=stage,
         tensor=name,
         step=step,
-        error=_finite(difference.norm().item() / (max(norm, floor) or 1.0)),
-        max_abs=_finite(difference.max().item() if difference.numel() else 0.0),
-        where=str([int(i) for i in torch.unravel_index(torch.tensor(at), ref.shape)]) if ref.ndim else "",
+        error=finite(difference.norm().item() / (max(norm, floor) or 1.0)),
+        max_abs=finite(difference.max().item() if difference.numel() else 0.0),
+        where=place(at, ref),
         scale=((x * ref).sum() / ref.square().sum()).item() if norm else None,
     )
+
+
+def _worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+    """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
+
+    Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
+    not zero; of a vector, to that root mean square.
+    """
+    x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
+    off, norms = (x - ref).norm(dim=1), ref.norm(dim=1)
+    touched = norms[norms > 0]
+    typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
+    least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
+    least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
+    errors = off / norms.clamp(min=least)
+    at = int(errors.argmax()) if len(errors) else 0
+    error = finite(errors.max().item() if len(errors) else 0.0)
+    tensor, where = f"{name} {OF_ROWS}", f"row {at}"
+    return Measurement(stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True)
 
 
 def _rows(
@@ -189,7 +215,7 @@ def _rows(
             break
         at -= len(reference[row])
     found = _tensor(stage, key, step, x, ref, floor=0.0)
-    error = _finite((x - ref).norm().item() / (unit.norm().item() or 1.0))
+    error = finite((x - ref).norm().item() / (unit.norm().item() or 1.0))
     yield replace(found, error=error, scalar=True, where=f"row {row}, target {at}")
 
 
@@ -206,7 +232,7 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
     yield _number(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
     if normed:
         rebuilt = math.sqrt(sum(tensor.double().square().sum().item() for tensor in normed.values()))
-        name, bound = f"{o.key} against rebuilt", NORM_ROUNDINGS * ROUNDING
+        name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
 
 
@@ -215,10 +241,10 @@ def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: flo
         stage=stage,
         tensor=name,
         step=step,
-        error=_finite(abs(x - ref) / (abs(unit) or 1.0)),
+        error=finite(abs(x - ref) / (abs(unit) or 1.0)),
         scalar=True,
         fixed=fixed,
-        max_abs=_finite(abs(x - ref)),
+        max_abs=finite(abs(x - ref)),
         scale=x / ref if ref else None,
     )
 
@@ -227,7 +253,12 @@ def _infinite(stage: str, tensor: str, step: int) -> Measurement:
     return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
 
 
-def _finite(error: float) -> float:
+def place(at: int, tensor: torch.Tensor) -> str:
+    """The index of an element, given its number in the flattened tensor."""
+    return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]) if tensor.ndim else ""
+
+
+def finite(error: float) -> float:
     """NaN would pass every comparison; it is as wrong as can be."""
     return math.inf if math.isnan(error) else error
 

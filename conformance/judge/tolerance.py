@@ -14,8 +14,8 @@ than SCALAR_ROUNDINGS roundings of float32.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
@@ -27,9 +27,13 @@ ROUNDING = 2.0**-24  # of one float32 operation, relative
 SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
 # Of a gradient; beyond it the single-process run itself is wrong.
-NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 0.5, "fp16": 0.1}
-TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its half precision
+NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 1 / 6, "fp16": 0.1}
+# Of anything: a bound is below 1/2 then, so nothing that is lost, doubled, or of the wrong sign is within it.
+NOISE_LIMIT_OF_ALL = 1 / 6
+TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its precision
 FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
+OF_ROWS = "(worst row)"  # ends the name of a measurement of one row
+ROW_FLOOR = 0.25  # of the RMS norm of a tensor's rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,9 @@ class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
     norm of the stage's tensors); of a number or of rows it is relative to what their observable declares.
 
-    scalar: one number per step. fixed: a bound that holds in every precision, None where the rule decides. max_abs and
-    where: the largest absolute difference and its index. scale: <x, ref> / <ref, ref>. replica: ranks were compared
-    with each other, not with the oracle.
+    scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
+    precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
+    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle.
     """
 
     stage: str
@@ -47,6 +51,7 @@ class Measurement:
     step: int
     error: float
     scalar: bool = False
+    of_row: bool = False
     fixed: float | None = None
     max_abs: float = 0.0
     where: str = ""
@@ -69,32 +74,44 @@ def allowed_errors(
     precision: Precision,
     noise: Sequence[Measurement],
     gradients: frozenset[str],
+    amplified: Mapping[tuple[str, str, int], float],
+    drift: Mapping[int, float],
 ) -> dict[tuple[str, str, int], float]:
     """The bound of every measurement, by its key. ``noise`` are the same of the single-process run, ``gradients`` the
-    stages that NOISE_LIMIT is about.
+    stages that NOISE_LIMIT is about. ``amplified`` and ``drift``: what an optimizer may make of noise, and how much
+    larger it makes the noise of later steps (judge/amplified.py). An amplified update has no limit, because it is
+    judged by being rebuilt.
 
-    Raises RecordError if the noise is not finite, or larger than NOISE_LIMIT.
+    Raises RecordError if the noise is not finite, or larger than its limit.
     """
     if precision == "exact":
-        return {q.key: EXACT for q in quantities}
-    worst = max((q.error for q in noise if q.stage in gradients), default=0.0)
-    if not all(math.isfinite(q.error) for q in noise) or worst > NOISE_LIMIT[precision]:
-        raise RecordError(
-            f"the single-process run in {precision} is {worst:.1e} off in a gradient, more than rounding can do "
-            f"({NOISE_LIMIT[precision]:.0e}); lower the learning rate, or run the cell in fp32 and the exact tier"
-        )
+        return {q.key: EXACT if q.fixed is None else min(EXACT, q.fixed) for q in quantities}
+    for q in noise:
+        limit = NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL
+        if not q.error <= limit and not (q.key in amplified and math.isfinite(q.error)):
+            raise RecordError(
+                f"the single-process run in {precision} is {q.error:.1e} off in {q.tensor} ({q.stage}, step {q.step}), "
+                f"more than can be judged by ({limit:.1e}); raise eps or lower the learning rate, or run the cell in "
+                f"fp32 and the exact tier"
+            )
+    noise = [replace(q, error=q.error * drift.get(q.step, 1.0)) for q in noise]
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
-        largest[q.stage, q.tensor] = max(largest[q.stage, q.tensor], q.error)
+        # A worst row is an extreme of few, so the noise of one is that of the worst of all tensors.
+        tensor = OF_ROWS if q.of_row else q.tensor
+        largest[q.stage, tensor] = max(largest[q.stage, tensor], q.error)
     bounds = {}
     for q in quantities:
         if q.fixed is not None:
             bounds[q.key] = q.fixed
         elif q.scalar:
             bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], SCALAR_ROUNDINGS * ROUNDING)
+        elif q.of_row:
+            bounds[q.key] = NOISE_FACTOR * largest[q.stage, OF_ROWS]
         else:
-            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], medians.get((q.stage, q.step), 0.0))
+            typical = max(medians.get((q.stage, q.step), 0.0), amplified.get(q.key, 0.0))
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], typical)
     return bounds
 
 
@@ -105,17 +122,17 @@ def is_too_exact(
     noise: Sequence[Measurement],
     gradients: frozenset[str],
 ) -> bool:
-    """Whether a half-precision cell is so close to float64 that it cannot have computed in its precision."""
+    """Whether a cell below the exact tier is so close to float64 that it cannot have computed in its precision."""
 
     def median(of: Sequence[Measurement]) -> float:
-        return statistics.median([q.error for q in of if q.stage in gradients] or [math.inf])
+        return statistics.median([q.error for q in of if q.stage in gradients and not q.of_row] or [math.inf])
 
-    return precision in ("bf16", "fp16") and median(quantities) < TOO_EXACT * median(noise)
+    return precision != "exact" and median(quantities) < TOO_EXACT * median(noise)
 
 
 def _medians(noise: Sequence[Measurement]) -> dict[tuple[str, int], float]:
     errors: dict[tuple[str, int], list[float]] = defaultdict(list)
     for q in noise:
-        if not q.scalar and q.fixed is None:
+        if not (q.scalar or q.of_row) and q.fixed is None:
             errors[q.stage, q.step].append(q.error)
     return {key: statistics.median(values) for key, values in errors.items()}

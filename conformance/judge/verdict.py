@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from conformance.judge.amplified import Amplified, amplified_noise
 from conformance.judge.compare import measure
+from conformance.judge.rebuild import rebuilt_updates
 from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
 from conformance.layout import Layout
 from conformance.observable import Observable, stages
@@ -41,7 +43,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     scenario = parse_scenario(legs[0].header["scenario"])
     for other in (*legs[1:], oracle, noise or oracle):
         _same_training(legs[0], other)
-    found = measure(legs, oracle)
+    found = [*measure(legs, oracle), *rebuilt_updates(legs, oracle, scenario)]
     rounding = measure([noise], oracle) if noise else []
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
@@ -49,7 +51,16 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)
         found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
-    bounds = allowed_errors(found, precision=precision, noise=rounding, gradients=gradients)
+    found += _leaks(legs, observables)
+    amplified = amplified_noise(noise, oracle, scenario) if noise else Amplified()
+    bounds = allowed_errors(
+        found,
+        precision=precision,
+        noise=rounding,
+        gradients=gradients,
+        amplified=amplified.updates,
+        drift=amplified.drift,
+    )
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage]))
     tokens = {step.step: step.value("token_count") or 1 for step in oracle.steps}
@@ -57,7 +68,19 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
     state: State = "differs" if verdict.findings else "conforms"
-    return replace(verdict, state=state, reason=_reason(verdict, observables, legs))
+    return replace(verdict, state=state, reason=_reason(verdict, observables))
+
+
+def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
+    """What was left in a lower precision in the exact tier: nothing after it is exact."""
+    found = []
+    for leg in legs:
+        step = leg.header["first_step"]
+        stage = next(o.stage for o in observables if o.applies(step))
+        for leak in leg.footer["leaks"]:
+            name = f"{leak['op']} at {leak['where']}: a lower precision in the exact tier, {leak['count']} times"
+            found.append(Measurement(stage=stage, tensor=name, step=step, error=math.inf, fixed=0.0))
+    return found
 
 
 def _judged(
@@ -123,16 +146,14 @@ def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: f
     return f"{scale:.4g} times the reference" if quantity.scalar else ""
 
 
-def _reason(verdict: Verdict, observables: Sequence[Observable], legs: Sequence[Record]) -> str:
-    leaks = [leak for leg in legs for leak in leg.footer.get("leaks", [])]
-    leak = f"; float32 left in the exact tier by {leaks[0]['op']} at {leaks[0]['where']}" if leaks else ""
+def _reason(verdict: Verdict, observables: Sequence[Observable]) -> str:
     quantities, findings = verdict.quantities, verdict.findings
     if not findings:
         unseen = [stage for stage in stages(observables) if stage not in {q.stage for q in quantities}]
         not_observed = f"; not observed: {', '.join(unseen)}" if unseen else ""
-        return f"{len(quantities)} quantities agree with the oracle{not_observed}{leak}"
+        return f"{len(quantities)} quantities agree with the oracle{not_observed}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
     worst = max(same, key=lambda finding: finding.ratio)
-    return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}{leak}"
+    return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}"

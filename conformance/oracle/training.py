@@ -18,11 +18,14 @@ def global_norm(gradients: Weights) -> float:
 
 
 def clip(gradients: Weights, norm: float, max_norm: float | None) -> Weights:
-    """Gradients times min(1, max_norm / (norm + 1e-6)), torch's formula; unchanged where max_norm is None."""
-    if max_norm is None:
-        return gradients
-    factor = min(1.0, max_norm / (norm + 1e-6))
+    """Gradients times min(1, max_norm / (norm + 1e-6)), torch's formula."""
+    factor = clip_factor(norm, max_norm)
     return {name: gradient * factor for name, gradient in gradients.items()}
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """min(1, max_norm / (norm + 1e-6)); 1 where ``max_norm`` is None."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 class Sgd:

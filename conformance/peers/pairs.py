@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conformance.judge.compare import Tensors, floor_of, movement, named
-from conformance.observable import Observable
+from conformance.observable import AGAINST_REBUILT, Observable, unobserved_step
 from conformance.record.format import Line, number
 from conformance.record.tensors import Record, StepRecord
 
@@ -47,6 +47,8 @@ class Difference:
 
 def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
     """The column in which a judged quantity is shown; None for settings and for what is compared within one cell."""
+    if tensor.endswith(AGAINST_REBUILT):
+        return None
     for observable in observables:
         shown = observable.kind == "tensors" or tensor == observable.key
         if observable.column and observable.stage == stage and shown:
@@ -89,8 +91,11 @@ def compare_tensors(
     found = {o.column: _Worst(len(members)) for o in shown}
     start_ref = oracle.loaded.tensors()
     steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
+    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
     with _opened(legs[0].loaded for legs in members) as starts:
         for reference in oracle.steps:
+            if reference.step in unobserved:
+                continue
             tensors, at = reference.tensors(), reference.step
             with _opened(own.get(at) for own in steps) as files:
                 for o in shown:

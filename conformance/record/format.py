@@ -19,7 +19,7 @@ from typing import Any
 
 from conformance.observable import Observable, observables_from_json
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "record.jsonl"
 Line = dict[str, Any]
 

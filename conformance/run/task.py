@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, Tenso
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.objective import Role, all_observables
-from conformance.observable import Observable, model_key
+from conformance.observable import Observable, model_key, unobserved_step
 from conformance.record.tensors import RecordWriter
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.replicas import Replicas, compare
@@ -53,7 +53,8 @@ def run_leg(
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
-        observer = _Observer(rank, config, header(cell, adapter, config, layout), Path(record), first_step)
+        begins = header(cell, adapter, config, layout, optimizer="loaded" if load else "new")
+        observer = _Observer(rank, config, begins, Path(record), first_step)
         calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
             stack.enter_context(exact_tier())
@@ -68,7 +69,12 @@ def run_leg(
         observer.start(backend, resolved)
         for batch in read_batches(Path(batches))[first_step : first_step + steps]:
             rank.beat(f"step {batch.step}")
-            observer.step(backend, batch, watch=batch.step == first_step and config.precision == "exact")
+            observer.step(
+                backend,
+                batch,
+                watch=batch.step == first_step and config.precision == "exact",
+                read=batch.step != unobserved_step(first_step, steps),
+            )
         if save:
             rank.beat("save")
             _make_folder(rank, Path(save))
@@ -102,14 +108,17 @@ def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int
             raise ValueError(f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}")
 
 
-def header(cell: str, adapter: type[Backend], scenario: Scenario, layout: str) -> dict[str, Any]:
-    """First line of the leg's record: who, what, where."""
+def header(
+    cell: str, adapter: type[Backend], scenario: Scenario, layout: str, *, optimizer: Literal["new", "loaded"]
+) -> dict[str, Any]:
+    """First line of the leg's record: who, what, where, and whether the leg began with a new optimizer."""
     info = adapter.describe()
     return {
         "cell": cell,
         "backend": {"name": info.name, "url": info.url},
         "scenario": scenario_to_json(scenario),
         "layout": layout,
+        "optimizer": optimizer,
         "environment": {
             "backend-parity": conformance.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -147,7 +156,8 @@ class _Observer:
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
             self.writer.loaded(loaded)
 
-    def step(self, backend: Backend, batch: Batch, *, watch: bool) -> None:
+    def step(self, backend: Backend, batch: Batch, *, watch: bool, read: bool) -> None:
+        """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out."""
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
         called: list[str] = []
@@ -159,7 +169,7 @@ class _Observer:
             nonlocal observing
             called.append(model)
             began = time.perf_counter()
-            if model in trained:
+            if model in trained and read:
                 tensors.update(self._full("gradient", trained[model], backend))
                 replicas.update(compare(_shards("gradient", [trained[model]], backend)))
             observing += time.perf_counter() - began
@@ -175,11 +185,13 @@ class _Observer:
             )
         if watcher:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in watcher.leaks]
-        for role in trained.values():
-            tensors |= self._full("weight", role, backend)
+        shards: dict[str, Iterator[Shard]] = {}
+        if read:
+            for role in trained.values():
+                tensors |= self._full("weight", role, backend)
+            shards = _shards("weight", trained.values(), backend)
         values = check_values(metrics, self.observables, type(backend).__name__)
-        told = _pieces(metrics, self.observables)
-        replicas |= compare(_shards("weight", trained.values(), backend) | told)
+        replicas |= compare(shards | _pieces(metrics, self.observables))
         tensors |= self._rows(metrics)
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}

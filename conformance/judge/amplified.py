@@ -1,0 +1,82 @@
+"""Amplified noise: what AdamW with a small eps makes of rounding, and how far two honest runs drift apart by it.
+
+Serves claim 6. AdamW divides by sqrt(v) + eps. An element whose gradients are nothing but rounding moves by up to twice
+the rate, in a random direction; with the usual eps of 1e-8 every model has such elements. A single-process run shows a
+few of them by chance, which is no measure of how many another honest run may show. So they are looked for: an element
+is one of them where d / (sqrt(v) + eps) is above NOISY times the relative noise of its tensor's gradient. Here d is the
+root mean square of the noise in the element's row.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from conformance.judge.compare import floor_of, movement, named
+from conformance.oracle.training import clip_factor, global_norm
+from conformance.record.tensors import Record, StepRecord
+from conformance.scenario import OptimizerConfig, Scenario
+
+NOISY = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amplified:
+    """``updates``: how far noisy elements may take a weight, relative as its measurement is, by stage, tensor and step.
+
+    ``drift``: by step, how much further apart weights may be before it than those of the single-process run are.
+    """
+
+    updates: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    drift: dict[int, float] = field(default_factory=dict)
+
+
+def amplified_noise(noise: Record, oracle: Record, scenario: Scenario) -> Amplified:
+    """From the single-process run in the cell's precision and the float64 oracle; nothing for SGD."""
+    found = Amplified()
+    if scenario.optimizer.name != "adamw":
+        return found
+    for key in dict.fromkeys(o.key for o in oracle.observables if o.rebuilt):
+        weights = [o for o in oracle.observables if o.key == key and o.rebuilt]
+        for step, errors, drift in _of_model(noise, oracle, scenario.optimizer, key):
+            stage = next(o.stage for o in weights if o.applies(step))
+            found.updates.update({(stage, name, step): error for name, error in errors.items() if error})
+            found.drift[step + 1] = max(drift, found.drift.get(step + 1, 1.0))
+    return found
+
+
+def _of_model(
+    noise: Record, oracle: Record, config: OptimizerConfig, key: str
+) -> Iterator[tuple[int, dict[str, float], float]]:
+    """After each step: the relative error of each tensor that is possible, and the drift that follows."""
+    gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
+    start = _float64(oracle.loaded, key)
+    second, moved = ({name: torch.zeros_like(weight) for name, weight in start.items()} for _ in range(2))
+    for count, (own, reference) in enumerate(zip(noise.steps, oracle.steps, strict=False), start=1):
+        lr, weights = reference.value(rate) or 0.0, _float64(reference, key)
+        gradients, noisy = _float64(reference, gradient), _float64(own, gradient)
+        factor = clip_factor(global_norm(gradients), config.max_grad_norm)
+        for name, g in gradients.items():
+            relative = (noisy[name] - g).norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
+            rows = (factor * (noisy[name] - g)).reshape(len(g) if g.ndim > 1 else 1, -1)
+            d = rows.square().mean(dim=1).sqrt().reshape(-1, *[1] * (g.ndim - 1))
+            second[name] = config.betas[1] * second[name] + (1 - config.betas[1]) * (factor * g).square()
+            size = (second[name] / (1 - config.betas[1] ** count)).sqrt() + config.eps
+            moved[name] = moved[name] + torch.where(d > NOISY * relative * size, lr * (d / size).clamp(max=2.0), 0.0)
+        movements = movement(weights, start)
+        floor = floor_of(movements)
+        errors = {
+            name: m.norm().item() / (max(movements[name].norm().item(), floor) or 1.0) for name, m in moved.items()
+        }
+        seen = _norm([w - weights[name] for name, w in _float64(own, key).items()])
+        possible = _norm(moved.values())
+        yield reference.step, errors, max(1.0, possible / seen) if seen else 1.0
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
+
+
+def _float64(step: StepRecord, key: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in named(step.tensors(), key).items()}

@@ -1,0 +1,76 @@
+"""Rebuild: the weights after a step, from what the cell itself recorded before: its gradients, and its weights.
+
+Serves claim 2. A cell's own gradients carry the noise of its precision, so against the oracle an update can only be
+judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
+but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
+computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from conformance.judge.compare import Tensors, finite, named, place
+from conformance.judge.tolerance import Measurement
+from conformance.observable import AGAINST_REBUILT, Observable
+from conformance.oracle.training import clip, global_norm, make_optimizer
+from conformance.record.tensors import Record
+from conformance.scenario import Scenario
+
+MASTER_ROUNDING = {"exact": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
+REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
+UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
+
+
+def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
+    """The distance of every weight after a step from the one that is rebuilt, largest element.
+
+    An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u what
+    the update would be if no two terms of it cancelled. Nothing is rebuilt from an unobserved step on, because the
+    optimizer's moments are not known then, until a leg begins with a new optimizer.
+    """
+    declared = [o for o in oracle.observables if o.rebuilt]
+    for key in dict.fromkeys(o.key for o in declared):
+        yield from _of_model(legs, oracle, scenario, [o for o in declared if o.key == key])
+
+
+def _of_model(
+    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+) -> Iterator[Measurement]:
+    key = weights[0].key
+    gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
+    rates = {step.step: step.value(rate) for step in oracle.steps}
+    known = False
+    for leg in legs:
+        before = _float64(leg.loaded.tensors(), key)
+        if leg.header["optimizer"] == "new":
+            optimizer, sizes, known = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer), True
+        for step in leg.steps:
+            tensors, lr = step.tensors(), rates.get(step.step)
+            gradients, after = _float64(tensors, gradient), _float64(tensors, key)
+            known = known and lr is not None and gradients.keys() == after.keys() == before.keys()
+            known = known and all(gradients[name].shape == after[name].shape == before[name].shape for name in after)
+            if known:
+                assert lr is not None
+                clipped = clip(gradients, global_norm(gradients), scenario.optimizer.max_grad_norm)
+                rebuilt = optimizer.step(before, clipped, lr)
+                nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
+                moved = sizes.step(nothing, {name: g.abs() for name, g in clipped.items()}, lr)
+                stage = next(o.stage for o in weights if o.applies(step.step))
+                for name, weight in after.items():
+                    unit = before[name].abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved[name].abs()
+                    off = (weight - rebuilt[name]).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+                    at = int(off.argmax())
+                    yield Measurement(
+                        stage=stage,
+                        tensor=name + AGAINST_REBUILT,
+                        step=step.step,
+                        error=finite(off.max().item()),
+                        where=place(at, weight),
+                        fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
+                    )
+            before = after
+
+
+def _float64(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in named(tensors, key).items()}
