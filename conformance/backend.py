@@ -58,8 +58,8 @@ class ExpectedDifference:
     """A known defect below the backend: cells that differ first at ``stage``, in these tensors and no others, and why.
 
     ``cells`` and ``tensors`` are shell patterns of ids and of tensor names; cells of a pattern in ``unless`` are not
-    meant. A cell that matches but conforms, or that differs elsewhere, is reported: the expectation has to go or to be
-    mended.
+    meant. ``alone``: nothing follows from the defect, so no other quantity may differ. A cell that matches but
+    conforms, or that differs elsewhere, is reported: the expectation has to go or to be mended.
     """
 
     cells: str
@@ -68,6 +68,7 @@ class ExpectedDifference:
     reason: str
     link: str
     unless: tuple[str, ...] = ()
+    alone: bool = False
 
     def means(self, cell: str) -> bool:
         """Whether a cell of this id must differ."""

@@ -123,7 +123,8 @@ LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
     asked = cell_of("deepspeed", "sft-packed", "qwen3", layout, precision)
     verdict = session.run(asked).verdict
-    assert verdict.state == "conforms", verdict.reason
+    half = precision in ("bf16", "fp16")
+    assert verdict.state == ("expected_difference" if "zero0" in layout and half else "conforms"), verdict.reason
     resolved = record_of(session, asked).header["resolved"]
     compute = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
     assert resolved["compute_dtype"] == compute

@@ -35,6 +35,10 @@ FSDP2 = {
     "divided-by-world": ("sft-sgd", "llama", "sp2"),
     "ring-not-reduced": ("sft-sgd", "llama", "sp2"),
     "ring-not-counted": ("sft-sgd", "llama", "sp2"),
+    "no-weight-decay": ("sft-packed", "llama", "dp2"),
+    "default-betas": ("sft-packed", "llama", "dp2"),
+    "moments-in-bf16": ("sft-packed", "llama", "dp2"),
+    "summed-in-bf16": ("sft-packed", "llama", "dp2"),
 }
 DEEPSPEED = {
     "dropped-o-bias": ("sft-padded", "pangu", "dp2.zero1"),
@@ -49,9 +53,13 @@ DEEPSPEED = {
     "rolled-labels": ("sft-packed", "llama", "ulysses2.zero2"),
     "dropped-last-token": ("sft-packed", "llama", "sp2.zero1"),
     "merged-in-bf16": ("sft-packed", "llama", "sp2.ring.zero1"),
-    "unmarked-shards": ("sft-packed", "llama", "tp2.zero0"),
+    "unmarked-shards": ("sft-padded", "llama", "tp2.zero0"),
     "lost-loss-scale": ("sft-packed", "llama", "dp2.zero0"),
-    "step-at-setup": ("sft-packed", "llama", "dp2.zero0"),
+    "step-at-setup": ("sft-padded", "llama", "dp2.zero0"),
+    "no-weight-decay": ("sft-packed", "llama", "dp2.zero2"),
+    "default-betas": ("sft-packed", "llama", "dp2.zero2"),
+    "moments-in-bf16": ("sft-packed", "llama", "dp2.zero2"),
+    "summed-in-bf16": ("sft-packed", "llama", "dp2.zero2"),
 }
 MEGATRON = {
     "dropped-o-bias": ("sft-padded", "pangu", "dp2"),
@@ -74,12 +82,24 @@ MEGATRON = {
     "norms-not-summed": ("sft-sgd", "llama", "tp2.seqpar"),
     "broken-tie": ("sft-sgd", "qwen3", "pp2"),
     "duplicates-counted": ("sft-sgd", "llama", "tp2"),
+    "no-weight-decay": ("sft-packed", "llama", "dp2"),
+    "default-betas": ("sft-packed", "llama", "dp2"),
+    "moments-in-bf16": ("sft-packed", "llama", "dp2"),
+    "summed-in-bf16": ("sft-packed", "llama", "dp2"),
 }
 CELLS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
-# Faults that only exist in half precision; all others are caught in the exact tier.
-HALF: dict[str, Precision] = {"unmarked-shards": "bf16", "lost-loss-scale": "fp16", "step-at-setup": "bf16"}
+# Faults that only exist in half precision, or that are to be caught there too; others are in the exact tier.
+HALF: dict[str, Precision] = {
+    "unmarked-shards": "bf16",
+    "lost-loss-scale": "fp16",
+    "step-at-setup": "bf16",
+    "no-weight-decay": "bf16",
+    "default-betas": "bf16",
+    "moments-in-bf16": "bf16",
+    "summed-in-bf16": "bf16",
+}
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
-LATER = {"schedule-per-micro-batch": 2, "clip-always": 5}
+LATER = {"schedule-per-micro-batch": 2, "clip-always": 5, "default-betas": 2, "moments-in-bf16": 2}
 DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too
 
 

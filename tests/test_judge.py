@@ -4,84 +4,16 @@ Cells of real backends are judged elsewhere; here one number at a time is wrong,
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unchanged, verdict_of, write
 
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
-from conformance.objective import Sft, all_observables
 from conformance.observable import stages
 from conformance.record.results import Verdict
-from conformance.record.tensors import Record, RecordWriter, read_record
-from conformance.scenario import parse_scenario, scenario_to_json
-
-Values = dict[str, Any]  # a step's values, and its replicas under "replicas"
-Tensors = dict[str, torch.Tensor]
-Change = Callable[[int, Values, Tensors], None]
-
-STEPS = 3
-OBSERVABLES = all_observables(Sft())
-EQUAL = {"offered": 8, "compared": 4, "differing": []}
-
-
-def unchanged(step: int, values: Values, tensors: Tensors) -> None:
-    """Leave the step as the oracle has it."""
-
-
-def write(
-    path: Path,
-    change: Change = unchanged,
-    *,
-    precision: str = "exact",
-    layout: str = "dp2.tp2",
-    lr: float = 0.1,
-    first: int = 0,
-    until: int = STEPS,
-) -> Record:
-    """A record of the steps from ``first`` to before ``until``.
-
-    ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
-    """
-    optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
-    scenario = parse_scenario(
-        {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
-    )
-    header = {"cell": "x", "scenario": scenario_to_json(scenario), "layout": layout}
-    header["optimizer"] = "loaded" if first else "new"
-    writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
-    for step in range(-1, until):
-        tensors = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-        if step >= 0:
-            gradients = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in weights}
-            norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-            for name, gradient in gradients.items():
-                weights[name] = weights[name] - 0.1 * (min(1.0, 1 / (norm + 1e-6)) * gradient)
-                tensors |= {f"gradient/{name}": gradient, f"weight/{name}": weights[name].clone()}
-            logprobs = torch.randn(5, generator=generator, dtype=torch.float64)
-            more = {"logprob/0": logprobs[:2].clone(), "logprob/7": logprobs[2:].clone()}
-            values: Values = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": 0.1}
-            values["replicas"] = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no"}
-        if step == first - 1:
-            loaded = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-            change(step, {}, loaded)
-            writer.loaded(loaded)
-        elif step >= first:
-            change(step, values, tensors := tensors | more)
-            replicas = values.pop("replicas")
-            writer.step({k: v for k, v in values.items() if v is not None}, tensors, replicas=replicas, seconds=0.0)
-    writer.finish({"seconds": 0.0, "leaks": []})
-    return read_record(path)
-
-
-def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
-    oracle = write(tmp_path / "oracle")
-    return judge([write(tmp_path / "cell", change, **options)], oracle=oracle, noise=None)
 
 
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:
@@ -114,16 +46,6 @@ def test_a_stage_that_was_not_observed_is_named(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, change)
     assert verdict.state == "conforms"
     assert verdict.reason.endswith("not observed: log-probs, gradient norm")
-
-
-def scale(key: str, factor: float, *, at: int = 0) -> Change:
-    def change(step: int, values: Values, tensors: Tensors) -> None:
-        if step == at and key in values:
-            values[key] *= factor
-        elif step == at:
-            tensors[key] *= factor
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -356,7 +278,7 @@ def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tm
     def rounded(step: int, values: Values, tensors: Tensors) -> None:
         for name in ("gradient/a", "gradient/b"):
             if name in tensors:
-                tensors[name] = tensors[name].bfloat16().double()
+                tensors[name] *= 1 + 2**-9 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
 
     noise = write(tmp_path / "noise", rounded, precision="bf16")
     honest = judge([write(tmp_path / "honest", rounded, precision="bf16")], oracle=oracle, noise=noise)

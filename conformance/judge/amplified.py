@@ -18,7 +18,7 @@ from conformance.oracle.training import clip_factor, global_norm
 from conformance.record.tensors import Record, StepRecord
 from conformance.scenario import OptimizerConfig, Scenario
 
-NOISY = 10.0
+NOISY = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

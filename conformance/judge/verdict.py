@@ -11,6 +11,7 @@ from pathlib import Path
 
 from conformance.judge.amplified import Amplified, amplified_noise
 from conformance.judge.compare import measure
+from conformance.judge.grain import grains
 from conformance.judge.rebuild import rebuilt_updates
 from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
 from conformance.layout import Layout
@@ -43,10 +44,14 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     scenario = parse_scenario(legs[0].header["scenario"])
     for other in (*legs[1:], oracle, noise or oracle):
         _same_training(legs[0], other)
-    found = [*measure(legs, oracle), *rebuilt_updates(legs, oracle, scenario)]
-    rounding = measure([noise], oracle) if noise else []
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
+    found = [
+        *measure(legs, oracle),
+        *rebuilt_updates(legs, oracle, scenario),
+        *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
+    ]
+    rounding = measure([noise], oracle) if noise else []
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)

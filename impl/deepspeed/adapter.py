@@ -44,6 +44,18 @@ class DeepspeedBackend(StrategyBackend):
             )
             for precision in ("bf16", "fp16")
         ),
+        *(
+            ExpectedDifference(
+                cells=f"*/deepspeed/*zero0*/{precision}",
+                unless=("sft-padded/*", "*.shipped/*", "*/deepspeed/dp1.zero0/*"),
+                stage="gradients",
+                tensors="gradient: elements that are * numbers, so added up in it",
+                reason=f"ZeRO-0 adds gradients up in {precision}, whatever grad_accum_dtype says",
+                link="docs/findings/deepspeed-zero0-half.md",
+                alone=True,
+            )
+            for precision in ("bf16", "fp16")
+        ),
         ExpectedDifference(
             cells="*/deepspeed/*ulysses*.shipped/*",
             unless=("*.zero[012].*", "*tp[0-9]*ulysses*"),  # with AutoTP its ranks are data ranks at every stage
@@ -65,6 +77,8 @@ class DeepspeedBackend(StrategyBackend):
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
         "forgotten_scale": "impl.deepspeed.trainable:DeepspeedTrainable.forgotten_scale",
         "forget_steps": "impl.deepspeed.trainable:DeepspeedTrainable.forget_steps",
+        "create_optimizer": "impl.deepspeed.trainable:DeepspeedTrainable.create_optimizer",
+        "summing_dtype": "impl.deepspeed.settings:summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }

@@ -18,6 +18,11 @@ def clip_threshold(max_grad_norm: float | None) -> float:
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
+def summing_dtype(config: ContextConfig) -> str:
+    """In which half-precision gradients are reduced and added up."""
+    return "fp32"
+
+
 def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     """The dictionary for an engine that trains."""
     settings: dict[str, Any] = {
@@ -34,9 +39,9 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
     if config.precision in ("bf16", "fp16"):
         # float32 masters in any case. Gradients are reduced in float32, and added up over micro-batches in float32 by
         # all stages that offer it: at 0 they are the parameters' own, in half precision.
-        settings["communication_data_type"] = "fp32"
+        settings["communication_data_type"] = summing_dtype(config)
         if zero_stage(config) > 0:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+            settings["data_types"] = {"grad_accum_dtype": summing_dtype(config)}
     if "ownopt" in config.layout.options:
         settings["optimizer"] = _optimizer(config, optimizer)
     return settings

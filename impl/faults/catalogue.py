@@ -14,6 +14,8 @@ reduce_replicas     (...): averages gradients over ranks that hold the same para
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
 clip_threshold      (max_norm or None) -> what a library that clips by itself is told; None is for no clipping
+create_optimizer    (trainable, model, config) -> optimizer of torch, or of the library around one of torch
+summing_dtype       (...) -> dtype, or its name in DeepSpeed's words, in which half-precision gradients are added up
 advance_schedule    (trainable): after each optimizer step
 gradient_scale      (trainable) -> number of ranks that the framework averages gradients over
 reduction_mesh      (trainable) -> mesh of the ranks that see different tokens: gradients are reduced over it
@@ -40,6 +42,7 @@ import torch
 from conformance.faults.fault import Fault, Function
 from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
+from impl.faults.optimizer import OPTIMIZER_FAULTS
 from impl.faults.ring import RING_FAULTS
 
 
@@ -209,4 +212,4 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)
+CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *OPTIMIZER_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)

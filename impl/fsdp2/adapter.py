@@ -46,6 +46,8 @@ class Fsdp2Backend(StrategyBackend):
         "advance_schedule": "impl.fsdp2.trainable:Fsdp2Trainable.advance_schedule",
         "gradient_scale": "impl.fsdp2.trainable:Fsdp2Trainable.gradient_scale",
         "reduction_mesh": "impl.fsdp2.trainable:Fsdp2Trainable.reduction_mesh",
+        "create_optimizer": "impl.fsdp2.trainable:Fsdp2Trainable.create_optimizer",
+        "summing_dtype": "impl.fsdp2.trainable:Fsdp2Trainable.summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
     }

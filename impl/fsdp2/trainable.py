@@ -89,13 +89,17 @@ class Fsdp2Trainable:
         mesh = self.reduction_mesh()
         compute = _COMPUTE.get(self.context.config.precision)
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
         pinned = self.context.config.device != "cpu"
         offload = CPUOffloadPolicy(pin_memory=pinned) if "offload" in self.options else OffloadPolicy()
         blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def summing_dtype(self) -> torch.dtype:
+        """In which half-precision gradients are reduced; they are added up in that of the parameters, float32."""
+        return torch.float32
 
     def reduction_mesh(self) -> DeviceMesh:
         """Ranks that see different tokens of a step: their gradients belong together, and so do their shards."""

@@ -61,6 +61,8 @@ class MegatronBackend(StrategyBackend):
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.settings:clip_threshold",
         "advance_schedule": "impl.megatron.trainable:MegatronTrainable.advance_schedule",
+        "create_optimizer": "impl.megatron.trainable:MegatronTrainable.create_optimizer",
+        "summing_dtype": "impl.megatron.settings:summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",
         "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
         "pipeline_config": "impl.megatron.trainable:transformer_config",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -22,11 +23,16 @@ def cuts_optimizer(config: ContextConfig) -> bool:
     return config.layout.zero == 1
 
 
+def summing_dtype() -> torch.dtype:
+    """In which half-precision gradients are reduced and added up."""
+    return torch.float32
+
+
 def reduction_settings(config: ContextConfig, *, parameters: int) -> DistributedDataParallelConfig:
     """``parameters``: of this rank. Overlap needs several buckets; by default models of this size make one."""
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision in ("bf16", "fp16"),
+        grad_reduce_in_fp32=config.precision in ("bf16", "fp16") and summing_dtype() == torch.float32,
         use_distributed_optimizer=cuts_optimizer(config),
         bucket_size=parameters // 4 if overlap else None,
         overlap_grad_reduce=overlap,

@@ -1,0 +1,107 @@
+"""What the judge works out from a cell's own record: rebuilt updates, single rows, digits of sums, leaks.
+
+None of it depends on how noisy a precision is, and no backend is asked about it.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from judge_sample import Change, Tensors, Values, scale, verdict_of, write
+
+from conformance.judge.verdict import judge
+from conformance.record.format import RecordError
+
+
+def test_a_step_that_nothing_is_read_at_is_between_two_that_are(tmp_path: Path) -> None:
+    def unread(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 1:
+            for name in [name for name in tensors if not name.startswith("logprob/")]:
+                del tensors[name]
+
+    assert verdict_of(tmp_path / "1", unread).state == "conforms"
+    assert verdict_of(tmp_path / "2", scale("loss", 1.1, at=1)).first_stage == "loss"
+
+
+def test_an_update_follows_from_the_cells_own_gradients_whatever_the_noise_allows(tmp_path: Path) -> None:
+    def rounded(step: int, values: Values, tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name] = tensors[name].float().double()
+
+    def shrunk(step: int, values: Values, tensors: Tensors) -> None:
+        rounded(step, values, tensors)
+        if step >= 0:
+            tensors["weight/a"] += 1e-5  # a hundredth of the noise
+
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        for name in list(tensors):
+            if name.startswith("weight/") and step >= 0:
+                tensors[name] += 1e-3 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp16")
+    verdict = judge([write(tmp_path / "cell", shrunk, precision="fp16")], oracle=oracle, noise=noise)
+    assert [f.tensor for f in verdict.findings if f.stage == "clipped update"] == ["a against rebuilt"]
+
+
+def test_a_row_that_is_lost_shows_though_the_tensor_hides_it(tmp_path: Path) -> None:
+    def large(step: int, values: Values, tensors: Tensors) -> None:
+        if step >= 0:
+            generator = torch.Generator().manual_seed(step)
+            tensors["gradient/a"] = torch.randn(2000, 3, generator=generator, dtype=torch.float64)
+            values["grad_norm"] = math.hypot(*(tensors[f"gradient/{name}"].norm().item() for name in "ab"))
+
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        large(step, values, tensors)
+        if step >= 0:
+            tensors["gradient/a"] *= 1 + 0.02 * torch.sin(torch.arange(6000.0, dtype=torch.float64)).reshape(2000, 3)
+
+    def lost(step: int, values: Values, tensors: Tensors) -> None:
+        noisy(step, values, tensors)
+        if step == 0:
+            tensors["gradient/a"][7] = 0
+
+    oracle, noise = write(tmp_path / "oracle", large), write(tmp_path / "noise", noisy, precision="fp16")
+    verdict = judge([write(tmp_path / "cell", lost, precision="fp16")], oracle=oracle, noise=noise)
+    found = next(f for f in verdict.findings if f.stage == "gradients")
+    assert (found.tensor, found.where) == ("a (worst row)", "row 7")
+
+
+def test_a_float32_tensor_in_the_exact_tier_is_a_finding(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    leak = {"op": "aten.add.Tensor", "where": "model.py:7 in forward", "count": 3}
+    cell = write(tmp_path / "cell", leaks=[leak])
+    verdict = judge([cell], oracle=oracle, noise=None)
+    assert verdict.state == "differs"
+    assert "aten.add.Tensor at model.py:7 in forward: a lower precision in the exact tier, 3 times" in verdict.reason
+
+
+@pytest.mark.parametrize(("precision", "digits"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: str, digits: torch.dtype) -> None:
+    def summed(in_float32: bool) -> Change:
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            for name in ("gradient/a", "gradient/b"):
+                if name in tensors:
+                    shares = torch.tensor([0.31, 0.23, 0.17, 0.13, 0.11, 0.05]).reshape(6, 1, 1)
+                    total = (tensors[name] * shares).to(digits).float().sum(dim=0)
+                    tensors[name] = total if in_float32 else total.to(digits).float()
+
+        return change
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
+    wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=noise)
+    honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=noise)
+    name = f"gradient: elements that are {precision} numbers, so added up in it"
+    assert name in {finding.tensor for finding in wrong.findings}
+    assert name not in {finding.tensor for finding in honest.findings}
+    assert name in {quantity.tensor for quantity in honest.quantities}
+
+
+def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Path) -> None:
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["weight/a"] += 0.02 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
+    with pytest.raises(RecordError, match="off in a .clipped update, step 0., more than can be judged by"):
+        judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=noise)
