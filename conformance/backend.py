@@ -31,11 +31,14 @@ EXTRAS = ("deepspeed", "megatron")  # of this distribution, named as the backend
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """``packages`` are the distributions whose versions a record keeps."""
+    """``packages`` are the distributions whose versions a record keeps. ``default_zero``: the ZeRO stage that a layout
+    without one means (FSDP2 cuts what stage 3 cuts, replicas are stage 0); None leaves it unproven.
+    """
 
     name: str
     packages: tuple[str, ...] = ("torch",)
     url: str = ""
+    default_zero: int | None = None
 
 
 @dataclass(frozen=True)

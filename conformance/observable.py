@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-ObservableKind = Literal["tensors", "rows", "scalar", "setting"]
+ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
 When = Literal["loaded", "every", "first", "later"]
 Replicated = Literal["no", "holders", "all ranks"]
 
@@ -26,7 +26,7 @@ class Observable:
     stage: the name under which findings, reports and faults speak of it.
     kind: ``tensors``: named tensors, each with an error of its own. ``rows``: one vector of numbers per row of the
         batch, all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is
-    computed for.
+        computed for. ``evidence``: what the suite saw of a leg's first step, in the footer of its record.
     when: the steps at which it is judged: as ``loaded``, at ``every`` step, at the ``first`` one, or at ``later`` ones.
     change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
     scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.
@@ -75,6 +75,7 @@ class Observable:
         return at[self.when]
 
 
+CONFIGURATION = Observable(key="evidence", stage="configuration", kind="evidence", when="loaded", required=False)
 LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks", column="loss", drawn=True)
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")

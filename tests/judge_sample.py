@@ -45,7 +45,8 @@ def write(
     scenario = parse_scenario(
         {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
     )
-    header = {"cell": "x", "scenario": scenario_to_json(scenario), "layout": layout}
+    backend = {"name": "x", "url": "", "default_zero": None}
+    header = {"cell": "x", "backend": backend, "scenario": scenario_to_json(scenario), "layout": layout}
     header["optimizer"] = "loaded" if first else "new"
     writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
     generator = torch.Generator().manual_seed(0)
@@ -70,8 +71,18 @@ def write(
             change(step, values, tensors := tensors | more)
             replicas = values.pop("replicas")
             writer.step({k: v for k, v in values.items() if v is not None}, tensors, replicas=replicas, seconds=0.0)
-    writer.finish({"seconds": 0.0, "leaks": list(leaks)})
+    writer.finish({"seconds": 0.0, "leaks": list(leaks), "evidence": [evidence(precision)] * 2})
     return read_record(path)
+
+
+def evidence(precision: str) -> dict[str, Any]:
+    """What is seen of a rank that does what the layouts here ask for."""
+    dtype = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    return {
+        "collectives": [["all_reduce", 2, dtype, "forward", 4], ["all_reduce", 2, dtype, "later", 4]],
+        "products": [[dtype, "backward", 8], [dtype, "forward", 4]],
+        "widths": [3],
+    }
 
 
 def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:

@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from conformance.backend import Shard, StepMetrics, TensorKind
 from conformance.batch import Batch
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+from impl.deepspeed.adapter import DeepspeedBackend
 from impl.fsdp2.adapter import Fsdp2Backend
+from impl.megatron.adapter import MegatronBackend
 
 
 class OtherRankLies(Fsdp2Backend):
@@ -101,3 +105,44 @@ class ExportsOtherWeights(Fsdp2Backend):
             for parameter in self.models[model].model.parameters():  # type: ignore[attr-defined]
                 parameter.mul_(1 + 2.0**-9)
         super().export(path, model)
+
+
+class DropsItsOptions:
+    """Runs the layout without its options, and with another ZeRO stage."""
+
+    stage: ClassVar[int | None] = None
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        zero = layout.zero if self.stage is None else self.stage
+        less: dict[str, Any] = super().setup(  # type: ignore[misc]
+            scenario, dataclasses.replace(layout, options=(), zero=zero), *arguments
+        )
+        return {**less, "options": list(layout.options)}
+
+
+class Fsdp2DropsItsOptions(DropsItsOptions, Fsdp2Backend):
+    pass
+
+
+class DeepspeedDropsItsOptions(DropsItsOptions, DeepspeedBackend):
+    pass
+
+
+class MegatronDropsItsOptions(DropsItsOptions, MegatronBackend):
+    pass
+
+
+class DeepspeedRunsStage0(DeepspeedDropsItsOptions):
+    stage = 0
+
+
+class DeepspeedRunsStage1(DeepspeedDropsItsOptions):
+    stage = 1
+
+
+class DeepspeedRunsStage3(DeepspeedDropsItsOptions):
+    stage = 3
+
+
+class MegatronRunsStage0(MegatronDropsItsOptions):
+    stage = 0

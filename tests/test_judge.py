@@ -25,6 +25,7 @@ def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> N
 
 def test_stages_are_in_causal_order() -> None:
     assert stages(OBSERVABLES) == (
+        "configuration",
         "weights",
         "log-probs",
         "loss",

@@ -103,5 +103,5 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
             tensors["weight/a"] += 0.02 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
-    with pytest.raises(RecordError, match="off in a .clipped update, step 0., more than can be judged by"):
+    with pytest.raises(RecordError, match=r"off in a .clipped update, step 0., more than can be judged by"):
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=noise)

@@ -32,6 +32,34 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "claim"),
+    [
+        ("Fsdp2DropsItsOptions", "dp2.ckpt", "activations are recomputed"),
+        ("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
+        ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
+        ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
+        ("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        ("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
+        ("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
+        ("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),
+        ("DeepspeedRunsStage3", "dp2.zero1", "weights are whole in the forward pass"),
+        ("DeepspeedRunsStage1", "dp2.zero0", "all ranks update all weights"),
+        ("MegatronDropsItsOptions", "tp2.ckpt", "activations are recomputed"),
+        ("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
+        ("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
+        ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
+    ],
+)
+def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, claim: str) -> None:
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, rows=12)
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert f"{layout}: {claim}" in verdict.findings[0].tensor
+    assert {finding.stage for finding in verdict.findings} == {"configuration"}
+
+
 def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
     scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4).scenario
     legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)

@@ -193,6 +193,7 @@ def test_a_kind_that_the_backend_knows_is_run(tmp_path: Path, monkeypatch: pytes
 
 def test_stages_of_sft_are_in_causal_order() -> None:
     assert stages(all_observables(Sft())) == (
+        "configuration",
         "weights",
         "log-probs",
         "loss",
@@ -208,7 +209,7 @@ def test_stages_of_sft_are_in_causal_order() -> None:
 def test_every_model_is_observed_when_loaded_and_only_trained_ones_are_when_they_train() -> None:
     observables = all_observables(toy_objectives.PolicyAndValue())
     loaded = [o.key for o in observables if o.when == "loaded"]
-    assert loaded == ["reference.weight", "weight", "critic.weight"]
+    assert loaded == ["evidence", "reference.weight", "weight", "critic.weight"]
     later = {o.key for o in observables if o.when != "loaded"}
     assert {"gradient", "lr", "grad_norm", "weight"} <= later
     assert {f"critic.{key}" for key in ("gradient", "lr", "grad_norm", "weight", "loss", "value")} <= later

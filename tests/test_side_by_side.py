@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from report_sample import edit
 from side_sample import GROUP, MEMBERS, NAMES, SCENARIO, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
 
 from conformance import cli
+from conformance.backend import ExpectedDifference
 from conformance.judge.compare import floor_of
 from conformance.judge.tolerance import EXACT
 from conformance.objective import all_observables
@@ -270,8 +272,8 @@ def test_a_known_difference_is_expected_here_too(out: Path) -> None:
     shutil.rmtree(out / "oracle")
     shutil.rmtree(out / "cells")
     write_run(out, {DEEPSPEED: WRONG})
-    known = {"cells": "*", "stage": "gradients", "tensors": "*", "reason": "a bug", "link": "https://example.org"}
-    edit(folder / "verdict.json", expected=known)
+    known = ExpectedDifference(cells="*", stage="gradients", tensors="*", reason="a bug", link="https://example.org")
+    edit(folder / "verdict.json", expected=asdict(known))
     assert cli.main(["judge", str(out)]) == 0
     group = group_of(out)
     assert group["state"] == "expected_difference"

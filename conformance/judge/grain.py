@@ -22,7 +22,7 @@ COARSE = 1.2  # divided by the number of summands: the fraction of coarse elemen
 
 
 def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable]) -> Iterator[Measurement]:
-    """For each observed step: the fraction of elements that the half precision has, the median over the tensors.
+    """For each leg: the fraction of elements that the half precision has, the median over tensors and steps.
 
     Only where an element has three summands or more: micro-batches, times ranks that see different tokens.
     """
@@ -33,18 +33,21 @@ def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Obser
         summands = scenario.accumulation * layout.dp * layout.sp * layout.ulysses
         if summands < 3:
             continue
-        for step in leg.steps:
-            tensors = step.tensors()
-            for o in gradients:
-                fractions = [coarse_fraction(t, scenario.precision) for t in named(tensors, o.key).values() if t.any()]
-                if fractions:
-                    yield Measurement(
-                        stage=o.stage,
-                        tensor=f"{o.key}: elements that are {scenario.precision} numbers, so added up in it",
-                        step=step.step,
-                        error=statistics.median(fractions),
-                        fixed=COARSE / summands,
-                    )
+        for o in gradients:
+            fractions = [
+                coarse_fraction(tensor, scenario.precision)
+                for step in leg.steps
+                for tensor in named(step.tensors(), o.key).values()
+                if tensor.any()
+            ]
+            if fractions:
+                yield Measurement(
+                    stage=o.stage,
+                    tensor=f"{o.key}: elements that are {scenario.precision} numbers, so added up in it",
+                    step=leg.header["first_step"],
+                    error=statistics.median(fractions),
+                    fixed=COARSE / summands,
+                )
 
 
 def coarse_fraction(tensor: torch.Tensor, precision: Precision) -> float:

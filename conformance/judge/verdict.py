@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from conformance.judge.amplified import Amplified, amplified_noise
-from conformance.judge.compare import measure
+from conformance.judge.compare import measure, named
+from conformance.judge.configuration import configurations
 from conformance.judge.grain import grains
 from conformance.judge.rebuild import rebuilt_updates
 from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
@@ -48,6 +49,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     gradients = gradient_stages(observables)
     found = [
         *measure(legs, oracle),
+        *configurations(legs, scenario, vocabulary=_vocabulary(oracle)),
         *rebuilt_updates(legs, oracle, scenario),
         *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
     ]
@@ -74,6 +76,12 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
     state: State = "differs" if verdict.findings else "conforms"
     return replace(verdict, state=state, reason=_reason(verdict, observables))
+
+
+def _vocabulary(oracle: Record) -> int:
+    """Rows of the policy's embedding."""
+    tensors = named(oracle.loaded.tensors(), "weight")
+    return next((len(tensor) for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")), 0)
 
 
 def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:

@@ -43,7 +43,7 @@ _REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype)
 # Unpickling makes an empty tensor of the stored dtype and then hangs the stored bytes into it.
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
 # Fake tensors are what DTensor computes shapes and dtypes with; they have to be lifted as what they stand for.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -86,7 +86,7 @@ class _LiftBelowAutograd(TorchDispatchMode):
         if lifted is not None:
             return func(*lifted[0], **lifted[1])
         # A tensor subclass such as DTensor goes first, so that the ops on its local tensors come here as well.
-        return func(*args, **kwargs) if _PLAIN.issuperset(types) else NotImplemented
+        return func(*args, **kwargs) if PLAIN.issuperset(types) else NotImplemented
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -137,7 +137,7 @@ class LeakWatch(TorchDispatchMode):
         return tuple(Leak(op, where, count) for (op, where), count in self._counts.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        if not _PLAIN.issuperset(types):
+        if not PLAIN.issuperset(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):

@@ -22,6 +22,7 @@ from conformance.layout import Layout
 from conformance.objective import Role, all_observables
 from conformance.observable import Observable, model_key, unobserved_step
 from conformance.record.tensors import RecordWriter
+from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.replicas import Replicas, compare
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
@@ -69,12 +70,7 @@ def run_leg(
         observer.start(backend, resolved)
         for batch in read_batches(Path(batches))[first_step : first_step + steps]:
             rank.beat(f"step {batch.step}")
-            observer.step(
-                backend,
-                batch,
-                watch=batch.step == first_step and config.precision == "exact",
-                read=batch.step != unobserved_step(first_step, steps),
-            )
+            observer.step(backend, batch, read=batch.step != unobserved_step(first_step, steps))
         if save:
             rank.beat("save")
             _make_folder(rank, Path(save))
@@ -115,7 +111,7 @@ def header(
     info = adapter.describe()
     return {
         "cell": cell,
-        "backend": {"name": info.name, "url": info.url},
+        "backend": {"name": info.name, "url": info.url, "default_zero": info.default_zero},
         "scenario": scenario_to_json(scenario),
         "layout": layout,
         "optimizer": optimizer,
@@ -142,10 +138,12 @@ class _Observer:
         self, rank: RankContext, scenario: Scenario, header: dict[str, Any], path: Path, first_step: int
     ) -> None:
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
+        self.exact = scenario.precision == "exact"
         self.roles = scenario.objective.roles
         self.observables = all_observables(scenario.objective)
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
+        self.watch = Watch()  # of the first step
 
     def start(self, backend: Backend, resolved: dict[str, Any]) -> None:
         loaded: dict[str, torch.Tensor] = {}
@@ -156,13 +154,14 @@ class _Observer:
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
             self.writer.loaded(loaded)
 
-    def step(self, backend: Backend, batch: Batch, *, watch: bool, read: bool) -> None:
+    def step(self, backend: Backend, batch: Batch, *, read: bool) -> None:
         """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out."""
+        first = batch.step == self.first_step
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
         called: list[str] = []
         observing = 0.0
-        watcher = LeakWatch() if watch else None
+        watcher = LeakWatch() if first and self.exact else None
         trained = {role.name: role for role in self.roles if role.trained}
 
         def on_gradients(model: str) -> None:
@@ -170,12 +169,13 @@ class _Observer:
             called.append(model)
             began = time.perf_counter()
             if model in trained and read:
-                tensors.update(self._full("gradient", trained[model], backend))
-                replicas.update(compare(_shards("gradient", [trained[model]], backend)))
+                with self.watch.reading():
+                    tensors.update(self._full("gradient", trained[model], backend))
+                    replicas.update(compare(_shards("gradient", [trained[model]], backend)))
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
-        with watcher or contextlib.nullcontext():
+        with watcher or contextlib.nullcontext(), self.watch if first else contextlib.nullcontext():
             metrics = backend.train_step(batch, on_gradients)
         seconds = time.perf_counter() - started - observing
         if sorted(called) != sorted(trained):
@@ -198,9 +198,11 @@ class _Observer:
             self.writer.step(values, tensors, replicas=found, seconds=seconds)
 
     def finish(self, seconds: float) -> None:
-        dist.barrier()  # the footer says that all ranks came to their end
+        # The footer says that all ranks came to their end.
+        evidence: list[dict[str, Any]] = [{} for _ in range(self.rank.world_size)]
+        dist.all_gather_object(evidence, self.watch.to_json())
         if self.writer:
-            self.writer.finish({"seconds": seconds, "leaks": self.leaks})
+            self.writer.finish({"seconds": seconds, "leaks": self.leaks, "evidence": evidence})
 
     def _full(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walk the iterator on all ranks; copies stay on rank 0 only."""

@@ -25,6 +25,7 @@ class DeepspeedBackend(StrategyBackend):
         name="deepspeed",
         packages=("torch", "transformers", "deepspeed", "ring-flash-attn"),
         url="https://deepspeed.readthedocs.io/en/latest/zero3.html",
+        default_zero=3,
     )
     preload = (
         "impl.deepspeed.context",

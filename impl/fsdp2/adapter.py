@@ -16,6 +16,7 @@ class Fsdp2Backend(StrategyBackend):
         name="fsdp2",
         packages=("torch", "transformers", "ring-flash-attn"),
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        default_zero=3,
     )
     preload = (
         "impl.fsdp2.context",

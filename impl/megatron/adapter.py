@@ -27,6 +27,7 @@ class MegatronBackend(StrategyBackend):
         name="megatron",
         packages=("torch", "megatron-core", "transformers", "ring-flash-attn"),
         url="https://docs.nvidia.com/megatron-core/developer-guide/latest/",
+        default_zero=0,
     )
     preload = ("impl.megatron.context", *RING_MODULES)
     expected = (

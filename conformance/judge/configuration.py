@@ -1,0 +1,166 @@
+"""Configuration: what a layout and a precision imply for a training step, held against what was seen of it.
+
+Serves claim 4. The numbers of a cell do not change when an option does nothing or another ZeRO stage runs, so they
+cannot show it. The evidence of the first step can (conformance.run.evidence): collectives by kind, size of the group
+and pass, matrix products by dtype, and how wide activations were. Each claim below is one sentence, true or not.
+
+What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``shardinit``, ``ownopt``,
+``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, and the difference between ZeRO-1 and ZeRO-2.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from conformance.judge.tolerance import Measurement
+from conformance.layout import Layout
+from conformance.observable import CONFIGURATION
+from conformance.record.tensors import Record
+from conformance.scenario import Precision, Scenario
+
+DTYPES: dict[Precision, str] = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight) and up to 2.4
+# with attention that is written out; recomputing a layer adds nearly 1.
+RECOMPUTED = 2.6
+PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
+
+
+def configurations(legs: Sequence[Record], scenario: Scenario, *, vocabulary: int) -> Iterator[Measurement]:
+    """A measurement for every claim of every leg: 0 where it holds, infinite where not, at the step before its first.
+
+    ``vocabulary``: rows of the embedding.
+    """
+    for leg in legs:
+        ranks = leg.footer.get("evidence", [])
+        if not ranks:
+            continue
+        layout, seen = Layout.parse(leg.header["layout"]), _Seen(ranks)
+        stage = leg.header["backend"]["default_zero"] if layout.zero is None else layout.zero
+        for claim, holds in _claims(layout, seen, scenario, stage=stage, vocabulary=vocabulary):
+            yield Measurement(
+                stage=CONFIGURATION.stage,
+                tensor=f"{layout}: {claim}",
+                step=leg.header["first_step"] - 1,
+                error=0.0 if holds else math.inf,
+                fixed=0.0,
+            )
+
+
+class _Seen:
+    """The evidence of all ranks."""
+
+    def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
+        self._ranks = ranks
+
+    def most(self, kinds: tuple[str, ...], size: int | None, passes: Callable[[str], bool]) -> int:
+        """How many collectives on floating-point numbers, in groups of this size (None: any), the busiest rank made."""
+        counts = [
+            sum(
+                count
+                for kind, group, dtype, where, count in rank["collectives"]
+                if kind in kinds and size in (None, group) and passes(where) and "float" in dtype
+            )
+            for rank in self._ranks
+        ]
+        return int(max(counts))
+
+    def passes(self) -> set[str]:
+        return {where for rank in self._ranks for *_, where, _ in rank["collectives"]}
+
+    def products(self, where: str, dtype: str | None = None) -> int:
+        """Matrix products of all ranks, in forward or backward passes."""
+        return sum(
+            count
+            for rank in self._ranks
+            for its_dtype, its_pass, count in rank["products"]
+            if its_pass == where and dtype in (None, its_dtype)
+        )
+
+    def is_wide(self, width: int) -> bool:
+        return any(width in rank["widths"] for rank in self._ranks)
+
+
+def _forward(where: str) -> bool:
+    return where == "forward"
+
+
+def _outside(where: str) -> bool:
+    return not where.startswith("backward")
+
+
+def _backward_or_later(where: str) -> bool:
+    return where != "forward"
+
+
+def _anywhere(where: str) -> bool:
+    return True
+
+
+def _claims(
+    layout: Layout, seen: _Seen, scenario: Scenario, *, stage: int | None, vocabulary: int
+) -> Iterator[tuple[str, bool]]:
+    forward = seen.products("forward")
+    if forward:
+        dtype = DTYPES[scenario.precision]
+        yield f"products in {dtype}", seen.products("forward", dtype) >= forward / 3
+        recomputed = seen.products("backward") > RECOMPUTED * forward
+        yield (
+            ("activations are recomputed" if "ckpt" in layout.options else "activations are kept"),
+            recomputed == ("ckpt" in layout.options),
+        )
+    yield from _of_data_ranks(layout, seen, stage)
+    yield from _of_model_ranks(layout, seen, scenario, vocabulary)
+
+
+def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[tuple[str, bool]]:
+    """ZeRO stages, replicas, and when gradients are reduced."""
+    data = layout.dp * layout.sp * layout.ulysses
+    alone = data == layout.dp and layout.tp == layout.pp == 1  # every collective is one of data ranks
+    shards = data // layout.rep
+    if stage == 3 and shards > 1:
+        gathered = seen.most(("all_gather", "broadcast"), shards, _forward)
+        yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
+    # Overlap gathers updated weights in the next forward pass.
+    if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
+        gathered = seen.most(("all_gather", "broadcast"), data, _forward)
+        yield f"weights are whole in the forward pass, as ZeRO-{stage} has it", gathered == 0
+        updated = seen.most(("all_gather", "broadcast"), data, _backward_or_later)
+        text = "updated weights are gathered" if stage else "all ranks update all weights"
+        yield f"{text}, as ZeRO-{stage} has it", (updated > 0) == (stage > 0)
+    if data > 1 and alone:
+        reduced = seen.most(("all_reduce", "reduce_scatter", "reduce", "all_to_all"), None, _backward_or_later)
+        yield "gradients are reduced over data ranks", reduced > 0
+    if layout.rep > 1:
+        reduced = seen.most(("all_reduce",), layout.rep, _backward_or_later)
+        yield "gradients are reduced over replicas", reduced > 0
+    if "lastsync" in layout.options:
+        numbers = sorted(int(where.split()[1]) for where in seen.passes() if where.startswith("backward"))
+        early = seen.most(("reduce_scatter",), data, lambda where: where in {f"backward {n}" for n in numbers[:-1]})
+        yield "gradients are reduced after the last micro-batch only", early == 0
+    if "overlap" in layout.options and stage == 1 and alone:
+        gathered = seen.most(("all_gather",), data, _forward)
+        yield "updated weights are gathered in the forward pass", gathered > 0
+
+
+def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, vocabulary: int) -> Iterator[tuple[str, bool]]:
+    """Tensor, sequence and pipeline parallelism, rings."""
+    if layout.tp > 1:
+        summed = seen.most(("all_reduce", "reduce_scatter"), layout.tp, _outside)
+        yield "layers are summed over tensor-parallel ranks", summed > 0
+        if "seqpar" in layout.options:
+            yield "activations are cut along the sequence", seen.most(("reduce_scatter",), layout.tp, _outside) > 0
+        if "losspar" in layout.options:
+            padded = -vocabulary // (PADDING * layout.tp) * -PADDING * layout.tp
+            whole = seen.is_wide(vocabulary) or seen.is_wide(padded)
+            yield "no rank holds logits of the whole vocabulary", not whole
+    if layout.pp > 1:
+        sends = seen.most(("send",), None, _anywhere)
+        yield "pipeline stages send to each other", sends > 0
+        if layout.vpp > 1:
+            yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation
+    if layout.sp > 1:
+        rings = {"ring", "zigzag"} & set(layout.options)
+        if rings:
+            yield "keys and values are passed around a ring", seen.most(("send",), None, _forward) > 0
+        elif "torchcp" not in layout.options:
+            yield "keys and values are gathered", seen.most(("all_gather",), layout.sp, _outside) > 0

@@ -1,0 +1,126 @@
+"""Evidence: what a rank really did in one training step, seen below every library, whatever the backend says of it.
+
+Serves claim 4: what ran is what was asked. A dispatch mode sees each collective and each matrix product of the step, in
+Python and in the autograd engine, with its dtype, its group's size and the micro-batch. The judge holds that against
+the layout (conformance.judge.configuration). The suite's own reading is left out.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.run.exact import PLAIN
+
+# Names of operators of torch.distributed, of its functional collectives and of their variants, by what they do.
+KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "send": "send",
+}
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+
+
+class Watch(TorchDispatchMode):
+    """Counts collectives and matrix products inside its ``with`` block.
+
+    A pass is ``forward`` until the autograd engine is called first, ``backward N`` inside its N-th call, else
+    ``later``: forward passes of later micro-batches, clipping, the optimizer. ``collectives``: by kind, size of the
+    group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether the engine was running.
+    ``widths``: last dimensions of floating-point tensors (rows, length, width), such as logits, outside of the engine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.collectives: Counter[tuple[str, int, str, str]] = Counter()
+        self.products: Counter[tuple[str, str]] = Counter()
+        self.widths: set[int] = set()
+        self._tasks: dict[int, int] = {}
+        self._reading = False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """What happens inside is the suite's."""
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not PLAIN.issuperset(types):
+            return NotImplemented  # a DTensor goes first, so that the ops on its local tensors come here
+        result = func(*args, **kwargs)
+        if not self._reading and FakeTensor not in types:
+            space, _, operator = func._schema.name.partition("::")
+            if space in ("c10d", "_c10d_functional"):
+                self._collective(operator.strip("_"), args)
+            elif isinstance(result, Tensor):
+                self._tensor(operator, result)
+        return result
+
+    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
+        kind = next((KINDS[stem] for stem in sorted(KINDS, key=len, reverse=True) if operator.startswith(stem)), None)
+        tensor = next((t for t in _tensors(args)), None)
+        if kind and tensor is not None and (size := _group_size(args)) > 1:
+            self.collectives[kind, size, _name(tensor.dtype), self._pass()] += 1
+
+    def _tensor(self, operator: str, result: Tensor) -> None:
+        where = self._pass()
+        if operator in _PRODUCTS:
+            self.products[_name(result.dtype), "backward" if where.startswith("backward") else "forward"] += 1
+        if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
+            self.widths.add(result.shape[-1])
+
+    def _pass(self) -> str:
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return "later" if self._tasks else "forward"
+        return f"backward {self._tasks.setdefault(task, len(self._tasks))}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, as the footer of a record has them for each rank."""
+        return {
+            "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
+            "products": [[*key, count] for key, count in sorted(self.products.items())],
+            "widths": sorted(self.widths),
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    for value in args:
+        if isinstance(value, torch._C.ScriptObject):
+            with contextlib.suppress(Exception):
+                return dist.ProcessGroup.unbox(value).size()
+        if isinstance(value, dist.ProcessGroup):
+            return value.size()
+        if isinstance(value, str):
+            with contextlib.suppress(Exception):
+                return dist.distributed_c10d._resolve_process_group(value).size()  # type: ignore[arg-type]
+    return 0
