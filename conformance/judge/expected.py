@@ -10,12 +10,13 @@ from conformance.record.results import Verdict
 def apply_expectation(verdict: Verdict, known: dict[str, Any] | None) -> Verdict:
     """``known``: the fields of a conformance.backend.ExpectedDifference, if the backend has one for the cell.
 
-    All findings of the first stage, at every step, have to be of the tensors that are named; and there may be no others
-    where nothing follows from the defect.
+    All findings of the first stage and step have to be of the tensors that are named, and where nothing follows from
+    the defect, all findings.
     """
     if known is None or verdict.state not in ("conforms", "differs"):
         return verdict
-    judged = [f for f in verdict.findings if known["alone"] or f.stage == verdict.first_stage]
+    start = next(((f.stage, f.step) for f in verdict.findings), None)
+    judged = [f for f in verdict.findings if known["alone"] or (f.stage, f.step) == start]
     named = all(f.stage == known["stage"] and fnmatch.fnmatchcase(f.tensor, known["tensors"]) for f in judged)
     if verdict.first_stage == known["stage"] and named:
         return replace(verdict, state="expected_difference", reason=f"{known['reason']} ({known['link']})")
