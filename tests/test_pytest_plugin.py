@@ -19,6 +19,7 @@ import pytest
 from conformance import cli
 from conformance.plan.selection import Selection
 from conformance.pytest_plugin import merge
+from conformance.record.states import NOT_STARTED
 from reports.load import read_report
 
 pytest_plugins = "pytester"
@@ -176,7 +177,8 @@ def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: 
     out = Path(shutil.copytree(parallel.out, tmp_path / "out"))
     summary = json.loads((out / "summary.json").read_text())
     verdict_file = out / summary["cells"][0]["folder"] / "verdict.json"
-    verdict_file.write_text(json.dumps(json.loads(verdict_file.read_text()) | {"state": "not_run"}))
+    not_started = {"state": "not_run", "reason": NOT_STARTED}
+    verdict_file.write_text(json.dumps(json.loads(verdict_file.read_text()) | not_started))
     (out / "summary.json").write_text(json.dumps(summary | {"finished": None}))
     merged = merge(out)
     assert (merged["verdict"], merged["finished"]) == ("incomplete", None)

@@ -70,7 +70,7 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     report = read_report(out)
     title, text = words.headline(report)
     assert report.verdict == "conforms"
-    assert title == "18 cells of 18 conform"
+    assert title == "17 cells of 17 conform"
     assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of what is allowed", text)
 
 

@@ -13,7 +13,7 @@ def apply_expectation(verdict: Verdict, known: dict[str, Any] | None) -> Verdict
     All findings of the first stage, at every step, have to be of the tensors that are named; and there may be no others
     where nothing follows from the defect.
     """
-    if known is None or verdict.state not in ("conforms", "differs"):
+    if known is None or verdict.state not in ("conforms", "partly_observed", "differs"):
         return verdict
     judged = [f for f in verdict.findings if known["alone"] or f.stage == verdict.first_stage]
     named = all(f.stage == known["stage"] and fnmatch.fnmatchcase(f.tensor, known["tensors"]) for f in judged)
