@@ -90,7 +90,7 @@ class StepMetrics:
         sum of -log p over them divided by their number.
     rows: by key, for each row by its index in the whole step, a float tensor (row.target_count,) of a number per target
         token in order: ``logprob`` is log p of the target. Each rank gives the rows that it has. Leave a key out if the
-        framework does not show it.
+        framework does not show it; the cell is then observed in part only.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -159,7 +159,10 @@ class Backend(Protocol):
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        """This rank's pieces, for the check that replicas are equal; an empty iterator leaves that unobserved."""
+        """This rank's pieces, for the check that replicas are equal.
+
+        An empty iterator leaves that unobserved: a cell of several ranks that agrees is then observed in part only.
+        """
         ...
 
     def save(self, path: Path) -> None:

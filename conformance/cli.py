@@ -27,8 +27,9 @@ from conformance.plan.floor import floor_of
 from conformance.plan.profile import load_profile, profile_names, select_cells
 from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.format import dumps
-from conformance.record.results import SUMMARY, read_json, read_run, summary_lines
+from conformance.record.results import SUMMARY, read_json, read_run
 from conformance.record.states import STATES
+from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.validation import UsageError

@@ -82,8 +82,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out)
-    from conformance.record.results import summary_lines
     from conformance.record.states import PASSES
+    from conformance.record.summary import summary_lines
     from conformance.reporters import write_reports
 
     try:

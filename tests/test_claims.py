@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import cli
+from conformance import cli, doctor
+from conformance.backend import BackendEntry
 from conformance.plan.selection import Demands
 from conformance.record.results import SCHEMA
 
@@ -91,6 +92,17 @@ def test_an_adapter_that_breaks_when_it_is_asked_is_a_failure(run: Runner) -> No
     assert "KeyError at plain_variants.py:" in ran.reasons["clumsy/dp1"]
 
 
+def test_the_doctor_tells_a_broken_adapter_from_one_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_adapter.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries = {"broken": BackendEntry(name="broken", target="broken_adapter:Broken")}
+    monkeypatch.setattr(doctor, "registered_backends", lambda: entries)
+    (check,) = (check for check in doctor.examine() if check.name == "backend broken")
+    assert (check.state, "ZeroDivisionError" in check.message) == ("problem", True)
+
+
 def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("conformance.run.environment._gpus", list)
@@ -158,6 +170,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
     assert f"<code>{TWO}</code> conforms, now unsupported" in (ran.out / "report.html").read_text()
     assert 'errors="1"' in (ran.out / "junit.xml").read_text()
     assert cli.main(["report", str(ran.out)]) == cli.main(["judge", str(ran.out)]) == 3  # it is not forgotten
+    assert json.loads((ran.out / "summary.json").read_text())["unmet"] == ran.summary["unmet"]
 
 
 def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_path: Path) -> None:

@@ -243,6 +243,20 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
 
 
+def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester) -> None:
+    chosen = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2.rep2/*")
+    demanded = ("--parity-require", "*/dp2.rep2/*", "--parity-min-judged", "2")
+    run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Odd", *chosen, *demanded)
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    assert run.counts == {"unsupported": 1, "conforms": 1}
+    told = [
+        "incomplete: 1 unsupported, 1 conforms",
+        "required: '*/dp2.rep2/*', but tiny/llama/odd/dp2.rep2/fp32 (unsupported)",
+        "judged: 1 of at least 2 cells",
+    ]
+    assert "\n".join(told) in run.text
+
+
 # --- a run that stops half-way ---
 
 

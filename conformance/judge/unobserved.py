@@ -21,19 +21,22 @@ def unobserved(
     seen = {(q.stage, q.tensor) for q in quantities}
     stages = {q.stage for q in quantities}
     lost: dict[str, None] = {}
-    remarks: dict[str, None] = {}
+    apart: dict[str, None] = {}
+    remarks: list[str] = []
     for o in observables:
         if not o.required and (o.stage not in stages if o.kind == "tensors" else (o.stage, o.key) not in seen):
             if o.effect_at in stages:
-                remarks[f"{o.key} is not reported, and judged by its effect at {o.effect_at}"] = None
+                remarks.append(f"{o.key} is not reported, and judged by its effect at {o.effect_at}")
             else:
                 lost[f"{o.stage} ({o.key})" if o.stage in stages else o.stage] = None
         if o.kind == "tensors" and o.replica_stage and o.replica_stage not in stages:
             if all(_are_apart(leg, o.key) for leg in legs):
-                remarks[f"no two ranks hold the same: {o.replica_stage}"] = None
+                apart[o.replica_stage] = None
             else:
                 lost[o.replica_stage] = None
-    return list(lost), list(remarks)
+    if apart:
+        remarks.append(f"no two ranks hold the same: {', '.join(apart)}")
+    return list(lost), remarks
 
 
 def _are_apart(leg: Record, key: str) -> bool:

@@ -8,7 +8,7 @@ from conformance.plan.cell import Cell
 from conformance.plan.profile import select
 from conformance.plan.selection import Demands, Selection
 from conformance.record.coverage import Floor
-from conformance.record.results import read_states
+from conformance.record.summary import read_states
 from conformance.validation import UsageError
 
 

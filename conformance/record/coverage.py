@@ -66,6 +66,21 @@ class Floor:
         return lost, gained
 
 
+def floor_from_json(values: Any) -> Floor:
+    """What ``dataclasses.asdict`` gave; raises KeyError, TypeError or ValueError for anything else."""
+    require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
+    earlier = {str(cell): state for cell, state in dict(values["earlier"]).items()}
+    if unknown := [state for state in earlier.values() if state not in STATES]:
+        raise TypeError(f"a state, not {unknown[0]!r}")
+    return Floor(
+        require=require,
+        min_judged=int(values["min_judged"]),
+        backends=backends,
+        against=str(values["against"]),
+        earlier=earlier,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A cell that is covered less or more than in the earlier run; None: it was not part of that run."""

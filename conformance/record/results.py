@@ -15,7 +15,7 @@ from typing import Any
 
 import conformance
 from conformance.observable import Observable, observables_from_json, observables_to_json, stages
-from conformance.record.coverage import Floor, States, claims
+from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.format import dumps, number
 from conformance.record.states import STATES, RunVerdict, State, overall
 from conformance.validation import UsageError
@@ -208,44 +208,6 @@ def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
     replace_json(out / SUMMARY, {**head, **vars(run), "floor": asdict(run.floor), **told}, indent=1)
 
 
-def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What a terminal says of a run, from its ``summary.json``: verdict, counts, what is missing, what was gained."""
-    counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
-    gained = summary["coverage"]["gained"]
-    since = f"coverage gained since {summary['floor']['against']}: {len(gained)}"
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *([since] if gained else [])]
-
-
-def read_states(path: Path) -> dict[str, State]:
-    """The states of the cells of an earlier run by id, from its output folder or from its ``summary.json`` alone.
-
-    Raises UsageError for a file that is not a summary.
-    """
-    file = path / SUMMARY if path.is_dir() else path
-    try:
-        states = {str(cell["id"]): cell["state"] for cell in read_json(file)["cells"]}
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
-    if unknown := sorted({str(state) for state in states.values() if str(state) not in STATES}):
-        raise UsageError(f"{file} has states {', '.join(unknown)}; known: {', '.join(STATES)}. Update backend-parity")
-    return states
-
-
-def _floor(values: Any) -> Floor:
-    """Raises KeyError or TypeError for what ``write_summary`` has not written."""
-    require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
-    earlier = {str(cell): state for cell, state in dict(values["earlier"]).items()}
-    if unknown := [state for state in earlier.values() if state not in STATES]:
-        raise TypeError(f"a state, not {unknown[0]!r}")
-    return Floor(
-        require=require,
-        min_judged=int(values["min_judged"]),
-        backends=backends,
-        against=str(values["against"]),
-        earlier=earlier,
-    )
-
-
 def read_run(out: Path) -> tuple[Run, list[Entry]]:
     """A run and its cells, in the order in which they were planned.
 
@@ -266,9 +228,9 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
     """As ``read_run``, where the summary may be behind the verdicts: several processes write these, and none that."""
     summary = read_json(out / SUMMARY)
     try:
-        run = Run(**{f.name: summary[f.name] for f in fields(Run)} | {"floor": _floor(summary["floor"])})
+        run = Run(**{f.name: summary[f.name] for f in fields(Run)} | {"floor": floor_from_json(summary["floor"])})
         listed = [(str(cell["id"]), out / cell["folder"]) for cell in summary["cells"]]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{out / SUMMARY} lacks {error}: it was not written by `parity run`, or edited") from None
     twice = [cell for cell, count in Counter(cell for cell, _ in listed).items() if count > 1]
     if twice:
