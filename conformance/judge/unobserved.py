@@ -9,7 +9,7 @@ of them apart; of several ranks that name none, nobody knows.
 from collections.abc import Iterator, Sequence
 
 from conformance.layout import Layout
-from conformance.observable import Observable
+from conformance.observable import Observable, unobserved_step
 from conformance.record.results import Quantity
 from conformance.record.tensors import Record
 
@@ -24,7 +24,8 @@ def unobserved(
     apart: dict[str, None] = {}
     remarks: list[str] = []
     for o in observables:
-        if not o.required and (o.stage not in stages if o.kind == "tensors" else (o.stage, o.key) not in seen):
+        is_single = o.kind in ("scalar", "setting", "rows")  # one quantity per step, with the name of its key
+        if not o.required and ((o.stage, o.key) not in seen if is_single else o.stage not in stages):
             if o.effect_at in stages:
                 remarks.append(f"{o.key} is not reported, and judged by its effect at {o.effect_at}")
             else:
@@ -45,5 +46,7 @@ def _are_apart(leg: Record, key: str) -> bool:
 
 
 def _offered(leg: Record, key: str) -> Iterator[int]:
-    """How many pieces the ranks named at each step."""
-    return (step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in leg.steps)
+    """How many pieces the ranks named at each step at which tensors were read."""
+    unread = unobserved_step(leg.header["first_step"], len(leg.steps))
+    read = (step for step in leg.steps if step.step != unread)
+    return (step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read)
