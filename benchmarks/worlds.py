@@ -25,7 +25,7 @@ from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
-from conformance.run.session import leg_arguments, world_config
+from conformance.run.legs import leg_arguments, world_config
 from conformance.scenario import load_scenario
 from conformance.world import Pool
 

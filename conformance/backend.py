@@ -10,11 +10,12 @@ The protocol is coarse on purpose, so that frameworks which own their training s
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,11 +23,11 @@ import torch
 
 from conformance.batch import Batch
 from conformance.layout import Layout
+from conformance.packages import missing_package
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 
 ENTRY_POINT_GROUP = "parity.backends"
-EXTRAS = ("deepspeed", "megatron")  # of this distribution, named as the backends that need them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +85,12 @@ class StepMetrics:
 
     values: numbers of the whole step, the same on all ranks. Of every trained model: ``lr``, the learning rate that
         this step used, and ``grad_norm``, the global 2-norm of its gradients before clipping as the framework reports
-        it; leave it out if it reports none. Of SFT: ``token_count``, the target tokens of the step over all ranks and
-        micro-batches, and ``loss``, the sum of -log p over them divided by their number.
+        it; leave it out if it reports none. Of SFT: ``token_count``, the target tokens that the backend has really
+        trained on in the step, over all ranks and micro-batches, counted where it computes the loss; and ``loss``, the
+        sum of -log p over them divided by their number.
     rows: by key, for each row by its index in the whole step, a float tensor (row.target_count,) of a number per target
         token in order: ``logprob`` is log p of the target. Each rank gives the rows that it has. Leave a key out if the
-        framework does not show it.
+        framework does not show it; the cell is then observed in part only.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -121,8 +123,9 @@ class Backend(Protocol):
     every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
 
     Optional class attributes: ``objectives`` (a container of the kinds of objective that it trains; ``sft`` alone where
-    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), and ``preload``
-    (names of modules that are slow to import, loaded once before ranks are forked).
+    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), ``preload``
+    (names of modules that are slow to import, loaded once before ranks are forked), and ``fresh_ranks`` (True for a
+    framework that leaves something in its process: each cell then runs in ranks that have seen no other).
     """
 
     @classmethod
@@ -156,7 +159,10 @@ class Backend(Protocol):
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        """This rank's pieces, for the check that replicas are equal; an empty iterator leaves that unobserved."""
+        """This rank's pieces, for the check that replicas are equal.
+
+        An empty iterator leaves that unobserved: a cell of several ranks that agrees is then observed in part only.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -185,31 +191,59 @@ class BackendEntry:
     target: str
 
     def load(self) -> type[Backend]:
-        """Import the adapter. Raises MissingExtra when a package is absent, UsageError for a wrong target."""
+        """Import the adapter.
+
+        Raises UsageError for a wrong target, MissingExtra where a package that was declared for it is not installed,
+        and BrokenBackend for whatever else goes wrong.
+        """
         module_name, _, attribute = self.target.partition(":")
         try:
-            adapter: type[Backend] = getattr(import_module(module_name), attribute)
-            return adapter
+            module = import_module(module_name)
         except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            if missing == module_name.partition(".")[0]:
-                standing = getattr(sys.modules.get(missing), "__file__", None)
-                other = f" (the package {missing!r} that was found is {standing})" if standing else ""
-                raise UsageError(
-                    f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}{other}; "
-                    f"check the spelling, set PYTHONPATH to its folder, reinstall the package that registers it, or "
-                    f"run where no other package of this name comes first"
-                ) from None
-            extra = f"'backend-parity[{self.name}]'" if self.name in EXTRAS else missing
-            raise MissingExtra(f"{missing} is not installed; run: pip install {extra}") from error
-        except AttributeError:
-            raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}") from None
-        except Exception as error:  # whatever a plug-in does when it is imported is no reason to stop the others
-            raise MissingExtra(f"backend {self.name!r} cannot be imported here: {error}") from error
+            self._check_target(module_name, error)
+            if missing := missing_package(_registration(self), error.name or ""):
+                raise MissingExtra(str(missing)) from error
+            raise BrokenBackend(self, error) from error
+        except (Exception, SystemExit) as error:  # whatever a plug-in does is no reason to stop the others
+            raise BrokenBackend(self, error) from error
+        if not hasattr(module, attribute):
+            raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}")
+        adapter: type[Backend] = getattr(module, attribute)
+        return adapter
+
+    def _check_target(self, module_name: str, error: ModuleNotFoundError) -> None:
+        """Raises UsageError where the module that is missing is the adapter's own, or a package around it."""
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            return
+        missing = error.name.partition(".")[0]
+        standing = getattr(sys.modules.get(missing), "__file__", None)
+        other = f" (the package {missing!r} that was found is {standing})" if standing else ""
+        raise UsageError(
+            f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}{other}; "
+            f"check the spelling, set PYTHONPATH to its folder, reinstall the package that registers it, or "
+            f"run where no other package of this name comes first"
+        ) from None
 
 
 class MissingExtra(Exception):
-    """A package that a backend needs is not installed, or not usable here; the message says what to do."""
+    """A package that a backend declares is not installed; the message says what to do. The backend is unsupported."""
+
+
+class BrokenBackend(Exception):
+    """An adapter that cannot be imported although nothing that it declares is missing: a failure, not an answer."""
+
+    def __init__(self, entry: BackendEntry, error: BaseException) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        super().__init__(
+            f"backend {entry.name!r} cannot be imported: {type(error).__name__}{where}: {' '.join(str(error).split())}"
+        )
+
+
+def _registration(entry: BackendEntry) -> EntryPoint | None:
+    """The entry point that announces this very adapter, if any does."""
+    known = entry_points(group=ENTRY_POINT_GROUP)
+    return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
 
 
 def registered_backends() -> dict[str, BackendEntry]:

@@ -1,7 +1,7 @@
 """The command line: parity list | run | judge | report | compare | doctor.
 
-Exit codes: 0 all cells conform (or differ as expected), 1 a cell differs, 2 wrong usage, 3 incomplete (infrastructure
-failure, or nothing could be judged).
+Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or differ as expected), 1 a cell differs,
+2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, or less than was demanded).
 """
 
 import argparse
@@ -18,21 +18,23 @@ from pathlib import Path
 
 import conformance
 from conformance import doctor
-from conformance.backend import MissingExtra, registered_backends
+from conformance.backend import registered_backends
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
 from conformance.peers.side_by_side import write_side_by_side
+from conformance.plan.floor import floor_of
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.format import dumps
 from conformance.record.results import SUMMARY, read_json, read_run
 from conformance.record.states import STATES
+from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.validation import UsageError
 
-EXIT = {"conforms": 0, "differs": 1, "usage": 2, "incomplete": 3}
+EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         code: int = options.command(options, list(sys.argv[2:] if argv is None else argv[1:]))
-    except (ValueError, MissingExtra) as error:
+    except ValueError as error:
         print(f"parity: {error}", file=sys.stderr)
         return EXIT["usage"]
     except KeyboardInterrupt:
@@ -61,11 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|compare|doctor")
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
-    _add_selection(listing)
+    _add_options(listing, Selection)
+    listing.add_argument("--json", action="store_true", help="machine-readable output")
     listing.set_defaults(command=_list)
 
     run = commands.add_parser("run", help="run cells, judge them, write the report")
-    _add_selection(run)
+    _add_options(run, Selection)
+    _add_options(run, Demands)
+    run.add_argument("--json", action="store_true", help="machine-readable output")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
     run.add_argument("--budget", type=float, default=300.0, help="seconds that one cell may take (default: 300)")
@@ -92,10 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    for name, about in Selection.options():
+def _add_options(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+    for name, about in options.options():
         parser.add_argument(f"--{name}", **about)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
@@ -104,7 +108,11 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder))) as session:
         refused = [session.refusal(cell) for cell in cells]
     rows = [
-        {"id": str(cell), "world_size": cell.world_size, "unsupported": f"unsupported: {why}" if why else ""}
+        {
+            "id": str(cell),
+            "world_size": cell.world_size,
+            "refused": f"{STATES[why.state].name}: {why.reason}" if why else "",
+        }
         for cell, why in zip(cells, refused, strict=True)
     ]
     if options.json:
@@ -115,7 +123,7 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
     print(f"{len(rows)} cells of {selection.profile} ({load_profile(selection.profile).description}):")
     for row in rows:
-        print(f"  {row['id']}  [{row['world_size']} ranks] {row['unsupported']}")
+        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused']}")
     return EXIT["conforms"]
 
 
@@ -128,8 +136,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         device=options.device,
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
-        arguments=_without(arguments, ("--cells", "--out")),
+        arguments=_without(arguments, ("--cells", "--out", *(f"--{name}" for name, _ in Demands.options()))),
         budget_s=options.budget,
+        floor=floor_of(Demands.from_options(options), selection, cells),
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     existed = out.exists()
@@ -190,11 +199,7 @@ def _finish(out: Path, *, as_json: bool) -> int:
     """Write the reports and say the verdict; the exit code follows from it."""
     lines = write_reports(out)
     summary = read_json(out / SUMMARY)
-    if as_json:
-        print(dumps(summary))
-    else:
-        counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
-        print("\n".join([f"{summary['verdict']}: {counts}", *lines]))
+    print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
     return EXIT[summary["verdict"]]
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from conformance.backend import MissingExtra, registered_backends
+from conformance.backend import BrokenBackend, MissingExtra, registered_backends
 from conformance.run.task import package_version
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
@@ -69,8 +69,9 @@ def _backends() -> list[Check]:
     for name, entry in registered_backends().items():
         try:
             info = entry.load().describe()
-        except (MissingExtra, ValueError) as error:
-            checks.append(Check(name=f"backend {name}", state="note", message=str(error)))
+        except (MissingExtra, BrokenBackend, ValueError) as error:
+            state: Literal["note", "problem"] = "note" if isinstance(error, MissingExtra) else "problem"
+            checks.append(Check(name=f"backend {name}", state=state, message=str(error)))
         else:
             versions = ", ".join(f"{package} {package_version(package)}" for package in info.packages)
             checks.append(Check(name=f"backend {name}", state="ok", message=versions))

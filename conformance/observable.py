@@ -31,6 +31,8 @@ class Observable:
     change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
     scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.
     required: a record without it cannot be judged.
+    effect_at: of what is not required, the stage that judges what it does to the training. Then nothing is lost where a
+        framework does not report it. Where it is empty, a cell without it is observed in part only.
     replicated: which ranks hold the same numbers: the ``holders`` of the same shard or row, ``all ranks``, or ``no``
         others.
     rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
@@ -49,6 +51,7 @@ class Observable:
     change: bool = False
     scale: str = ""
     required: bool = True
+    effect_at: str = ""
     replicated: Replicated = "no"
     rounded: bool = False
     norm_of: str = ""
@@ -118,6 +121,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             stage=_stage(model, "gradient norm"),
             kind="scalar",
             required=False,
+            effect_at=update,  # a norm that nobody reports is still the one that gradients are clipped by
             replicated="all ranks",
             norm_of=gradient,
             column=_stage(model, "gradient norm"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Demands, Selection
 
 OUT = pytest.StashKey[Path]()
 USAGE = pytest.StashKey[str]()  # why the options cannot be used, found where the cells are collected
@@ -23,7 +23,7 @@ LINES = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for name, about in Selection.options():
+    for name, about in (*Selection.options(), *Demands.options()):
         group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
     group.addoption("--parity-device", choices=("cpu", "cuda"), default="cpu")
     group.addoption("--parity-out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
@@ -82,15 +82,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out)
-    counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
+    from conformance.record.states import PASSES
+    from conformance.record.summary import summary_lines
     from conformance.reporters import write_reports
 
     try:
         reports = write_reports(out)
     except ValueError as error:
         reports = [f"no report: {error}"]
-    config.stash[LINES] = [f"{summary['verdict']}: {counts}", *reports]
-    if exitstatus == pytest.ExitCode.OK and summary["verdict"] != "conforms":
+    config.stash[LINES] = [*summary_lines(summary), *reports]
+    if exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -108,11 +109,12 @@ def merge(out: Path) -> dict[str, Any]:
     """
     from conformance.peers.side_by_side import write_side_by_side
     from conformance.record.results import SUMMARY, read_json, read_verdicts, write_summary
+    from conformance.record.states import NOT_STARTED
 
     run, entries = read_verdicts(out)
     now = datetime.now(UTC)
     finished = run.finished
-    if all(entry.verdict.state != "not_run" for entry in entries):
+    if all(entry.verdict.reason != NOT_STARTED for entry in entries):
         finished = now.isoformat(timespec="seconds")
     seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
     write_summary(out, replace(run, finished=finished, seconds=seconds), entries)
@@ -126,3 +128,7 @@ def is_worker(config: pytest.Config) -> bool:
 
 def selection(config: pytest.Config) -> Selection:
     return Selection.from_options(config.option, prefix="parity_")
+
+
+def demands(config: pytest.Config) -> Demands:
+    return Demands.from_options(config.option, prefix="parity_")

@@ -41,7 +41,10 @@ class ObjectiveFunctions(Protocol):
         ...
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Sums over some rows; added up over the whole step they are the denominators of the losses, and recorded."""
+        """Sums over some rows; added up over the whole step they are the denominators of the losses.
+
+        They are recorded, but for those that ``evaluate`` counts itself under the same key.
+        """
         ...
 
     def evaluate(
@@ -66,7 +69,7 @@ class SftFunctions:
         pass
 
     def wants(self, model: str) -> Wanted:
-        return frozenset({"logprobs"})
+        return frozenset({"logprobs", "targets"})
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {"token_count": sum(row.target_count for row in rows)}
@@ -81,8 +84,11 @@ class SftFunctions:
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         assert outputs.logprobs is not None
+        assert outputs.targets is not None
         loss = -outputs.logprobs.sum() / totals["token_count"]
-        return Evaluation(loss=loss, values={"loss": loss}, rows={"logprob": outputs.logprobs})
+        # The count of what was trained on: the batch's own would be right even if targets were lost on the way.
+        values = {"loss": loss, "token_count": outputs.targets.sum()}
+        return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 
 
 FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {"sft": SftFunctions}

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from conformance.objective import Head
 from impl.collate import MicroBatch
 
-OutputName = Literal["logprobs", "entropy", "values"]
+OutputName = Literal["logprobs", "entropy", "values", "targets"]
 Wanted = frozenset[OutputName]
 
 
@@ -26,12 +26,14 @@ class Outputs:
 
     logprobs: log p of the label of each position. entropy: -sum p log p of its distribution, in nats. Both are at the
     temperature that was asked for, and 0 where there is no target. values: the value head's number at each position, 0
-    in padding.
+    in padding. targets: 1 where there is a label to train on in the tokens that went through the model, after they were
+    padded and cut over ranks, else 0; its sum is the number of targets that a loss is really taken of.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    targets: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
         """With ``function`` applied to everything that was asked for."""
@@ -69,7 +71,8 @@ def outputs_of(
         vocab_start=vocab_start,
         entropy="entropy" in want,
     )
-    return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy)
+    targets = inputs.targets.to(logprobs.dtype) if "targets" in want else None
+    return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy, targets=targets)
 
 
 def token_statistics(

@@ -45,7 +45,7 @@ def train_step(
                 rows[key] |= target_rows(micro_batch, mine, numbers)
         if role.trained:
             values |= _update(trainable, role, on_gradients)
-    values |= {key: context.all_reduce(value) for key, value in sums.items()}
+    values |= {key: context.all_reduce(value) for key, value in sums.items()}  # what was counted outranks the batch's
     return StepMetrics(values=values, rows=dict(rows))
 
 

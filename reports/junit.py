@@ -1,8 +1,9 @@
 """JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
 
 Serves claim 9: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
-causal order; what a backend does not offer, and what is known to differ, is skipped with the reason. A run that is
-incomplete without a cell to blame has one test case more.
+causal order; what a backend does not offer, and what is known to differ, is skipped with the reason; what is observed
+in part passes and says so. A run that is incomplete without a cell to blame, or that judged less than was demanded, has
+one test case more.
 """
 
 import re
@@ -20,7 +21,7 @@ def write_junit(out: Path) -> Path:
     """Write ``out/junit.xml`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
     report = read_report(out)
     cases = [_case(cell) for cell in report.cells]
-    if report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases):
+    if report.unmet or (report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases)):
         cases.append(_whole_run(report))
     totals = {
         "name": "backend-parity",
@@ -54,15 +55,18 @@ def _case(cell: Cell) -> ET.Element:
         logs = "\n".join(f"--- {rank}\n{text}" for rank, text in cell.logs.items())
         text = "\n".join(part for part in (cell.reason, _reproduce(cell), logs) if part)
         ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(text)
+    elif cell.state == "partly_observed":
+        ET.SubElement(case, "system-out").text = f"{STATES[cell.state].name}: {message}"
     elif cell.state != "conforms":
         ET.SubElement(case, "skipped", message=f"{STATES[cell.state].name}: {message}")
     return case
 
 
 def _whole_run(report: Report) -> ET.Element:
-    """An error that belongs to no cell: a run that did not finish, or in which nothing was judged to conform."""
+    """An error that belongs to no cell: a run that did not finish, or in which less was judged than was demanded."""
     case = ET.Element("testcase", classname="parity", name="the whole run", time="0.000")
     title, text = headline(report)
+    text = "\n".join([text, *report.unmet])
     ET.SubElement(case, "error", type="incomplete", message=_clean(title)).text = _clean(text)
     return case
 

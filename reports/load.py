@@ -12,9 +12,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from conformance.record.coverage import Change
 from conformance.record.format import Lines, RecordError, read_lines
-from conformance.record.results import SUMMARY, Entry, Quantity, Run, inside, read_json, read_run
-from conformance.record.states import STATES, RunVerdict, State, overall
+from conformance.record.results import SUMMARY, Entry, Quantity, Run, inside, read_json, read_run, states_of
+from conformance.record.states import NO_FAULT, STATES, RunVerdict, State
 
 LOG_LINES = 40  # of each rank, counted from the end
 LOG_BYTES = 6000
@@ -88,7 +89,17 @@ class Report:
     @property
     def verdict(self) -> RunVerdict:
         """One word for the run, worked out from the cells as they are shown."""
-        return overall([cell.state for cell in self.cells], finished=self.run.finished is not None)
+        return self.run.verdict([cell.entry for cell in self.cells])
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """What was demanded of the run and is missing, a sentence each."""
+        return self.run.floor.unmet(states_of([cell.entry for cell in self.cells]))
+
+    @property
+    def changes(self) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+        """Coverage that was lost and that was gained since the earlier run that it was compared with."""
+        return self.run.floor.changes(states_of([cell.entry for cell in self.cells]))
 
 
 def read_report(out: Path) -> Report:
@@ -109,10 +120,10 @@ def _read_cell(out: Path, entry: Entry, oracle_lines: ReadLines) -> Cell:
         oracle, theirs = oracle_lines(inside(out, folder / entry.oracle / "float64"))
         problem = problem or (f"of the oracle: {theirs}" if theirs else "")
     verdict = entry.verdict
-    if verdict.state in ("conforms", "expected_difference") and (damage := problem or _nothing(entry)):
+    if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
-    logs = {} if entry.verdict.state == "conforms" else _read_logs(out, folder)
+    logs = {} if entry.verdict.state in ("conforms", "partly_observed") else _read_logs(out, folder)
     return Cell(entry=entry, legs=legs, oracle=oracle, problem=problem, logs=logs)
 
 
@@ -142,13 +153,17 @@ def _nothing(entry: Entry) -> str:
 
 
 def _read_logs(out: Path, folder: Path) -> dict[str, str]:
-    """The last lines of each rank's log, without terminal colours; of several legs, by leg and rank."""
+    """The last lines of each rank's log, without terminal colours; of several legs, by leg and rank.
+
+    Those of a repetition in fresh ranks come last.
+    """
     files = sorted(folder.glob("legs/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))
+    files += sorted(folder.glob("fresh/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))
     several = len({file.parent for file in files}) > 1
     logs = {}
     for file in files:
         text = inside(out, file).read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
         name = f"leg {file.parts[-3]}, {file.stem}" if several else file.stem
-        logs[name] = "\n".join(text.splitlines()[-LOG_LINES:])
+        logs[f"fresh {name}" if file.parts[-4] == "fresh" else name] = "\n".join(text.splitlines()[-LOG_LINES:])
     return logs

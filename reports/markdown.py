@@ -37,11 +37,12 @@ def write_markdown(out: Path) -> Path:
 def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[str]:
     """Pieces that are kept or left out whole; the most urgent first."""
     title, text = headline(report)
-    symbol = {"conforms": "✅", "differs": "❌", "incomplete": "⚠️"}[report.verdict]
+    symbol = {"conforms": "✅", "partly_observed": "◐", "differs": "❌", "incomplete": "⚠️"}[report.verdict]
     yield f"## {symbol} {plain(title)}\n\n{plain(text)}\n\n"
     names = " | ".join(f"{state.symbol} {state.name}" for state in STATES.values())
     counts = " | ".join(str(count) for count in report.counts.values())
     yield f"| {names} |\n|{' --: |' * len(STATES)}\n| {counts} |\n"
+    yield from _coverage(report)
     for cell in attention(report):
         yield _failure(cell)
     if groups:
@@ -56,6 +57,16 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
                 yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
     facts = {"profile": report.run.profile, "device": report.run.device, **report.run.environment}
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
+
+
+def _coverage(report: Report) -> Iterator[str]:
+    """What was demanded and is missing, and what has changed since the earlier run; nothing where there is neither."""
+    if report.unmet:
+        yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
+    for word, changes in zip(("lost", "gained"), report.changes, strict=True):
+        if changes:
+            yield f"\n### Coverage {word} since {code(report.run.floor.against)} ({len(changes)})\n\n"
+            yield "".join(f"- {code(change.cell)}: {plain(str(change))}\n" for change in changes)
 
 
 def _failure(cell: Cell) -> str:

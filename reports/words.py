@@ -4,7 +4,7 @@ import math
 import re
 
 from conformance.record.results import Quantity
-from conformance.record.states import NO_ANSWER, STATES
+from conformance.record.states import ANSWERED, NO_ANSWER, STATES
 from reports.load import Cell, Report
 
 
@@ -90,9 +90,8 @@ def attention(report: Report) -> list[Cell]:
 
 def headline(report: Report) -> tuple[str, str]:
     """The verdict as a title, and as a sentence that says what to do next."""
-    if report.verdict == "differs":
-        return _differs(report)
-    return _incomplete(report) if report.verdict == "incomplete" else _conforms(report)
+    said = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
+    return said[report.verdict](report)
 
 
 def _differs(report: Report) -> tuple[str, str]:
@@ -108,11 +107,25 @@ def _incomplete(report: Report) -> tuple[str, str]:
     title, unanswered = "Incomplete: not a pass", _unanswered(report)
     if report.run.finished is None:
         return title, "The run did not finish: cells may be missing. Run it again."
-    if not unanswered:
+    if not any(report.counts[state] for state in ANSWERED) and not unanswered:
         return title, "No cell was judged. Choose cells that the backends support, and run again."
+    if not unanswered:
+        return title, f"No difference was found, but less was judged than was demanded. {_sentence(report.unmet[0])}"
     first = attention(report)[0]
     text = f"No difference was found, but {plural(unanswered, 'cell')} of {len(report.cells)} gave no answer. "
     return title, f"{text}Run again, beginning with {first.id}: {explain(first)}"
+
+
+def _partly(report: Report) -> tuple[str, str]:
+    count = report.counts["partly_observed"]
+    does = "does not show" if count == 1 else "do not show"
+    title = f"{plural(count, 'cell')} of {len(report.cells)} {does} every stage"
+    return title, "No difference was found in what was shown. " + _conforms(report)[0] + " in every stage."
+
+
+def _sentence(text: str) -> str:
+    """``text`` with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _conforms(report: Report) -> tuple[str, str]:

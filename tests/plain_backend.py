@@ -76,6 +76,7 @@ class PlainTrainable:
         every = torch.log_softmax(output / temperature, dim=-1)
         labels = inputs.labels.clamp(min=0)[..., None]
         found = {"logprobs": every.gather(-1, labels)[..., 0], "entropy": -(every.exp() * every).sum(-1)}
+        found["targets"] = inputs.targets.to(every.dtype)
         return Outputs(**{name: found[name].where(inputs.targets, 0) for name in want if name in found})
 
     def _row(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.backend import BackendEntry, MissingExtra, find_backend, registered_backends
+import conformance.packages
+from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
 from conformance.validation import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,15 +31,94 @@ def test_a_backend_that_is_not_installed_can_be_named_by_module_and_class() -> N
     assert entry.load().describe().name == "fsdp2"
 
 
-def test_a_missing_extra_is_a_message_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needs_extra.py").write_text("import a_package_that_is_not_there\n")
+def register(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> BackendEntry:
+    """An adapter that an installed distribution announces as ``third-party``, with an extra of that name."""
+    (folder / "third_party_adapter.py").write_text(code)
+    info = folder / "third_party-1.0.dist-info"
+    info.mkdir()
+    declared = "Requires-Dist: plain_need\nRequires-Dist: Framework.Core (>=1) ; extra == 'third-party'\n"
+    (info / "METADATA").write_text(f"Name: third-party-dist\nVersion: 1.0\nProvides-Extra: third-party\n{declared}")
+    (info / "entry_points.txt").write_text("[parity.backends]\nthird-party = third_party_adapter:Adapter\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "third_party_adapter", raising=False)
+    return find_backend("third-party")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import framework_core\n",
+        "import framework_core.engine\n",
+        "import framework\n",
+        "raise ModuleNotFoundError('not installed', name='framework-core')\n",
+    ],
+)
+def test_a_declared_package_that_is_missing_is_a_message_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    entry = register(tmp_path, monkeypatch, code)
+    with pytest.raises(
+        MissingExtra, match=r"^framework-core is not installed; run: pip install 'third-party-dist\[third-party\]'$"
+    ):
+        entry.load()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import a_package_that_is_not_there\n", r"ModuleNotFoundError at third_party_adapter.py:1: No module named"),
+        ("import plain_need\n", "No module named 'plain_need'"),  # no extra: the distribution itself is not installed
+        ("import frame\n", "No module named 'frame'"),
+        ("from json import nothing_of_it\n", "ImportError at third_party_adapter.py:1: cannot import name"),
+        (
+            "\nraise ZeroDivisionError('in the\\nadapter')\n",
+            "ZeroDivisionError at third_party_adapter.py:2: in the adap",
+        ),
+        ("import sys; sys.exit(3)\n", "SystemExit at third_party_adapter.py:1: 3"),
+        ("import json.no_such_part\n", "No module named 'json.no_such_part'"),
+    ],
+)
+def test_any_other_import_that_fails_is_a_failure_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    entry = register(tmp_path, monkeypatch, code)
+    with pytest.raises(BrokenBackend, match=rf"^backend 'third-party' cannot be imported: .*{words}"):
+        entry.load()
+
+
+def test_a_module_that_an_installed_package_does_not_have_is_no_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "framework_core-1.0.dist-info").mkdir()
+    (tmp_path / "framework_core-1.0.dist-info" / "METADATA").write_text("Name: framework-core\nVersion: 1.0\n")
+    with pytest.raises(BrokenBackend):
+        register(tmp_path, monkeypatch, "import framework_core.of_another_version\n").load()
+
+
+def test_a_backend_that_nobody_registered_has_declared_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(tmp_path, monkeypatch, "import framework_core\n")
+    with pytest.raises(BrokenBackend, match="No module named 'framework_core'"):
+        find_backend("third_party_adapter:Adapter").load()
+
+
+def test_a_module_beside_the_adapter_that_is_missing_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "adapter.py").write_text("import own_package.engine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(MissingExtra, match=r"a_package_that_is_not_there is not installed; run: pip install"):
-        BackendEntry(name="other", target="needs_extra:Backend").load()
+    with pytest.raises(BrokenBackend, match=r"own_package\.engine"):
+        BackendEntry(name="other", target="own_package.adapter:Backend").load()
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what pip has installed."""
+    monkeypatch.setattr(conformance.packages, "_is_installed", lambda name: name != package)
 
 
 def test_without_deepspeed_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
+    without("deepspeed", monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
     monkeypatch.delitem(sys.modules, "impl.deepspeed.adapter", raising=False)
     with pytest.raises(
@@ -49,6 +129,7 @@ def test_without_deepspeed_its_cells_say_how_to_install_it(monkeypatch: pytest.M
 
 def test_without_megatron_core_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
+    without("megatron-core", monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "megatron" in name else found(name))
     monkeypatch.delitem(sys.modules, "impl.megatron.adapter", raising=False)
     with pytest.raises(

@@ -261,7 +261,7 @@ def test_list_and_doctor_speak_json(profile: str, capsys: pytest.CaptureFixture[
         (CONFORMS, 2),
         ("tiny/llama/plain/pp2/fp32", 2),
     ]
-    assert [row["unsupported"].partition(":")[0] for row in listed["cells"]] == ["", "unsupported"]
+    assert [row["refused"].partition(":")[0] for row in listed["cells"]] == ["", "unsupported"]
     assert {"fsdp2", "deepspeed", "megatron"} <= listed["backends"].keys()
     assert {"full", "quick"} <= set(listed["profiles"])
     assert "inverted-clip" in listed["faults"]

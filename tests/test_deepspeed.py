@@ -15,7 +15,7 @@ from conformance.inputs.prepare import prepare_inputs
 from conformance.layout import Layout
 from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
-from conformance.run.session import leg_arguments
+from conformance.run.legs import leg_arguments
 from conformance.scenario import Precision, scenario_to_json
 from conformance.world import Outcome, Pool, WorldConfig
 

@@ -38,17 +38,6 @@ def test_stages_are_in_causal_order() -> None:
     )
 
 
-def test_a_stage_that_was_not_observed_is_named(tmp_path: Path) -> None:
-    def change(step: int, values: Values, tensors: Tensors) -> None:
-        if step >= 0:
-            values["grad_norm"] = None
-            del tensors["logprob/0"], tensors["logprob/7"]
-
-    verdict = verdict_of(tmp_path, change)
-    assert verdict.state == "conforms"
-    assert verdict.reason.endswith("not observed: log-probs, gradient norm")
-
-
 @pytest.mark.parametrize(
     ("key", "stage"),
     [

@@ -19,6 +19,7 @@ import pytest
 from conformance import cli
 from conformance.plan.selection import Selection
 from conformance.pytest_plugin import merge
+from conformance.record.states import NOT_STARTED
 from reports.load import read_report
 
 pytest_plugins = "pytester"
@@ -176,7 +177,8 @@ def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: 
     out = Path(shutil.copytree(parallel.out, tmp_path / "out"))
     summary = json.loads((out / "summary.json").read_text())
     verdict_file = out / summary["cells"][0]["folder"] / "verdict.json"
-    verdict_file.write_text(json.dumps(json.loads(verdict_file.read_text()) | {"state": "not_run"}))
+    not_started = {"state": "not_run", "reason": NOT_STARTED}
+    verdict_file.write_text(json.dumps(json.loads(verdict_file.read_text()) | not_started))
     (out / "summary.json").write_text(json.dumps(summary | {"finished": None}))
     merged = merge(out)
     assert (merged["verdict"], merged["finished"]) == ("incomplete", None)
@@ -239,6 +241,20 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert troubled.counts == {"differs": 1, "unsupported": 1, "infrastructure": 1, "conforms": 1}
     assert "differs: 1 differs, 1 infrastructure, 1 unsupported, 1 conforms\n" in troubled.text
     assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
+
+
+def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester) -> None:
+    chosen = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2.rep2/*")
+    demanded = ("--parity-require", "*/dp2.rep2/*", "--parity-min-judged", "2")
+    run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Odd", *chosen, *demanded)
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    assert run.counts == {"unsupported": 1, "conforms": 1}
+    told = [
+        "incomplete: 1 unsupported, 1 conforms",
+        "required: '*/dp2.rep2/*', but tiny/llama/odd/dp2.rep2/fp32 (unsupported)",
+        "judged: 1 of at least 2 cells",
+    ]
+    assert "\n".join(told) in run.text
 
 
 # --- a run that stops half-way ---

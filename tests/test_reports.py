@@ -19,6 +19,7 @@ from report_sample import (
     DIFFERS,
     EXPECTED,
     NOT_RUN,
+    PARTLY,
     RESUMED,
     UNSUPPORTED,
     change,
@@ -70,7 +71,7 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     report = read_report(out)
     title, text = words.headline(report)
     assert report.verdict == "conforms"
-    assert title == "18 cells of 18 conform"
+    assert title == "17 cells of 17 conform"
     assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of what is allowed", text)
 
 
@@ -121,7 +122,7 @@ def test_a_pass_without_all_its_records_is_not_a_pass(out: Path, record: str) ->
         ({"records": ("legs/1/record", "legs/0/record")}, "do not follow one another"),
     ],
 )
-@pytest.mark.parametrize("state", ["conforms", "expected_difference"])
+@pytest.mark.parametrize("state", ["conforms", "partly_observed", "expected_difference"])
 def test_a_pass_that_rests_on_nothing_is_not_a_pass(out: Path, fields: dict[str, Any], reason: str, state: str) -> None:
     verdict = {"state": state, **fields.get("verdict", {})}
     change(out, RESUMED, **{**fields, "verdict": verdict})
@@ -188,6 +189,8 @@ def _log_elsewhere(out: Path) -> None:
         (lambda out: shutil.rmtree(folder_of(out, CONFORMS)), "verdict.json; give the complete"),
         (_other_cell, "was edited or comes from another run"),
         (lambda out: change(out, DIFFERS, verdict={"state": "conforms"}), "is outside its tolerance"),
+        (lambda out: change(out, DIFFERS, verdict={"state": "partly_observed"}), "is outside its tolerance"),
+        (lambda out: edit(out / "summary.json", floor={}), "lacks 'require'"),
         (lambda out: change(out, CONFORMS, records=("../../..",)), "lies outside of"),
         (lambda out: change(out, CONFORMS, oracle="../../../.."), "lies outside of"),
         (_log_elsewhere, "lies outside of"),
@@ -263,6 +266,8 @@ def test_junit_has_one_case_per_cell_with_its_state(sample: Path) -> None:
     assert cases[UNSUPPORTED][0].tag == cases[EXPECTED][0].tag == "skipped"
     assert "use sp1" in (cases[UNSUPPORTED][0].get("message") or "")
     assert len(cases[CONFORMS]) == 0
+    assert [child.tag for child in cases[PARTLY]] == ["system-out"]  # passes, and says what was not seen
+    assert (cases[PARTLY][0].text or "").endswith("not observed: log-probs")
     assert cases[CONFORMS].get("classname") == "parity.fsdp2.sft-packed"
 
 

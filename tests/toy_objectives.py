@@ -178,7 +178,7 @@ class ImplPolicyAndValue:
         pass
 
     def wants(self, model: str) -> Wanted:
-        return frozenset({"values"}) if model == "critic" else frozenset({"logprobs"})
+        return frozenset({"values"}) if model == "critic" else frozenset({"logprobs", "targets"})
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {"token_count": sum(row.target_count for row in rows)}
@@ -202,8 +202,10 @@ class ImplPolicyAndValue:
             return impl.Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
         known = others["reference"].logprobs
         assert known is not None
+        assert outputs.targets is not None
         loss = (outputs.logprobs - known).square().sum() / count
-        return impl.Evaluation(loss=loss, values={"loss": loss}, rows={"logprob": outputs.logprobs})
+        values = {"loss": loss, "token_count": outputs.targets.sum()}
+        return impl.Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 
 
 oracle.FUNCTIONS |= {

@@ -13,7 +13,7 @@ def apply_expectation(verdict: Verdict, known: dict[str, Any] | None) -> Verdict
     All findings of the first stage and step have to be of the tensors that are named, and where nothing follows from
     the defect, all findings.
     """
-    if known is None or verdict.state not in ("conforms", "differs"):
+    if known is None or verdict.state not in ("conforms", "partly_observed", "differs"):
         return verdict
     start = next(((f.stage, f.step) for f in verdict.findings), None)
     judged = [f for f in verdict.findings if known["alone"] or (f.stage, f.step) == start]

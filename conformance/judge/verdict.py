@@ -15,6 +15,7 @@ from conformance.judge.configuration import configurations
 from conformance.judge.grain import grains
 from conformance.judge.rebuild import rebuilt_updates
 from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
+from conformance.judge.unobserved import unobserved
 from conformance.layout import Layout
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
@@ -74,8 +75,9 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
     quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
-    state: State = "differs" if verdict.findings else "conforms"
-    return replace(verdict, state=state, reason=_reason(verdict, observables))
+    lost, remarks = ([], []) if verdict.findings else unobserved(legs, quantities, observables)
+    state: State = "differs" if verdict.findings else "partly_observed" if lost else "conforms"
+    return replace(verdict, state=state, reason=_reason(verdict, lost, remarks))
 
 
 def _vocabulary(oracle: Record) -> int:
@@ -159,12 +161,12 @@ def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: f
     return f"{scale:.4g} times the reference" if quantity.scalar else ""
 
 
-def _reason(verdict: Verdict, observables: Sequence[Observable]) -> str:
+def _reason(verdict: Verdict, lost: Sequence[str], remarks: Sequence[str]) -> str:
     quantities, findings = verdict.quantities, verdict.findings
     if not findings:
-        unseen = [stage for stage in stages(observables) if stage not in {q.stage for q in quantities}]
-        not_observed = f"; not observed: {', '.join(unseen)}" if unseen else ""
-        return f"{len(quantities)} quantities agree with the oracle{not_observed}"
+        not_observed = [f"not observed: {', '.join(lost)}"] if lost else []
+        more = "".join(f"; {said}" for said in (*not_observed, *remarks))
+        return f"{len(quantities)} quantities agree with the oracle{more}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)

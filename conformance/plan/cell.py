@@ -11,11 +11,11 @@ from typing import Literal
 
 from conformance.backend import BackendEntry
 from conformance.layout import Layout
+from conformance.record.coverage import TO
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 
 Handover = Literal["checkpoint", "export"]
-TO = "-to-"  # between the backends and between the layouts of consecutive legs, in a cell's id
 
 
 @dataclass(frozen=True, kw_only=True)

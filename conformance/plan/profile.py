@@ -24,8 +24,9 @@ from conformance.backend import BackendEntry, find_backend, registered_backends
 from conformance.faults import find_fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.plan.cell import TO, Cell, Handover, Leg
+from conformance.plan.cell import Cell, Handover, Leg
 from conformance.plan.selection import Selection
+from conformance.record.coverage import TO
 from conformance.scenario import Precision, Scenario, load_scenario
 from conformance.validation import STRICT, UsageError, explain
 

@@ -1,19 +1,54 @@
-"""Selection: the cells that a user asks for, as options of ``parity run`` and of the pytest plugin alike.
+"""Selection: the cells that a user asks for and what is demanded of them, as options of ``parity run`` and of the
+pytest plugin alike.
 
 Imports nothing that is slow: everybody who has the package installed loads the plugin in every pytest run.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 
 def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **argparse})
 
 
+class Options:
+    """A dataclass whose fields are options, named alike on the command line and in the pytest plugin."""
+
+    @classmethod
+    def options(cls) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and argparse arguments of every option; an option that is not given is None or False."""
+        for option in fields(cls):  # type: ignore[arg-type]
+            yield option.name, dict(option.metadata)
+
+    @classmethod
+    def from_options(cls, options: object, *, prefix: str = "") -> Self:
+        """From what a parser returns: an attribute per field, None where the option was not given."""
+        names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: getattr(options, prefix + name) for name in names}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{name: value for name, value in (values | lists).items() if value is not None})
+
+
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class Demands(Options):
+    """What a run has to judge at least, beyond that nothing differs; short of it, the run is incomplete."""
+
+    require: tuple[str, ...] = _option(
+        "cells that have to conform, or to differ as expected; may be repeated",
+        default=(),
+        action="append",
+        metavar="GLOB",
+    )
+    min_judged: int = _option("how many cells have to be judged at least", default=0, type=int, metavar="N")
+    against: str | None = _option(
+        "an earlier run (its --out folder or summary.json) of which no coverage may be lost", metavar="OLD_OUT"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(Options):
     """The fields are named as the options of ``parity run``, and mean the same.
 
     No backend stands for all that are registered, no pattern in ``cells`` for all cells.
@@ -35,19 +70,6 @@ class Selection:
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=int)
-
-    @staticmethod
-    def options() -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and argparse arguments of every option; an option that is not given is None or False."""
-        for option in fields(Selection):
-            yield option.name, dict(option.metadata)
-
-    @classmethod
-    def from_options(cls, options: object, *, prefix: str = "") -> "Selection":
-        """From what a parser returns: an attribute per field, None where the option was not given."""
-        values: dict[str, Any] = {field.name: getattr(options, prefix + field.name) for field in fields(cls)}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{name: value for name, value in (values | lists).items() if value is not None})
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -9,18 +9,20 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import conformance
 from conformance.observable import Observable, observables_from_json, observables_to_json, stages
+from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.format import dumps, number
 from conformance.record.states import STATES, RunVerdict, State, overall
 from conformance.validation import UsageError
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 2
+_NOT_PLAIN = ("verdict", "observables", "other")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 
 
@@ -87,13 +89,28 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One of the times that a cell was run, and the verdict of that one alone; a file keeps no quantities of it.
+
+    fresh: the ranks had seen no other cell. records: of its legs, in the cell's folder, as far as they came. completed:
+    all legs came to their end.
+    """
+
+    fresh: bool
+    verdict: Verdict
+    completed: bool
+    records: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One cell of a run, as it stands in the output folder.
 
     cell: its id; scenario, model, backend, layout and variant (precision, program, seed, faults) are the parts of it.
     folder: of the cell, in the output folder. records: of its legs, in the cell's folder, as far as they came; oracle:
     the folder of the oracle's records, from the cell's folder. completed: all legs came to their end. expected: what
-    the backend says must differ. reproduce: a command.
+    the backend says must differ. reproduce: a command. other: of a cell that was run once more, in fresh ranks, the
+    attempt that the records are not of.
     """
 
     cell: str
@@ -112,6 +129,7 @@ class Entry:
     reproduce: str
     observables: tuple[Observable, ...] = ()
     verdict: Verdict
+    other: Attempt | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -132,23 +150,31 @@ class Run:
     device: str
     command: str
     environment: Mapping[str, Any] = field(default_factory=dict)
+    floor: Floor = field(default_factory=Floor)
 
     def verdict(self, entries: Sequence[Entry]) -> RunVerdict:
         """One word for the run, worked out from its cells."""
-        return overall([entry.verdict.state for entry in entries], finished=self.finished is not None)
+        states = states_of(entries)
+        return overall(states.values(), complete=self.finished is not None and not self.floor.unmet(states))
+
+
+def states_of(entries: Sequence[Entry]) -> States:
+    """The states of the cells, by id."""
+    return {entry.cell: entry.verdict.state for entry in entries}
 
 
 def write_entry(out: Path, entry: Entry) -> None:
     """Write the ``verdict.json`` of one cell."""
     folder = out / entry.folder
     folder.mkdir(parents=True, exist_ok=True)
-    values = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in ("verdict", "observables")}
+    values = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in _NOT_PLAIN}
     verdict = entry.verdict
     rows = [[getattr(q, column) for column in _COLUMNS] for q in verdict.quantities]
     values |= {
         "observables": observables_to_json(entry.observables),
         "state": verdict.state,
         "reason": verdict.reason,
+        "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
     }
     replace_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
@@ -168,9 +194,18 @@ def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
         }
         for entry in entries
     ]
-    counts = dict.fromkeys(STATES, 0) | Counter(entry.verdict.state for entry in entries)
+    states = states_of(entries)
+    counts = dict.fromkeys(STATES, 0) | Counter(states.values())
     head = {"schema": SCHEMA, "suite_version": conformance.__version__, "verdict": run.verdict(entries)}
-    replace_json(out / SUMMARY, {**head, **vars(run), "counts": counts, "cells": cells}, indent=1)
+    lost, gained = run.floor.changes(states)
+    told = {
+        "counts": counts,
+        "unmet": run.floor.unmet(states),
+        "coverage": {"lost": [vars(change) for change in lost], "gained": [vars(change) for change in gained]},
+        "claims": claims({entry.cell: (entry.verdict.state, entry.verdict.reason) for entry in entries}),
+        "cells": cells,
+    }
+    replace_json(out / SUMMARY, {**head, **vars(run), "floor": asdict(run.floor), **told}, indent=1)
 
 
 def read_run(out: Path) -> tuple[Run, list[Entry]]:
@@ -193,9 +228,9 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
     """As ``read_run``, where the summary may be behind the verdicts: several processes write these, and none that."""
     summary = read_json(out / SUMMARY)
     try:
-        run = Run(**{f.name: summary[f.name] for f in fields(Run)})
+        run = Run(**{f.name: summary[f.name] for f in fields(Run)} | {"floor": floor_from_json(summary["floor"])})
         listed = [(str(cell["id"]), out / cell["folder"]) for cell in summary["cells"]]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{out / SUMMARY} lacks {error}: it was not written by `parity run`, or edited") from None
     twice = [cell for cell, count in Counter(cell for cell, _ in listed).items() if count > 1]
     if twice:
@@ -220,21 +255,39 @@ def read_entry(file: Path) -> Entry:
         if values["state"] not in STATES:
             raise UsageError(f"{file} has state {values['state']!r}; known: {', '.join(STATES)}. Update backend-parity")
         verdict = Verdict(state=values["state"], reason=values["reason"], quantities=quantities)
-        known = {f.name: values[f.name] for f in fields(Entry) if f.name not in ("verdict", "observables", "records")}
+        known = {f.name: values[f.name] for f in fields(Entry) if f.name not in (*_NOT_PLAIN, "records")}
         observables = observables_from_json(values["observables"])
-        entry = Entry(**known, records=tuple(values["records"]), observables=observables, verdict=verdict)
+        other = _attempt(values["other"]) if values["other"] else None
+        entry = Entry(**known, records=tuple(values["records"]), observables=observables, verdict=verdict, other=other)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
             f"{file} is not as the suite wrote it ({error!r}): it was edited; run the cells again"
         ) from None
-    if verdict.state == "conforms" and (outside := verdict.findings):
+    if verdict.state in ("conforms", "partly_observed") and (outside := verdict.findings):
         raise UsageError(
             f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
             f"{file} was edited; run the cells again"
         )
     return entry
+
+
+def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
+    kept = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
+    return {**kept, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
+
+
+def _attempt(values: dict[str, Any]) -> Attempt:
+    """Raises KeyError or TypeError for what ``write_entry`` has not written."""
+    if values["state"] not in STATES:
+        raise TypeError(f"a state, not {values['state']!r}")
+    return Attempt(
+        fresh=bool(values["fresh"]),
+        verdict=Verdict(state=values["state"], reason=str(values["reason"])),
+        completed=bool(values["completed"]),
+        records=tuple(map(str, values["records"])),
+    )
 
 
 def _quantity(columns: Sequence[str], row: Sequence[Any]) -> Quantity:

@@ -4,8 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["differs", "infrastructure", "not_run", "expected_difference", "unsupported", "conforms"]
-RunVerdict = Literal["conforms", "differs", "incomplete"]
+State = Literal[
+    "differs", "infrastructure", "not_run", "partly_observed", "expected_difference", "unsupported", "conforms"
+]
+RunVerdict = Literal["conforms", "partly_observed", "differs", "incomplete"]
+NOT_STARTED = "the run ended before this cell"  # the reason of a cell that was planned, until it is run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,13 @@ STATES: dict[State, StateInfo] = {
     "not_run": StateInfo(
         name="not run", symbol="○", word="not run", meaning="planned, but not started", answered=False
     ),
+    "partly_observed": StateInfo(
+        name="partly observed",
+        symbol="◐",
+        word="partly",
+        meaning="agrees in all that it shows, but does not show every stage",
+        answered=True,
+    ),
     "expected_difference": StateInfo(
         name="expected difference", symbol="≈", word="expected", meaning="differs, by a known bug", answered=True
     ),
@@ -49,12 +59,19 @@ STATES: dict[State, StateInfo] = {
     ),
 }
 NO_ANSWER: tuple[State, ...] = ("infrastructure", "not_run")
+ANSWERED = tuple(state for state, info in STATES.items() if info.answered)
+NO_FAULT: tuple[State, ...] = ("conforms", "partly_observed", "expected_difference")
+PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
 
 
-def overall(states: Iterable[State], *, finished: bool) -> RunVerdict:
-    """One word for all cells of a run; what could not be judged makes it incomplete, never a pass."""
+def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
+    """One word for all cells of a run; what could not be judged makes it incomplete, never a pass.
+
+    ``complete``: the run came to its end, and judged as much as was demanded of it.
+    """
     found = set(states)
     if "differs" in found:
         return "differs"
-    judged = found & {"conforms", "expected_difference"}
-    return "incomplete" if found & set(NO_ANSWER) or not judged or not finished else "conforms"
+    if found & set(NO_ANSWER) or not found & set(NO_FAULT) or not complete:
+        return "incomplete"
+    return "partly_observed" if "partly_observed" in found else "conforms"

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.plan.cell import Cell
+from conformance.plan.floor import floor_of
 from conformance.plan.profile import select_cells
-from conformance.pytest_plugin import OUT, USAGE, selection
+from conformance.pytest_plugin import OUT, USAGE, demands, selection
+from conformance.record.coverage import Floor
 from conformance.run.session import Session, SessionConfig
+
+FLOOR = pytest.StashKey[Floor]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -22,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         cells = select_cells(selection(metafunc.config))
+        metafunc.config.stash[FLOOR] = floor_of(demands(metafunc.config), selection(metafunc.config), cells)
     except ValueError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
@@ -52,6 +57,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         device=device,
         profile=chosen.profile,
         arguments=(*chosen.arguments, *(() if device == "cpu" else ("--device", device))),
+        floor=config.stash[FLOOR],
     )
 
 

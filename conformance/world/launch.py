@@ -4,6 +4,7 @@ Serves claim 8: however the controller ends, a zygote notices (its socket closes
 ranks along.
 """
 
+import contextlib
 import itertools
 import os
 import select
@@ -19,12 +20,13 @@ from typing import Literal, Protocol
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.process import process_state
 from conformance.world.reason import exit_words, tail
-from conformance.world.wire import Message, Wire, wire_pair
+from conformance.world.wire import MOST_FDS, Message, Wire, wire_pair
 
 START_LIMIT_S = 120.0  # to import torch and a backend on a loaded machine
 _ZYGOTE = "conformance.world.zygote"
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 _GONE_LIMIT_S = 2.0
+MOST_RANKS = MOST_FDS - 2  # of a world: the descriptors of all its ranks travel in one packet, with two more
 
 _world_numbers = itertools.count(1)
 
@@ -37,6 +39,14 @@ class Pollable(Protocol):
 
 class StartError(Exception):
     """A zygote or a world did not come up; the message is for the user."""
+
+
+def too_small(size: int, reason: str) -> StartError:
+    """Of a host that has no room for a world of ``size`` ranks."""
+    return StartError(
+        f"this host cannot start {size} ranks: {reason}; use a smaller layout, or a host that allows more processes, "
+        f"open files and memory"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,27 +130,39 @@ class ZygoteHandle:
     def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
         """Start the ranks of a world; they join each other in their first task. Raises StartError."""
         self.wait_until_ready()
+        if size > MOST_RANKS:
+            raise too_small(size, f"one host starts at most {MOST_RANKS}")
         number = next(_world_numbers)
-        beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
-        pairs = [wire_pair() for _ in range(size)]
-        beats = Heartbeats(beats_fd, size=size)
-        spec = {
-            "size": size,
-            "device": device,
-            "port": _free_port(),
-            "preload": preload,
-            "memory_limit_bytes": memory_limit_bytes,
-        }
-        self._control.send(
-            {"do": "start", "world": number, "spec": spec},
-            fds=[beats_fd, store_fd, *(theirs.fileno() for _, theirs in pairs)],
-        )
-        for _, theirs in pairs:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            try:
+                descriptors = []
+                for name in ("heartbeats", "store"):
+                    descriptors.append(os.memfd_create(name))
+                    theirs.callback(os.close, descriptors[-1])
+                beats = Heartbeats(descriptors[0], size=size)
+                ours.callback(beats.close)
+                wires = []
+                for _ in range(size):
+                    wire, their_end = wire_pair()
+                    wires.append(wire)
+                    ours.callback(wire.close)
+                    descriptors.append(theirs.enter_context(their_end).fileno())
+                spec = {
+                    "size": size,
+                    "device": device,
+                    "port": _free_port(),
+                    "preload": preload,
+                    "memory_limit_bytes": memory_limit_bytes,
+                }
+                self._control.send({"do": "start", "world": number, "spec": spec}, fds=descriptors)
+            except OSError as error:
+                raise too_small(size, str(error.strerror)) from error
             theirs.close()
-        os.close(beats_fd)
-        os.close(store_fd)
-        started = self._answer("started", world=number, limit_s=_ANSWER_LIMIT_S)
-        world = World(number=number, zygote=self, pids=started["pids"], wires=[wire for wire, _ in pairs], beats=beats)
+            started = self._answer("started", world=number, limit_s=_ANSWER_LIMIT_S)
+            if started["error"]:
+                raise too_small(size, started["error"])
+            ours.pop_all()  # the world keeps them
+        world = World(number=number, zygote=self, pids=started["pids"], wires=wires, beats=beats)
         self._worlds[number] = world
         return world
 

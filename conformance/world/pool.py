@@ -5,6 +5,7 @@ Why a world was retired goes to the logger ``conformance.world.pool``, which no 
 outcome says what its user needs, and the log is for whoever wonders why a run is slow.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from conformance.world.launch import StartError, World, ZygoteHandle
+from conformance.world.launch import StartError, World, ZygoteHandle, too_small
 from conformance.world.reason import FailureKind
 from conformance.world.watch import TaskFailed, run_task
 
@@ -59,7 +60,8 @@ class Outcome:
     """How a task ended.
 
     ``results`` are the ranks' JSON values if it is done; else ``reason`` tells the user why it is not, and ``rank`` is
-    the one that caused it, if it is one. ``seconds`` include starting the world.
+    the one that caused it, if it is one. ``seconds`` include starting the world. ``used``: the ranks had run another
+    task before.
     """
 
     state: Literal["done", "failed"]
@@ -68,6 +70,7 @@ class Outcome:
     rank: int | None
     seconds: float
     results: list[Any]
+    used: bool = False
 
 
 class Pool:
@@ -82,6 +85,7 @@ class Pool:
         self._work_dir = work_dir
         self._zygotes: dict[tuple[_RanksAre, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
+        self._used: set[int] = set()  # numbers of worlds that have run a task
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +97,8 @@ class Pool:
 
     def prepare(self, config: WorldConfig) -> None:
         """Begin to import what a world of this config preloads, beside whatever runs meanwhile; does not wait."""
-        self._zygote(config)
+        with contextlib.suppress(OSError):  # the task that wants it will say so
+            self._zygote(config)
 
     def run(
         self,
@@ -119,24 +124,26 @@ class Pool:
         _check_call(config, task, kwargs)
         log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
+        began, used = time.monotonic(), False
         try:
             if fresh:
                 self._retire(key, config, why="the next task wants a fresh one")
             world = self._world(key, config)
+            used = world.number in self._used
+            self._used.add(world.number)
             results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s)
         except StartError as error:
-            return _failed(str(error), kind="raised", rank=None, began=began)
+            return _failed(str(error), kind="raised", rank=None, began=began, used=False)
         except TaskFailed as failure:
             self._retire(key, config, why=str(failure.cause))
-            return _failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began)
+            return _failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
         except BaseException:
             self._retire(key, config, why="interrupted")
             raise
         if leaks:
             self._retire(key, config, why=f"it leaks: {leaks}")
         seconds = time.monotonic() - began
-        return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results)
+        return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
 
     def close(self) -> None:
         """End all processes; nothing is left of the pool but its logs."""
@@ -154,7 +161,11 @@ class Pool:
             self._retire(key, config, why="a rank died while it was idle")
             world = None
         if world is None:
-            world = self._zygote(config).start_world(
+            try:
+                zygote = self._zygote(config)
+            except OSError as error:
+                raise too_small(config.size, str(error.strerror)) from error
+            world = zygote.start_world(
                 size=config.size,
                 device=config.device,
                 preload=config.preload,
@@ -181,9 +192,9 @@ class Pool:
                 logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
 
 
-def _failed(reason: str, *, kind: FailureKind, rank: int | None, began: float) -> Outcome:
+def _failed(reason: str, *, kind: FailureKind, rank: int | None, began: float, used: bool) -> Outcome:
     seconds = time.monotonic() - began
-    return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[])
+    return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[], used=used)
 
 
 def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 _LONGEST_PACKET = 1 << 16  # the kernel refuses more than the socket's send buffer, some 200 KiB
 _LONGEST_MESSAGE = 1 << 28  # a result larger than this belongs into a file
 _IN_FILE = b"in the last descriptor"  # sent for a message that travels in a file
-_MOST_FDS = 250  # the kernel's limit per packet is 253
+MOST_FDS = 250  # the kernel's limit per packet is 253
 _SEND_LIMIT_S = 5.0
 
 
@@ -53,7 +53,7 @@ class Wire:
     def receive(self) -> tuple[Message | None, list[int]]:
         """Wait for a message and its file descriptors; None when the other side has closed. Raises Garbage."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, _MOST_FDS)
+            data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, MOST_FDS)
         except ConnectionResetError:
             return None, []
         for fd in fds:

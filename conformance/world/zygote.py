@@ -81,11 +81,14 @@ class Zygote:
     def _start(self, message: Message, fds: list[int]) -> None:
         assert not self._forks or thread_count() == 1, "a fork copies one thread only; something started another"
         beats_fd, store_fd, *sockets = fds
-        pids: list[int] = []
+        zygote, pids, failure = os.getpid(), [], ""
         for rank, socket_fd in enumerate(sockets):
             inherited = {"socket_fd": socket_fd, "beats_fd": beats_fd, "store_fd": store_fd}
-            zygote = os.getpid()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # no room for another process
+                failure = f"after {rank}, {error.strerror}"
+                break
             if pid == 0:
                 self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds)
             _lead_group(pid)
@@ -93,7 +96,9 @@ class Zygote:
         for fd in fds:
             os.close(fd)
         self._pids[message["world"]] = pids
-        self._control.send({"type": "started", "world": message["world"], "pids": pids})
+        if failure:
+            self._bury(message["world"])
+        self._control.send({"type": "started", "world": message["world"], "pids": pids, "error": failure})
 
     def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
         """Go on as a rank, in the child of a fork; nothing here may return into the zygote's own loop."""

@@ -1,0 +1,104 @@
+"""Legs: runs the legs of a cell in live worlds, each after the first in processes that never saw another.
+
+Serves claim 9: how the legs ended is told with what else decides whether that is believed: what went wrong, and whether
+the ranks had run other cells before.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.inputs.prepare import FrozenInputs
+from conformance.plan.cell import Cell, Leg
+from conformance.scenario import scenario_to_json
+from conformance.world import Device, Outcome, Pool, WorldConfig
+from conformance.world.reason import FailureKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegsEnded:
+    """failure: why a leg failed, empty if none did; kind: in a word. used: the ranks had run another cell before."""
+
+    failure: str
+    kind: FailureKind
+    used: bool
+
+
+def run_legs(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
+) -> LegsEnded:
+    """Run the legs in order, leg N in ``folder/N``, as far as they come.
+
+    ``fresh``: the first leg, too, runs in processes that have never seen another cell.
+    """
+    used = False
+    for number in range(len(cell.legs)):
+        outcome = _run_leg(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
+        used = used or outcome.used
+        if outcome.state == "failed":
+            where = f"leg {number + 1} of {len(cell.legs)}: " if len(cell.legs) > 1 else ""
+            return LegsEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
+    return LegsEnded(failure="", kind="", used=used)
+
+
+def _run_leg(
+    pool: Pool,
+    cell: Cell,
+    number: int,
+    inputs: FrozenInputs,
+    folder: Path,
+    *,
+    device: Device,
+    budget_s: float,
+    fresh: bool,
+) -> Outcome:
+    leg = cell.legs[number]
+    saved_before = folder / str(number - 1) / "saved" if number else None
+    return pool.run(
+        key=leg.backend.name,
+        config=world_config(leg, device),
+        task="conformance.run.task:run_leg",
+        kwargs=leg_arguments(cell, number, inputs, folder / str(number), saved_before),
+        log_dir=folder / str(number) / "logs",
+        budget_s=budget_s,
+        fresh=fresh or number > 0 or getattr(leg.backend.load(), "fresh_ranks", False),
+    )
+
+
+def world_config(leg: Leg, device: Device) -> WorldConfig:
+    """The world that a leg runs in: its size, and what its backend is slow to import."""
+    preload = (
+        leg.backend.target.partition(":")[0],
+        "conformance.run.task",
+        "torch._dynamo",  # dispatch modes, and so the exact tier, import it: a second in every rank
+        *getattr(leg.backend.load(), "preload", ()),
+    )
+    return WorldConfig(size=leg.layout.world_size, device=device, preload=preload)
+
+
+def leg_arguments(
+    cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None
+) -> dict[str, Any]:
+    """The arguments of conformance.run.task.run_leg, as JSON values.
+
+    ``folder`` is the leg's; ``saved_before`` is what the leg before has saved.
+    """
+    leg, before = cell.legs[number], cell.legs[number - 1].save if number else None
+    models = {role: str(path) for role, path in inputs.models.items()}
+    if before == "export":
+        models = {role: str(saved_before / role) for role in models} if saved_before else models
+    return {
+        "cell": str(cell),
+        "target": leg.backend.target,
+        "scenario": scenario_to_json(cell.scenario),
+        "layout": str(leg.layout),
+        "models": models,
+        "batches": str(inputs.batches),
+        "first_step": cell.first_steps[number],
+        "steps": leg.steps,
+        "load": str(saved_before) if before == "checkpoint" else None,
+        "save": str(folder / "saved") if leg.save == "checkpoint" else None,
+        "export": str(folder / "saved") if leg.save == "export" else None,
+        "record": str(folder / "record"),
+        "planted": list(cell.faults),
+    }

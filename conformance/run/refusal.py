@@ -1,0 +1,68 @@
+"""Refusal: why a cell is not run at all, and what that makes of it (claim 9).
+
+Three things are kept apart, because only the first is an answer: the backend does not claim the cell (``unsupported``),
+this machine cannot run it (``not_run``), and the backend cannot be asked (``infrastructure``).
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Unsupported
+from conformance.plan.cell import Cell, Leg
+from conformance.record.results import Verdict
+from conformance.run.environment import model_sizes
+from conformance.validation import UsageError
+from conformance.world import Device
+
+
+class Refusals:
+    """Asks backends; an adapter is imported once, also if that fails."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._adapters: dict[BackendEntry, Any] = {}
+
+    def of(self, cell: Cell, model: Path) -> Verdict | None:
+        """The verdict of a cell that cannot be run; None if it can. ``model``: the folder of its first model."""
+        return next((refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model))), None)
+
+    def _of_leg(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
+        scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
+        adapter = self.adapter(leg.backend)
+        if isinstance(adapter, Verdict):
+            return adapter
+        if kind not in getattr(adapter, "objectives", ("sft",)):
+            return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
+        try:
+            answer = adapter.supports(scenario, leg.layout)
+        except UsageError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raised = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"
+            return Verdict(state="infrastructure", reason=f"{name} was asked whether it supports the cell: {raised}")
+        if isinstance(answer, Unsupported):
+            return Verdict(state="unsupported", reason=answer.reason)
+        try:
+            leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+        except ValueError as error:
+            return Verdict(state="unsupported", reason=str(error))
+        gpus, ranks = torch.cuda.device_count(), leg.layout.world_size
+        if self._device == "cuda" and gpus < ranks:
+            reason = f"needs {ranks} GPUs, {gpus} visible; a layout of at most {gpus} ranks would run"
+            return Verdict(state="not_run", reason=reason)
+        return None
+
+    def adapter(self, backend: BackendEntry) -> Any:
+        """The adapter's class, or the verdict of all its cells. Raises UsageError for a wrong target."""
+        if backend not in self._adapters:
+            try:
+                self._adapters[backend] = backend.load()
+            except MissingExtra as error:
+                self._adapters[backend] = Verdict(state="unsupported", reason=str(error))
+            except BrokenBackend as error:
+                self._adapters[backend] = Verdict(state="infrastructure", reason=str(error))
+        return self._adapters[backend]

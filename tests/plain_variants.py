@@ -1,0 +1,91 @@
+"""Variants of the plain backend that show, claim or leave behind something else. Named as ``plain_variants:Silent``."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from plain_backend import Plain
+
+from conformance.backend import Shard, StepMetrics, Support, TensorKind, Unsupported
+from conformance.batch import Batch
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+
+_cells_before: list[str] = []  # of this process
+
+
+class Silent(Plain):
+    """Its framework shows no log-probs."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        return dataclasses.replace(super().train_step(batch, on_gradients), rows={})
+
+
+class Shy(Plain):
+    """Names no piece of its ranks."""
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        return iter(())
+
+
+class Normless(Plain):
+    """Its framework reports no norm."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        return dataclasses.replace(metrics, values={k: v for k, v in metrics.values.items() if k != "grad_norm"})
+
+
+class Picky(Plain):
+    """Refuses what the environment says."""
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if str(layout) in os.environ.get("REFUSED", "").split():
+            return Unsupported(f"{layout} is not offered any more; use another layout")
+        return super().supports(scenario, layout)
+
+
+class Clumsy(Plain):
+    """Cannot say what it supports."""
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        raise KeyError("a defect")
+
+
+class Leftover(Plain):
+    """Patches its process and leaves it so: from its second cell there, losses are a thousandth too large."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        _cells_before.append("one")
+        return super().setup(*arguments)
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        off = 1.001 if len(_cells_before) > 1 else 1.0
+        return dataclasses.replace(metrics, values={**metrics.values, "loss": metrics.values["loss"] * off})
+
+
+class Isolated(Leftover):
+    """The same, and says that each of its cells needs fresh ranks."""
+
+    fresh_ranks = True
+
+
+class Breaks(Leftover):
+    """Cannot be set up twice in a process."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        if _cells_before:
+            raise RuntimeError("it is set up already")
+        return super().setup(*arguments)
+
+
+class Wrong(Leftover):
+    """Its losses are wrong in any cell."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        return dataclasses.replace(metrics, values={**metrics.values, "loss": 2 * metrics.values["loss"]})
