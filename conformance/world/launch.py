@@ -25,6 +25,8 @@ START_LIMIT_S = 120.0  # to import torch and a backend on a loaded machine
 _ZYGOTE = "conformance.world.zygote"
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 _GONE_LIMIT_S = 2.0
+MOST_RANKS = 250  # each needs a descriptor in one message, and the kernel takes 253 (SCM_MAX_FD)
+RANK_BYTES = 100 * 2**20  # of memory that a rank needs for itself, at the very least
 
 _world_numbers = itertools.count(1)
 
@@ -118,7 +120,11 @@ class ZygoteHandle:
         self._is_ready = True
 
     def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
-        """Start the ranks of a world; they join each other in their first task. Raises StartError."""
+        """Start the ranks of a world; they join each other in their first task.
+
+        Raises StartError, also for more ranks than the host has room for.
+        """
+        check_host(size, memory=available_memory())
         self.wait_until_ready()
         number = next(_world_numbers)
         beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
@@ -195,6 +201,23 @@ class ZygoteHandle:
         elif message["type"] == "exited" and (world := self._worlds.get(message["world"])):
             world.statuses[message["rank"]] = message["status"]
         return message
+
+
+def check_host(size: int, *, memory: int) -> None:
+    """Raises StartError where so many ranks cannot live on a host with so many bytes of free memory."""
+    if size > MOST_RANKS:
+        raise StartError(f"{size} ranks are more than one host can run, at most {MOST_RANKS}; use a smaller layout")
+    if size * RANK_BYTES > memory:
+        raise StartError(
+            f"{size} ranks do not fit into this host: each needs at least {RANK_BYTES / 2**30:.1f} GiB of memory, and "
+            f"{memory / 2**30:.1f} GiB are free; use a layout of at most {max(1, memory // RANK_BYTES)} ranks"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates them."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
