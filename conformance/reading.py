@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from conformance.validation import UsageError, one_line
+from conformance.validation import UsageError, one_line, shown
 
 MIB = 2**20
 
@@ -26,7 +26,7 @@ def check_file(path: Path) -> None:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(error)}") from None
+        raise UsageError(f"{str(path)[:300]} cannot be read: {one_line(error)}") from None
     if stat.S_ISDIR(mode):
         raise UsageError(f"{path} is a folder; give a file")
     if not stat.S_ISREG(mode):
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises UsageError, and FileNotFoundError where there is none."""
     values = parse_json(read_text(path, limit=64 * MIB), str(path))
     if not isinstance(values, dict):
-        raise UsageError(f"{path} holds a JSON {type(values).__name__} where an object ({{...}}) is due")
+        raise UsageError(f"{path} holds {shown(values)} where a JSON object ({{...}}) is due")
     return values
 
 

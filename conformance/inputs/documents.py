@@ -22,7 +22,7 @@ from conformance.oracle.architecture import read_architecture
 from conformance.scenario import DataConfig, Scenario
 from conformance.validation import UsageError, one_line
 
-SAMPLE_LIMIT_S = 10.0  # of computing; a template can loop for ever
+SAMPLE_LIMIT_S = 5.0  # of computing; a template can loop for ever
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:

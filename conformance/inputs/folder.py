@@ -59,6 +59,8 @@ def _check_link(link: Path, roots: list[Path]) -> None:
     target = Path(os.path.realpath(link))
     if not any(target.is_relative_to(root) for root in roots):
         raise UsageError(f"{link} is a link that leaves the folder, to {target}; put a copy in its place")
+    if target.is_dir():
+        raise UsageError(f"{link} is a link to a folder; put a copy in its place")
 
 
 def runs_code(folder: Path, *, trusted: bool) -> bool:

@@ -140,18 +140,29 @@ class Config:
             raise self.error(f"sets {key}={shown(value)}; it has to be a list of texts")
         return value
 
+    def demand(self, *keys: str) -> None:
+        """UsageError if a key is absent, for which transformers' default is a number and none that follows from others.
+
+        Only ``pad_token_id`` may be null.
+        """
+        for key in keys:
+            if key not in self._values or (self._values[key] is None and key != "pad_token_id"):
+                raise self.error(f"does not say {key!r}; add it, or transformers takes a number of its own")
+
     def must_be(self, key: str, value: Any) -> None:
         """Read a feature that only has one implemented setting. UsageError for another."""
-        if (found := self.take(key, value)) != value:
+        self._read.add(key)
+        if (found := self._values.get(key, value)) != value:
             raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
 
     def finish(self) -> None:
         """UsageError if a key is left that nobody has read."""
         unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
         if unread:
+            names = ", ".join(name[:60] for name in unread[:12])
             raise self.error(
-                f"has keys that the oracle does not know for this model: {', '.join(unread)}; if they change what is "
-                f"computed, implement them in conformance/oracle, otherwise add them to INERT in architecture.py"
+                f"has keys that the oracle does not know for this model: {names}; if they change what is computed, "
+                f"implement them in conformance/oracle, otherwise add them to INERT in architecture.py"
             )
 
     def error(self, message: str) -> UsageError:
@@ -199,6 +210,7 @@ def _llama(config: Config) -> Architecture:
 
 def _pangu(config: Config) -> Architecture:
     """openPangu-Embedded, arXiv 2505.22375: Llama with biases on q, k, v and o and none in the MLP."""
+    config.demand("num_key_value_heads", "pad_token_id")
     return Architecture(
         **_common(config, tied=False),
         layers=_layers(config, [FULL] * config.size("num_hidden_layers"), window=None, thetas=_one_theta(config)),
@@ -210,6 +222,7 @@ def _pangu(config: Config) -> Architecture:
 
 def _qwen3(config: Config) -> Architecture:
     """Qwen3: arXiv 2505.09388 section 2: no QKV bias, RMSNorm on each head of q and k."""
+    config.demand("num_key_value_heads", "head_dim")
     count = config.size("num_hidden_layers")
     windowed = config.flag("use_sliding_window", False)
     window = config.size("sliding_window", None) if windowed else None
@@ -230,6 +243,7 @@ def _gemma3(config: Config) -> Architecture:
 
     attn_logit_softcapping is refused: transformers' Gemma 3 has the key and never applies it.
     """
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id")
     config.must_be("use_bidirectional_attention", False)
     config.must_be("attn_logit_softcapping", None)
     every = config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6))
