@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig, beat
+from conformance.world.launch import RANK_BYTES, StartError, available_memory, check_host
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +202,34 @@ def test_wrong_calls_say_what_to_change(pool: Pool, tmp_path: Path) -> None:
         call(kwargs={"x": object()})
     with pytest.raises(ValueError, match=r"needs 99 GPUs, .* widen CUDA_VISIBLE_DEVICES"):
         call(device="cuda", size=99)
+
+
+# --- what a host can hold ---
+
+
+def test_more_ranks_than_the_host_can_run_fail_their_own_task_only(run: Runner) -> None:
+    outcome = run("add", size=300, value=2.0)
+    assert (outcome.state, outcome.rank) == ("failed", None)
+    assert outcome.reason == "300 ranks are more than one host can run, at most 250; use a smaller layout"
+    assert results(run("add", size=2, value=2.0)) == [{"rank": rank, "sum": 5.0} for rank in range(2)]
+
+
+def test_more_ranks_than_there_is_memory_for_are_refused_with_a_number_that_fits() -> None:
+    check_host(10, memory=10 * RANK_BYTES)
+    with pytest.raises(StartError, match=r"11 ranks do not fit .* 400 MiB are free; use a layout of at most 10 ranks"):
+        check_host(11, memory=10 * RANK_BYTES)
+    assert 0 < available_memory() < 2**50
+
+
+def test_a_host_without_descriptors_fails_the_task_only(run: Runner) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 4, hard))
+    try:
+        outcome = run("add", size=8, key="many", value=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert outcome.state == "failed"
+    assert "this host cannot start 8 ranks (" in outcome.reason
+    assert "Too many open files" in outcome.reason
+    assert results(run("add", size=8, key="many", value=2.0))

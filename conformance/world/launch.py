@@ -26,7 +26,7 @@ _ZYGOTE = "conformance.world.zygote"
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 _GONE_LIMIT_S = 2.0
 MOST_RANKS = 250  # each needs a descriptor in one message, and the kernel takes 253 (SCM_MAX_FD)
-RANK_BYTES = 100 * 2**20  # of memory that a rank needs for itself, at the very least
+RANK_BYTES = 40 * 2**20  # what a forked rank of a tiny model has for itself; any rank needs more
 
 _world_numbers = itertools.count(1)
 
@@ -127,8 +127,11 @@ class ZygoteHandle:
         check_host(size, memory=available_memory())
         self.wait_until_ready()
         number = next(_world_numbers)
-        beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
-        pairs = [wire_pair() for _ in range(size)]
+        try:
+            pairs = [wire_pair() for _ in range(size)]
+            beats_fd, store_fd = os.memfd_create("heartbeats"), os.memfd_create("store")
+        except OSError as error:
+            raise StartError(f"this host cannot start {size} ranks ({error}); use a smaller layout") from None
         beats = Heartbeats(beats_fd, size=size)
         spec = {
             "size": size,
@@ -209,8 +212,8 @@ def check_host(size: int, *, memory: int) -> None:
         raise StartError(f"{size} ranks are more than one host can run, at most {MOST_RANKS}; use a smaller layout")
     if size * RANK_BYTES > memory:
         raise StartError(
-            f"{size} ranks do not fit into this host: each needs at least {RANK_BYTES / 2**30:.1f} GiB of memory, and "
-            f"{memory / 2**30:.1f} GiB are free; use a layout of at most {max(1, memory // RANK_BYTES)} ranks"
+            f"{size} ranks do not fit into this host: each needs more than {RANK_BYTES // 2**20} MiB of memory, and "
+            f"{memory // 2**20} MiB are free; use a layout of at most {max(1, memory // RANK_BYTES)} ranks"
         )
 
 
