@@ -34,7 +34,8 @@ def edited(family: str, folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_is_a_whole_number_that_a_model_may_have(key: str, tmp_path: Path) -> None:
-    for value in (0, -8, 1.5, 64.0, True, "64", [64], {}, float("nan"), LARGEST[key] + 1, 10**400):
+    values: tuple[Any, ...] = (0, -8, 1.5, 64.0, True, "64", [64], {}, float("nan"), LARGEST[key] + 1, 10**400)
+    for value in values:
         with pytest.raises(UsageError, match=rf"config.json sets {key}=.*; it has to be a whole number from 1 to"):
             read_architecture(edited("llama", tmp_path, **{key: value}))
 

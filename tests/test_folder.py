@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.backend import find_backend
 from conformance.inputs.folder import SHIPPED_CODE, check_folder, folder_code, runs_code
 from conformance.inputs.prepare import prepare_inputs
 from conformance.inputs.tokenizer import load_tokenizer
+from conformance.layout import Layout
 from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
+from conformance.run.session import Session
 from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError
 from impl.models import load_model
@@ -174,6 +178,19 @@ def test_trusted_code_is_run(tmp_path: Path) -> None:
     assert mark.exists()
     loaded = load_model(trusted, dtype=torch.float32, attention="eager", trusted=True)
     assert type(loaded).__name__ == "PanguEmbeddedForCausalLM"
+
+
+def test_trusted_code_is_run_in_ranks_too_and_the_cells_conform(session: Session, tmp_path: Path) -> None:
+    folder, mark = copy("pangu", tmp_path), tmp_path / "mark"
+    with (folder / "modeling_openpangu_dense.py").open("a") as code:
+        code.write(f"import os\nwith open({str(mark)!r}, 'a') as mark: mark.write(f'{{os.getpid()}} ')\n")
+    trusted = scenario(folder, trust_remote_code=True)
+    for backend in ("fsdp2", "deepspeed"):
+        cell = Cell.single(scenario=trusted, backend=find_backend(backend), layout=Layout.parse("dp1"))
+        verdict = session.run(cell).verdict
+        assert verdict.state == "conforms", verdict.reason
+        assert {int(pid) for pid in mark.read_text().split()} - {os.getpid()}
+        mark.unlink()
 
 
 def test_the_shipped_openpangu_is_what_was_looked_at() -> None:

@@ -93,7 +93,7 @@ def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_file_cannot_say_that_code_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "sly.toml").write_text("trust_remote_code = true")
     with pytest.raises(UsageError, match=r"sly.toml: trust_remote_code cannot be said by a file; use the option --tru"):
-        load_scenario(tmp_path / "sly.toml", **{**VALID, "name": "sly", "trust_remote_code": True})
+        load_scenario(tmp_path / "sly.toml", trust_remote_code=True)
 
 
 def test_the_oracle_does_not_depend_on_trust_in_code_that_it_does_not_run() -> None:
