@@ -8,6 +8,8 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
+from conformance.validation import UsageError, shown
+
 AXES = {
     "dp": "data-parallel ranks (replicas x shards)",
     "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
@@ -36,6 +38,7 @@ OPTIONS = {
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # instead of the default, so at most one
 ZERO = "zero"  # the part that names a ZeRO stage
+MOST_RANKS = 2**16  # no machine has more; what is asked for beyond is a slip of the finger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,8 @@ class Layout:
 
     ``zero`` is what the data-parallel ranks cut (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the optimizer's
     state, 2 gradients too, 3 parameters too; None leaves it to the backend.
-    Raises ValueError when an axis is not positive, ``rep`` does not divide ``dp``, there is no such stage, or an option
-    is unknown, has no axis to act on, or contradicts another.
+    Raises UsageError when an axis is not positive, there are more ranks than any machine has, ``rep`` does not divide
+    ``dp``, there is no such stage, or an option is unknown, has no axis to act on, or contradicts another.
     """
 
     dp: int = 1
@@ -62,51 +65,61 @@ class Layout:
     def __post_init__(self) -> None:
         for axis in AXES:
             if (size := getattr(self, axis)) < 1:
-                raise ValueError(
+                raise UsageError(
                     f"{axis}={size}: every axis of a layout needs at least one rank; use {axis}1 or leave it out"
                 )
+        if (most := max(self.world_size, self.rep, self.stride, self.vpp)) > MOST_RANKS:
+            raise UsageError(f"{most} ranks or parts are more than any machine has ({MOST_RANKS}); use smaller numbers")
         if self.dp % self.rep:
-            raise ValueError(
+            raise UsageError(
                 f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); "
                 f"use rep{_divisor(self.dp, self.rep)}"
             )
         if self.zero not in (None, 0, 1, 2, 3):
-            raise ValueError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
+            raise UsageError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
         for option in self.options:
             if option not in OPTIONS:
-                raise ValueError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
+                raise UsageError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
             if option in _NEEDS_TP and self.tp == 1:
-                raise ValueError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
+                raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
             if option in _RINGS and self.sp == 1:
-                raise ValueError(f"option {option} needs a ring; add sp2 or leave it out")
+                raise UsageError(f"option {option} needs a ring; add sp2 or leave it out")
         if len(rings := [option for option in self.options if option in _RINGS]) > 1:
-            raise ValueError(f"options {', '.join(rings)} are different rings; keep one of them")
+            raise UsageError(f"options {', '.join(rings)} are different rings; keep one of them")
         if self.stride > 1 and not self.gathers:
-            raise ValueError(
+            raise UsageError(
                 f"stride={self.stride} is for rings that gather keys and values; "
                 f"use sp2 without {' or '.join(_RINGS)}, or leave it out"
             )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp={self.vpp} divides the work of pipeline stages further; add pp2 or leave it out")
+            raise UsageError(f"vpp={self.vpp} divides the work of pipeline stages further; add pp2 or leave it out")
         object.__setattr__(self, "options", tuple(sorted(set(self.options), key=list(OPTIONS).index)))
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter."""
+        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter.
+
+        Sizes are ASCII digits without leading zeros, so that an id is what is written.
+        """
         axes: dict[str, int] = {}
         options: list[str] = []
         for part in text.split("."):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
             if match and match[1] in (*AXES, ZERO):
                 if match[1] in axes:
-                    raise ValueError(f"layout {text!r} names {match[1]} twice")
+                    raise UsageError(f"layout {shown(text)} names {match[1]} twice")
+                if not re.fullmatch(r"0|[1-9][0-9]{0,8}", match[2]):
+                    raise UsageError(
+                        f"layout {shown(text)}: the size in {shown(part)} has to be ASCII digits without leading "
+                        f"zeros, and below a billion; e.g. {match[1]}2"
+                    )
                 axes[match[1]] = int(match[2])
             elif part in OPTIONS:
                 options.append(part)
             else:
-                raise ValueError(
-                    f"layout {text!r}: {part!r} is neither an axis with a size ({', '.join(AXES)}; e.g. dp2), "
-                    f"a ZeRO stage (zero0 to zero3) nor an option ({', '.join(OPTIONS)})"
+                raise UsageError(
+                    f"layout {shown(text)}: {shown(part)} is neither an axis with a size ({', '.join(AXES)}; "
+                    f"e.g. dp2), a ZeRO stage (zero0 to zero3) nor an option ({', '.join(OPTIONS)})"
                 )
         return cls(**axes, options=tuple(options))
 
@@ -114,11 +127,11 @@ class Layout:
     def for_world(cls, world_size: int, *, rep: int = 1, tp: int = 1, sp: int = 1, pp: int = 1) -> "Layout":
         """The layout that gives all remaining ranks to data parallelism.
 
-        Raises ValueError when ``world_size`` is not divisible by sp x tp x pp, or too small for it.
+        Raises UsageError when ``world_size`` is not divisible by sp x tp x pp, or too small for it.
         """
         model = tp * sp * pp
         if world_size < model or world_size % model:
-            raise ValueError(
+            raise UsageError(
                 f"world size {world_size} is not divisible by sp x tp x pp = {sp} x {tp} x {pp} = {model}; "
                 f"use {max(model, world_size // model * model)} ranks, or e.g. {Layout(dp=max(1, world_size))}"
             )
@@ -139,11 +152,14 @@ class Layout:
         return self.dp * self.tp * self.sp * self.ulysses * self.pp
 
     def validate(self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int) -> None:
-        """Check the layout against a model and a scenario; raises ValueError with a layout that would work."""
+        """Check the layout against a model and a scenario; raises UsageError with a layout that would work."""
+        sizes = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "rows": rows, "accumulation": accumulation}
+        if nothing := [name for name, size in sizes.items() if size < 1]:
+            raise UsageError(f"a layout cannot cut what is not there: {', '.join(nothing)} has to be at least 1")
         self._validate_stages(layers=layers, accumulation=accumulation)
         if heads % self.tp or kv_heads % self.tp:
             better = dataclasses.replace(self, tp=_divisor(kv_heads, self.tp), options=())
-            raise ValueError(
+            raise UsageError(
                 f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
                 f"(a head is not cut); {better} would work"
             )
@@ -151,19 +167,19 @@ class Layout:
         held, held_kv = heads // self.tp, kv_heads // self.tp
         if held % self.ulysses or (held_kv % self.ulysses and self.ulysses % held_kv):
             better = dataclasses.replace(self, ulysses=_divisor(held_kv, self.ulysses))
-            raise ValueError(
+            raise UsageError(
                 f"ulysses={self.ulysses} must divide a rank's {held} attention heads, and divide its {held_kv} "
                 f"key-value heads or be a multiple of them; {better} would work"
             )
         attended = max(1, held_kv // self.ulysses)
         if attended % self.stride:
             better = dataclasses.replace(self, stride=_divisor(attended, self.stride))
-            raise ValueError(
+            raise UsageError(
                 f"stride={self.stride} must divide a rank's {attended} key-value heads; {better} would work"
             )
         if rows % (self.dp * accumulation):
-            better = dataclasses.replace(self, dp=_divisor(rows // accumulation, self.dp), rep=1)
-            raise ValueError(
+            better = dataclasses.replace(self, dp=_divisor(max(1, rows // accumulation), self.dp), rep=1)
+            raise UsageError(
                 f"{rows} rows per step cannot be divided over dp={self.dp} x accumulation={accumulation}; "
                 f"{better} would work, or data.rows={-(-rows // (self.dp * accumulation)) * self.dp * accumulation}"
             )
@@ -172,13 +188,13 @@ class Layout:
         if self.pp * self.vpp > layers + 2:
             pp = min(self.pp, layers + 2)
             better = dataclasses.replace(self, pp=pp, vpp=(layers + 2) // pp if pp > 1 else 1)
-            raise ValueError(
+            raise UsageError(
                 f"pp={self.pp} x vpp={self.vpp} = {self.pp * self.vpp} stages need as many parts, and the model has "
                 f"{layers} layers, an embedding and a head; {better} would work"
             )
         if self.vpp > 1 and accumulation < self.pp:
             better = dataclasses.replace(self, vpp=1)
-            raise ValueError(
+            raise UsageError(
                 f"vpp={self.vpp} needs at least as many micro-batches as pp={self.pp}, and accumulation is "
                 f"{accumulation}; {better} would work, or a scenario with accumulation of {self.pp} or more"
             )

@@ -24,7 +24,7 @@ from conformance.observable import (
     loaded_observables,
     trained_observables,
 )
-from conformance.validation import STRICT, UsageError, explain
+from conformance.validation import STRICT, UsageError, explain, one_line, shown
 
 Head = Literal["causal", "value"]
 
@@ -99,12 +99,12 @@ def parse_objective(values: Any) -> Objective:
         if hasattr(type(values), "roles"):  # one that has been built already
             built: Objective = values
             return built
-        raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {values!r}')
+        raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {shown(values)}')
     kind = values.get("kind", "sft")
     try:
         objective: Objective = TypeAdapter(_find(kind)).validate_python({**values, "kind": kind})
     except ValidationError as error:
-        raise explain(error, source=f"[objective] of kind {kind!r}", what="objective") from None
+        raise explain(error, source=f"[objective] of kind {shown(kind)}", what="objective") from None
     return objective
 
 
@@ -124,15 +124,17 @@ def known_kinds(table: Sequence[str] | dict[str, Any], objective: Objective, *, 
 
 
 def _find(kind: Any) -> type[Any]:
-    if kind in BUILT_IN:
+    if isinstance(kind, str) and kind in BUILT_IN:
         return BUILT_IN[kind]
     module, _, name = str(kind).partition(":")
-    if not name:
-        raise UsageError(f"unknown objective {kind!r}; known: {', '.join(BUILT_IN)}, or module:Class of your own")
+    if not module or not name:
+        raise UsageError(f"unknown objective {shown(kind)}; known: {', '.join(BUILT_IN)}, or module:Class of your own")
     try:
         found: type[Any] = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever somebody's module does when it is imported
         raise UsageError(
-            f"objective {kind!r} cannot be imported ({error}); check the spelling and PYTHONPATH"
+            f"objective {shown(kind)} cannot be imported ({one_line(error)}); check the spelling and PYTHONPATH"
         ) from None
+    if not isinstance(found, type) or not hasattr(found, "roles"):
+        raise UsageError(f"objective {shown(kind)} is no class of an objective, see conformance/objective.py")
     return found

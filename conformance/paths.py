@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from conformance.validation import UsageError, one_line, shown
+
 _PACKAGE = Path(__file__).resolve().parent
 FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else _PACKAGE.parent / "fixtures"
 
@@ -9,9 +11,12 @@ FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else _PAC
 def resolve(path: str) -> Path:
     """A path given by the user, relative to the working directory or else to the fixtures.
 
-    Raises ValueError when neither exists.
+    Raises UsageError when neither exists.
     """
-    for candidate in (Path(path).expanduser(), FIXTURES / path):
-        if candidate.exists():
-            return candidate.resolve()
-    raise ValueError(f"there is no {path!r}, neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})")
+    try:
+        for candidate in (Path(path).expanduser(), FIXTURES / path):
+            if candidate.exists():
+                return candidate.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, no such user, a name that is too long
+        raise UsageError(f"{shown(path)} cannot be used as a path: {one_line(error)}") from None
+    raise UsageError(f"there is no {shown(path)}, neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})")

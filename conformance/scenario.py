@@ -15,7 +15,7 @@ Conventions that every backend has to follow:
 
 import dataclasses
 import math
-import tomllib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,19 @@ from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, Valida
 from pydantic.dataclasses import dataclass
 
 from conformance.objective import Objective, Sft, objective_to_json, parse_objective
-from conformance.validation import STRICT, UsageError, explain
+from conformance.reading import read_toml
+from conformance.validation import STRICT, UsageError, explain, shown
 
 Precision = Literal["exact", "fp32", "bf16", "fp16"]
-PositiveInt = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Strict: a text is no number and a number is no bool. The bounds are beyond what anybody trains with: past them, a run
+# only fills the memory or gives numbers that are not finite.
+Count = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Steps = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Flag = Annotated[bool, Field(strict=True)]
+Fraction = Annotated[float, Field(strict=True, ge=0, lt=1)]
+FilePath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+MOST_ROWS = 2**22  # in all steps together; they are held in memory
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,12 +46,12 @@ class DataConfig:
     the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
     """
 
-    path: str = "data/word_problems.jsonl"
+    path: FilePath = "data/word_problems.jsonl"
     input_key: str = "question"
     output_key: str = "answer"
-    max_len: PositiveInt = 96
-    packed: bool = False
-    rows: PositiveInt = 24
+    max_len: Count = 96
+    packed: Flag = False
+    rows: Count = 24
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -53,12 +59,12 @@ class OptimizerConfig:
     """SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped."""
 
     name: Literal["sgd", "adamw"]
-    lr: Positive
+    lr: Annotated[float, Field(strict=True, gt=0, le=1000)]
     momentum: Fraction = 0.0
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-5
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive | None = None
+    eps: Annotated[float, Field(strict=True, gt=0, le=1)] = 1e-5
+    weight_decay: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
+    max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e12)] | None = None
 
     def __post_init__(self) -> None:
         if self.name == "sgd" and self.weight_decay:
@@ -72,8 +78,8 @@ class ScheduleConfig:
     """Learning-rate schedule with the formulas of ``transformers.get_scheduler``; its ``constant`` is with warm-up."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    total_steps: PositiveInt = 10
+    warmup_steps: Steps = 0
+    total_steps: Annotated[Steps, Field(ge=1)] = 10
 
     def factor(self, step: int) -> float:
         """Multiplier of the base learning rate at optimizer step ``step`` (from 0)."""
@@ -92,23 +98,30 @@ class Scenario:
     """One training run. ``model`` is a Hugging Face folder; relative paths are looked up beside the built-in fixtures.
 
     ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
-    the documents.
+    the documents. ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command
+    line, and a scenario's file cannot.
     """
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-    model: str
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=100)]
+    model: FilePath
     precision: Precision
     optimizer: OptimizerConfig
     objective: Annotated[Objective, PlainValidator(parse_objective), PlainSerializer(objective_to_json)] = Field(
         default_factory=Sft
     )
-    accumulation: PositiveInt = 1
-    steps: PositiveInt = 5
-    seed: int = 0
+    accumulation: Count = 1
+    steps: Count = 5
+    seed: Seed = 0
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    trust_remote_code: Flag = False
 
     def __post_init__(self) -> None:
+        if self.steps * self.data.rows > MOST_ROWS:
+            raise ValueError(
+                f"steps={self.steps} of data.rows={self.data.rows} are more than {MOST_ROWS} rows, which are all held "
+                f"in memory; use fewer steps or rows"
+            )
         if self.data.rows % self.accumulation:
             raise ValueError(
                 f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}; "
@@ -118,12 +131,13 @@ class Scenario:
     @property
     def model_name(self) -> str:
         """Last part of the model's path; the family in a cell's id."""
-        return Path(self.model).resolve().name
+        return Path(os.path.realpath(self.model)).name  # resolve() raises where a link leads to itself
 
     @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: cutting a step into micro-batches must not matter."""
-        return dataclasses.replace(self, accumulation=1)
+        """The part that the oracle depends on: cutting a step into micro-batches must not matter, and it runs no code
+        of the model's folder."""
+        return dataclasses.replace(self, accumulation=1, trust_remote_code=False)
 
 
 _ADAPTER = TypeAdapter(Scenario)
@@ -144,17 +158,18 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
 
     ``overrides`` replace top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
 
-    Raises UsageError with the file's name for a missing file, broken TOML, unknown keys and values out of range.
+    Raises UsageError with the file's name for a missing file, broken TOML, unknown keys and values out of range, and
+    for a file that wants the model's code to be trusted.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = read_toml(path)
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
         raise UsageError(f"no scenario file {path}; scenarios in that folder: {known}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
     if not isinstance(values.get("data", {}), dict):
-        raise UsageError(f"{path}: data has to be a table ([data]), not {values['data']!r}")
+        raise UsageError(f"{path}: data has to be a table ([data]), not {shown(values['data'])}")
+    if "trust_remote_code" in values:
+        raise UsageError(f"{path}: trust_remote_code cannot be said by a file; use the option --trust_remote_code")
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 

@@ -12,5 +12,22 @@ class UsageError(ValueError):
 
 def explain(error: ValidationError, *, source: str, what: str) -> UsageError:
     """One UsageError that names every wrong field of ``source``, which should have been a valid ``what``."""
-    lines = [f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+    lines = [
+        f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {shown(e['input'])})" for e in error.errors()
+    ]
     return UsageError(f"{source} is not a valid {what}:\n" + "\n".join(lines))
+
+
+def shown(value: object) -> str:
+    """A value in a message, and of a long one its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= 120 else f"{text[:120]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, in one line, and of a long one its beginning."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

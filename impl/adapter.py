@@ -47,6 +47,7 @@ class StrategyBackend:
             device=device,
             accumulation=scenario.accumulation,
             packed=scenario.data.packed,
+            trust_remote_code=scenario.trust_remote_code,
         )
         self.objective = scenario.objective
         self.context = get_context(self.info.name, config)

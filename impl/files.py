@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from conformance.backend import NamedTensors
-from conformance.inputs.model import INDEX, NOT_COPIED
+from conformance.inputs.folder import NOT_COPIED
+from conformance.inputs.model import INDEX
 
 FILE_SIZE = 2**30  # bytes; a file is written when it is larger
 

@@ -8,19 +8,22 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import CausalLMOutput
 
+from conformance.inputs.folder import runs_code
 from conformance.objective import Head
 from conformance.validation import UsageError
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal"
+    path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
-    """Whole model on the CPU in ``dtype``, with remote code trusted, in training mode.
+    """Whole model on the CPU in ``dtype``, in training mode.
 
     A causal language model if the folder declares one, else image-text-to-text, else the bare AutoModel; or a value
-    model, see ``value_class``. Raises UsageError where the folder lacks a weight or has one that nobody asks for.
+    model, see ``value_class``. ``trusted``: code of the folder may be run. Raises UsageError where it would have to be
+    and is not trusted, and where the folder lacks a weight or has one that nobody asks for.
     """
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True)
+    code = runs_code(path, trusted=trusted)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
     loader = value_class(_causal_class(config, path)) if head == "value" else _auto_class(config)
     model, found = loader.from_pretrained(
         path,
@@ -28,7 +31,7 @@ def load_model(
         dtype=dtype,
         attn_implementation=attention,
         output_loading_info=True,
-        **({} if head == "value" else {"trust_remote_code": True}),
+        **({} if head == "value" else {"trust_remote_code": code}),
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found[kind])):

@@ -37,7 +37,7 @@ class ContextConfig:
     """What a process is set up for. ``device`` is ``cpu`` or this rank's ``cuda:N``.
 
     accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
-    (``--packing_samples``).
+    (``--packing_samples``). trust_remote_code: Python code of model folders may be run (``--trust_remote_code``).
     """
 
     layout: Layout
@@ -45,6 +45,7 @@ class ContextConfig:
     device: str
     accumulation: int
     packed: bool
+    trust_remote_code: bool = False
 
 
 class Trainable(Protocol):

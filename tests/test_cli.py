@@ -251,6 +251,50 @@ def test_inputs_that_cannot_be_used_are_one_message_and_leave_the_folder_free(
     assert not (tmp_path / "out").exists()
 
 
+def untrusted(folder: Path) -> tuple[Path, Path]:
+    """A copy of the shipped openPangu whose code leaves a mark where it is run, and the mark."""
+    model, mark = Path(shutil.copytree(FIXTURES / "models" / "pangu", folder / "mine")), folder / "mark"
+    with (model / "configuration_openpangu_dense.py").open("a") as code:
+        code.write(f"open({str(mark)!r}, 'w').close()\n")
+    return model, mark
+
+
+@pytest.mark.parametrize("command", ["list", "run"])
+def test_code_of_a_model_is_not_run_without_the_option(
+    command: str, tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, mark = untrusted(tmp_path)
+    out = ["--out", str(tmp_path / "out")] if command == "run" else []
+    error = message([command, *PLAIN, "--profile", profile, "--model", str(model), *out], capsys)
+    (said,) = [line for line in error.splitlines() if line.startswith("parity: ")]
+    assert f"{model}/config.json names Python code of the folder (auto_map)" in said
+    assert "add --trust_remote_code if you trust it" in said
+    assert "Traceback" not in error
+    assert not mark.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_that_is_trusted_is_run_and_the_reproduce_command_trusts_it(tmp_path: Path, profile: str) -> None:
+    model, mark = untrusted(tmp_path)
+    arguments = [*PLAIN, "--profile", profile, "--model", str(model), "--trust_remote_code"]
+    cell = "tiny/mine/plain/dp2/fp32"
+    assert cli.main(["run", *arguments, "--cells", cell, "--out", str(tmp_path / "out")]) == 0
+    assert mark.exists()
+    (file,) = (tmp_path / "out").glob("cells/*/verdict.json")
+    assert read(file)["reproduce"].endswith(f"--model {model} --trust_remote_code --cells {cell}")
+
+
+def test_a_run_inside_the_model_folder_is_refused_and_copies_nothing(
+    tmp_path: Path, profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(FIXTURES / "models" / "llama", tmp_path / "mine"))
+    before = {file for file in model.rglob("*") if file.is_file()}
+    monkeypatch.chdir(model)
+    error = message(["run", *PLAIN, "--profile", profile, "--model", "."], capsys)
+    assert f"lies inside the model folder {model}, which is copied there; give another --out" in error
+    assert {file for file in model.rglob("*") if file.is_file()} == before
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 

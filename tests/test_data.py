@@ -219,7 +219,7 @@ def test_a_step_of_few_rows_still_has_targets(rows: int, few: str) -> None:
         ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl or \.parquet file"),
         ("d.jsonl", "", "is empty"),
         ("d.jsonl", '{"prompt": "a", "answer": "b"}\n', r"no column 'question'; found 'prompt', 'answer'"),
-        ("d.jsonl", '{"question": "a", "answer": " "}\n', r"sample 1: 'answer' must be a text that is not empty"),
+        ("d.jsonl", '{"question": "a", "answer": " "}\n', r"line 1: 'answer' must be a text that is not empty"),
         ("d.jsonl", '{"question": "a", "answer": 5}\n', r"'answer' must be a text that is not empty, got 5"),
         ("d.jsonl", '{"question": "a"', "line 1 is not JSON"),
         ("d.jsonl", "[1]\n", "line 1: expected an object"),

@@ -3,6 +3,7 @@
 import pytest
 
 from conformance.layout import Layout
+from conformance.validation import UsageError
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,17 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.stride2", "stride=2 is for rings that gather keys and values; use sp2"),
         ("sp2.stride2.ring", "stride=2 is for rings that gather .* without ring or zigzag"),
         ("", "'' is neither an axis"),
+        ("dp02", r"layout 'dp02': the size in 'dp02' has to be ASCII digits without leading zeros, .*; e.g. dp2"),
+        ("dp٢", r"the size in 'dp٢' has to be ASCII digits"),
+        ("dp2.zero01", r"the size in 'zero01' has to be ASCII digits"),
+        ("dp" + "9" * 5000, r"the size in 'dp9+\.\.\. has to be ASCII digits .* below a billion"),
+        ("dp65537", r"65537 ranks or parts are more than any machine has \(65536\)"),
+        ("dp256.tp257", r"65792 ranks or parts are more than any machine has"),
+        ("sp2.stride65537", r"65537 ranks or parts are more"),
     ],
 )
 def test_a_wrong_id_says_what_to_change(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         Layout.parse(text)
 
 
@@ -116,3 +124,16 @@ def test_the_interleaved_schedule_needs_a_micro_batch_for_each_stage() -> None:
     Layout.parse("pp2.vpp2").validate(accumulation=3, **sizes)
     with pytest.raises(ValueError, match=r"vpp=2 needs at least as many micro-batches as pp=2, .* is 1; pp2 would"):
         Layout.parse("pp2.vpp2").validate(accumulation=1, **sizes)
+
+
+@pytest.mark.parametrize("nothing", ["heads", "kv_heads", "layers", "rows", "accumulation"])
+def test_a_model_or_scenario_with_nothing_to_cut_is_refused(nothing: str) -> None:
+    sizes = {"heads": 8, "kv_heads": 4, "layers": 2, "rows": 24, "accumulation": 1} | {nothing: 0}
+    for text in ("dp1", "dp2.tp2", "ulysses2", "sp2.stride2", "pp2"):
+        with pytest.raises(UsageError, match=f"cannot cut what is not there: {nothing} has to be at least 1"):
+            Layout.parse(text).validate(**sizes)
+
+
+def test_fewer_rows_than_micro_batches_name_a_number_that_would_do() -> None:
+    with pytest.raises(UsageError, match=r"2 rows per step cannot be divided .* or data.rows=8"):
+        Layout.parse("dp2").validate(heads=8, kv_heads=4, layers=2, rows=2, accumulation=4)

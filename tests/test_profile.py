@@ -198,3 +198,69 @@ def test_a_broken_profile_is_named_with_its_field(tmp_path: Path) -> None:
     file.write_text('description = "x"\n[[cells]]\nscenarios = ["sft-sgd"]\nmodels = ["llama"]\nlayouts = ["dp2"]\n')
     with pytest.raises(UsageError, match=r"mine.toml is not a valid profile:\n  cells.0.precisions: Field required"):
         load_profile(str(file))
+
+
+TABLE = """
+description = "one table"
+[[cells]]
+scenarios = ["sft-sgd"]
+models = ["llama"]
+layouts = ["dp2"]
+precisions = ["exact"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('layouts = ["dp2"]', 'layouts = ["dp2", "dp02"]', r"cells.0.layouts.1: .*layout 'dp02': the size in 'dp02'"),
+        ('layouts = ["dp2"]', 'layouts = ["dp2-to-"]', r"cells.0.layouts.0: .*'' is neither an axis"),
+        ('layouts = ["dp2"]', 'layouts = ["dp999999999"]', r"cells.0.layouts.0: .*more than any machine has"),
+        ('layouts = ["dp2"]', "layouts = []", r"cells.0.layouts: Tuple should have at least 1 item"),
+        ('models = ["llama"]', "models = []", r"cells.0.models: Tuple should have at least 1 item"),
+        ('description = "one table"', 'description = "one"\nsteps = "2"', r"steps: Input should be a valid integer"),
+        (
+            'description = "one table"',
+            'description = "one"\nsteps = 0',
+            r"steps: Input should be greater than or equal",
+        ),
+        (
+            'description = "one table"',
+            'description = "one"\nprograms = {none = []}',
+            r"programs.none: Tuple should have at least 1 item",
+        ),
+        (
+            'description = "one table"',
+            'description = "one"\nprograms = {two = [{steps = true}]}',
+            r"programs.two.0.steps: Input should be a valid integer",
+        ),
+        ('scenarios = ["sft-sgd"]', 'scenarios = ["nothing"]', r"profile .*mine.toml: no scenario file .*nothing.toml"),
+        ('scenarios = ["sft-sgd"]', 'scenarios = ["\\u0000"]', r"profile .*mine.toml: .* cannot be read: .*null byte"),
+        ('layouts = ["dp2"]', 'layouts = ["dp2-to-dp4"]', r"profile .*mine.toml: 2 layouts for a program of 1 legs"),
+        (
+            'models = ["llama"]',
+            'models = ["llama"]\nprogram = "x"',
+            r"profile .*mine.toml: a table names the program 'x'",
+        ),
+    ],
+)
+def test_a_wrong_value_of_a_profile_is_named_with_the_file(old: str, new: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(TABLE)
+    assert len(select_cells(Selection(profile=str(file), backend=("fsdp2",)))) == 1
+    file.write_text(TABLE.replace(old, new))
+    with pytest.raises(UsageError, match=message) as error:
+        select_cells(Selection(profile=str(file), backend=("fsdp2",)))
+    assert "mine.toml" in str(error.value)
+
+
+def test_a_stride_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="stride=0: every axis of a layout needs at least one rank"):
+        select_cells(Selection(backend=("fsdp2",), ring_head_stride=0))
+
+
+def test_trust_in_code_reaches_every_cell_and_its_reproduce_command() -> None:
+    for trusted in (True, False):
+        selection = Selection(backend=("fsdp2",), trust_remote_code=trusted)
+        assert {cell.scenario.trust_remote_code for cell in select_cells(selection)} == {trusted}
+        assert ("--trust_remote_code" in selection.arguments) == trusted

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conformance import cli
+from conformance.paths import FIXTURES
 from conformance.plan.selection import Selection
 from conformance.pytest_plugin import merge
 from conformance.record.states import NOT_STARTED
@@ -182,6 +183,24 @@ def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: 
     (out / "summary.json").write_text(json.dumps(summary | {"finished": None}))
     merged = merge(out)
     assert (merged["verdict"], merged["finished"]) == ("incomplete", None)
+
+
+# --- a model folder with code of its own ---
+
+
+def test_code_of_a_model_is_run_with_the_option_only(pytester: pytest.Pytester) -> None:
+    model = Path(shutil.copytree(FIXTURES / "models" / "pangu", pytester.path / "mine"))
+    with (model / "configuration_openpangu_dense.py").open("a") as code:
+        code.write(f"open({str(pytester.path / 'mark')!r}, 'w').close()\n")
+    cells = (*MINE, "--parity-backend", "plain_backend:Plain", "--parity-cells", "*/dp1/*", "--parity-model", "mine")
+    refused = run_pytest_here(pytester, *cells, "--parity-out", "refused")
+    assert refused.code == 1
+    assert "mine/config.json names Python code of the folder (auto_map)" in refused.text
+    assert "Traceback" not in refused.text
+    assert not (pytester.path / "mark").exists()
+    trusted = run_pytest_here(pytester, *cells, "--parity-out", "trusted", "--parity-trust-remote-code")
+    assert trusted.code == 0, trusted.text
+    assert (pytester.path / "mark").exists()
 
 
 # --- a run with every other verdict ---

@@ -13,6 +13,7 @@ import torch
 from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig, beat
+from conformance.world.launch import RANK_BYTES, StartError, available_memory, check_host
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +201,20 @@ def test_wrong_calls_say_what_to_change(pool: Pool, tmp_path: Path) -> None:
         call(kwargs={"x": object()})
     with pytest.raises(ValueError, match=r"needs 99 GPUs, .* widen CUDA_VISIBLE_DEVICES"):
         call(device="cuda", size=99)
+
+
+# --- what a host can hold ---
+
+
+def test_more_ranks_than_the_host_can_run_fail_their_own_task_only(run: Runner) -> None:
+    outcome = run("add", size=300, value=2.0)
+    assert (outcome.state, outcome.rank) == ("failed", None)
+    assert outcome.reason.startswith("this host cannot start 300 ranks: one host starts at most 248; ")
+    assert results(run("add", size=2, value=2.0)) == [{"rank": rank, "sum": 5.0} for rank in range(2)]
+
+
+def test_more_ranks_than_there_is_memory_for_are_refused_with_a_number_that_fits() -> None:
+    check_host(10, memory=10 * RANK_BYTES)
+    with pytest.raises(StartError, match=r"cannot start 11 ranks: .* 400 MiB are free, enough for 10"):
+        check_host(11, memory=10 * RANK_BYTES)
+    assert 0 < available_memory() < 2**50

@@ -7,22 +7,25 @@ weights only and no role can stand in for another.
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from conformance.inputs.folder import NOT_COPIED, check_folder
 from conformance.objective import Head, Role
 from conformance.paths import resolve
+from conformance.reading import read_json
 from conformance.scenario import Scenario
-from conformance.validation import UsageError
+from conformance.validation import UsageError, one_line, shown
 
 NOISE = 0.05  # relative
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*")
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
@@ -32,9 +35,11 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     every floating-point number is multiplied by 1 + noise, at most 5 % and decided by seed, role and the tensor's name,
     and keeps its dtype. A value model has ``score.weight`` (1, hidden) instead of the output embedding, and the
     configuration of transformers' sequence classification with one label.
-    Raises UsageError for a model without config.json or without safetensors weights, and where ``out`` has files in it.
+    Raises UsageError for a folder that cannot be used (see ``check_folder``), for one without safetensors weights, and
+    where ``out`` has files in it.
     """
     model = resolve(scenario.model)
+    check_folder(model)
     files = weight_files(model)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -74,24 +79,51 @@ def _make_value_model(folder: Path, *, key: str) -> None:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The safetensors files that hold a Hugging Face folder's weights. Raises UsageError when it has none."""
-    if not (model / "config.json").is_file():
-        raise UsageError(f"{model} is not a Hugging Face model folder: it has no config.json")
-    if (model / INDEX).is_file():
-        index = json.loads((model / INDEX).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    missing = [name for name in names if not (model / name).is_file()]
-    if missing and (model / INDEX).is_file():
+    """The safetensors files that hold a Hugging Face folder's weights.
+
+    Raises UsageError when it has none, and for an index that names what is no file of the folder.
+    """
+    index = model / INDEX
+    if not index.exists():
+        if not (model / SINGLE).is_file():
+            raise UsageError(
+                f"{model} has no {SINGLE} and no {INDEX}; convert its weights with "
+                f"transformers.AutoModelForCausalLM.from_pretrained({str(model)!r}).save_pretrained(NEW_FOLDER), "
+                f"copy the tokenizer files there and use NEW_FOLDER as the model"
+            )
+        return [model / SINGLE]
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UsageError(f"{index} has no weight_map from names of tensors to files; download the folder again")
+    for name in where.values():
+        if not isinstance(name, str) or Path(name).name != name or not re.fullmatch(r"[^.].*\.safetensors", name):
+            raise UsageError(f"{index} names {shown(name)} where the name of a safetensors file of the folder is due")
+    names = sorted(set(where.values()))
+    if missing := [name for name in names if not (model / name).is_file()]:
         raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
-    if missing:
-        raise UsageError(
-            f"{model} has no model.safetensors and no {INDEX}; convert its weights with "
-            f"transformers.AutoModelForCausalLM.from_pretrained({str(model)!r}).save_pretrained(NEW_FOLDER), "
-            f"copy the tokenizer files there and use NEW_FOLDER as the model"
-        )
     return [model / name for name in names]
+
+
+def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a folder's tensors; only the heads of the files are read.
+
+    Raises UsageError for a file that is broken, a tensor that is no floating-point number, and one that is there twice.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(model):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                held = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in held.items()}
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{file} is no safetensors file that can be read: {one_line(error)}") from None
+        for name, (shape, dtype) in found.items():
+            if dtype not in FLOATS:
+                raise UsageError(f"{file} holds {name} as {dtype}; weights have to be one of {', '.join(FLOATS)}")
+            if name in shapes:
+                raise UsageError(f"{file} holds {name}, which another file of the folder holds, too; remove one")
+            shapes[name] = shape
+    return shapes
 
 
 def _twins(files: list[Path]) -> dict[str, str]:

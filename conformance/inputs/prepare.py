@@ -11,11 +11,14 @@ from pathlib import Path
 
 from conformance.batch import write_batches
 from conformance.inputs.documents import build_batches
-from conformance.inputs.model import prepare_model
+from conformance.inputs.folder import check_folder, runs_code
+from conformance.inputs.model import prepare_model, weight_shapes
 from conformance.objective import objective_to_json
 from conformance.oracle.architecture import read_architecture
+from conformance.oracle.forward import check_shapes
 from conformance.paths import resolve
 from conformance.scenario import Scenario, scenario_to_json
+from conformance.validation import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,26 +32,31 @@ class FrozenInputs:
 def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     """Make the scenario's inputs under ``root/inputs``, or find them there.
 
-    Raises UsageError for a model or data set that cannot be used.
+    Raises UsageError for a model or data set that cannot be used, before any code of the model's folder is run and
+    before any of it is copied, and for a ``root`` inside the model's folder.
     """
-    folder = root / "inputs"
+    source, folder = resolve(scenario.model), root / "inputs"
+    check_folder(source)
+    if folder.resolve().is_relative_to(source):
+        raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
+    runs_code(source, trusted=scenario.trust_remote_code)
     models = {}
     with locked(folder / "lock"):
         for role in scenario.objective.roles:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
             model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head)}"
             if not model.exists():
-                read_architecture(resolve(scenario.model))  # what the oracle does not know cannot be judged
+                architecture = read_architecture(source)  # what the oracle does not know cannot be judged
+                check_shapes(weight_shapes(source), architecture, str(source))
                 with complete_or_nothing(model) as unfinished:
                     prepare_model(scenario, role, unfinished)
             models[role.name] = model
-        tokenizer = next(iter(models.values()))
         asked = scenario_to_json(scenario)
         used = {name: asked[name] for name in ("data", "steps", "seed", "model")}
         batches = folder / f"batches-{short_key(used, objective_to_json(scenario.objective))}.safetensors"
         if not batches.exists():
             with complete_or_nothing(batches) as file:
-                write_batches(file, scenario.objective.annotate(build_batches(scenario, tokenizer)))
+                write_batches(file, scenario.objective.annotate(build_batches(scenario, source)))
     return FrozenInputs(models=models, batches=batches)
 
 

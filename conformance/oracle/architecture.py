@@ -6,11 +6,13 @@ nor listed in INERT is an error, so a new feature stops the oracle instead of ma
 A fifth family is a function that returns an Architecture, and a line in FAMILIES.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from conformance.reading import read_json
+from conformance.validation import UsageError, shown
 
 # Keys that do not change the forward pass of a training step.
 INERT = (
@@ -28,6 +30,22 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
+# No model comes near these: a larger number is a mistake in the file, and would fill the memory before it is noticed.
+LARGEST: dict[str, float] = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+    "num_hidden_layers": 2**12,
+    "max_window_layers": 2**12,
+    "sliding_window": 2**31,
+    "sliding_window_pattern": 2**12,
+    "_sliding_window_pattern": 2**12,
+    "rms_norm_eps": 1.0,
+}
+LARGEST_NUMBER = 1e12  # where nothing else is said: bases, scales
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -82,49 +100,98 @@ class Config:
         self._read: set[str] = set(INERT)
 
     def take(self, key: str, *default: Any) -> Any:
-        """The value of ``key``; ``default`` where it is absent or null. ValueError without either."""
+        """The value of ``key``; ``default`` where it is absent or null. UsageError without either."""
         self._read.add(key)
         value = self._values.get(key)
         if value is None and not default:
             raise self.error(f"has no {key!r}; add it")
         return default[0] if value is None else value
 
+    def size(self, key: str, *default: int | None, least: int = 1) -> Any:
+        """A whole number up to LARGEST, or the default None. UsageError for anything else."""
+        value = self.take(key, *default)
+        if value is not None and (type(value) is not int or not least <= value <= LARGEST[key]):
+            raise self.error(f"sets {key}={shown(value)}; it has to be a whole number from {least} to {LARGEST[key]}")
+        return value
+
+    def number(self, key: str, *default: None) -> Any:
+        """A positive number, or the default None. UsageError for anything else."""
+        value = self.take(key, *default)
+        return None if value is None else self.positive(value, key)
+
+    def positive(self, value: Any, what: str) -> float:
+        """``value``, which is a positive number up to LARGEST. UsageError for anything else."""
+        largest = LARGEST.get(what, LARGEST_NUMBER)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise self.error(f"sets {what}={shown(value)}; it has to be a number above 0 and at most {largest:g}")
+        return float(value)
+
+    def flag(self, key: str, *default: bool) -> bool:
+        """True or false. UsageError for anything else."""
+        value = self.take(key, *default)
+        if not isinstance(value, bool):
+            raise self.error(f"sets {key}={shown(value)}; it has to be true or false")
+        return value
+
+    def texts(self, key: str, default: list[str]) -> list[str]:
+        """A list of texts. UsageError for anything else."""
+        value = self.take(key, default)
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.error(f"sets {key}={shown(value)}; it has to be a list of texts")
+        return value
+
+    def demand(self, *keys: str) -> None:
+        """UsageError if a key is absent, for which transformers' default is a number and none that follows from others.
+
+        Only ``pad_token_id`` may be null.
+        """
+        for key in keys:
+            if key not in self._values or (self._values[key] is None and key != "pad_token_id"):
+                raise self.error(f"does not say {key!r}; add it, or transformers takes a number of its own")
+
     def must_be(self, key: str, value: Any) -> None:
-        """Read a feature that only has one implemented setting. ValueError for another."""
-        if (found := self.take(key, value)) != value:
-            raise self.error(f"sets {key}={found!r}; the oracle only computes {key}={value!r}")
+        """Read a feature that only has one implemented setting. UsageError for another."""
+        self._read.add(key)
+        if (found := self._values.get(key, value)) != value:
+            raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
 
     def finish(self) -> None:
-        """ValueError if a key is left that nobody has read."""
+        """UsageError if a key is left that nobody has read."""
         unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
         if unread:
+            names = ", ".join(name[:60] for name in unread[:12])
             raise self.error(
-                f"has keys that the oracle does not know for this model: {', '.join(unread)}; if they change what is "
-                f"computed, implement them in conformance/oracle, otherwise add them to INERT in architecture.py"
+                f"has keys that the oracle does not know for this model: {names}; if they change what is computed, "
+                f"implement them in conformance/oracle, otherwise add them to INERT in architecture.py"
             )
 
-    def error(self, message: str) -> ValueError:
-        return ValueError(f"{self._source} {message}")
+    def error(self, message: str) -> UsageError:
+        return UsageError(f"{self._source} {message}")
 
 
 def read_architecture(model: Path) -> Architecture:
     """What the model in the Hugging Face folder ``model`` computes.
 
-    Raises ValueError for an unknown model_type, a missing key, and any setting that is not implemented.
+    Raises UsageError for a file that cannot be read, an unknown model_type, a missing key, a size that is none, and any
+    setting that is not implemented.
     """
     file = model / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{model} holds no config.json; give the folder of a Hugging Face model")
-    values = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        values = read_json(file)
+    except FileNotFoundError:
+        raise UsageError(f"{model} holds no config.json; give the folder of a Hugging Face model") from None
     config = Config(values, str(file))
-    if values.get("model_type") not in FAMILIES:
-        raise config.error(f"has model_type {values.get('model_type')!r}; the oracle knows {', '.join(FAMILIES)}")
-    architecture = FAMILIES[values["model_type"]](config)
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise config.error(f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)}")
+    architecture = FAMILIES[kind](config)
     config.finish()
     if architecture.activation not in ACTIVATIONS:
-        raise config.error(f"sets the activation {architecture.activation!r}; known are {', '.join(ACTIVATIONS)}")
+        raise config.error(f"sets the activation {shown(architecture.activation)}; known are {', '.join(ACTIVATIONS)}")
     if architecture.heads % architecture.kv_heads:
         raise config.error(f"has {architecture.heads} heads, not a multiple of its {architecture.kv_heads} kv heads")
+    if architecture.head_dim % 2:
+        raise config.error(f"gives heads of {architecture.head_dim} numbers; rotary positions turn pairs of them")
     return architecture
 
 
@@ -133,38 +200,40 @@ def _llama(config: Config) -> Architecture:
     config.must_be("pretraining_tp", 1)
     return Architecture(
         **_common(config, tied=False),
-        layers=_layers(config, [FULL] * config.take("num_hidden_layers"), window=None, thetas=_one_theta(config)),
+        layers=_layers(config, [FULL] * config.size("num_hidden_layers"), window=None, thetas=_one_theta(config)),
         activation=config.take("hidden_act"),
         attention_scale=_head_dim(config) ** -0.5,
-        attention_bias=config.take("attention_bias", False),
-        mlp_bias=config.take("mlp_bias", False),
+        attention_bias=config.flag("attention_bias", False),
+        mlp_bias=config.flag("mlp_bias", False),
     )
 
 
 def _pangu(config: Config) -> Architecture:
     """openPangu-Embedded, arXiv 2505.22375: Llama with biases on q, k, v and o and none in the MLP."""
+    config.demand("num_key_value_heads", "pad_token_id")
     return Architecture(
         **_common(config, tied=False),
-        layers=_layers(config, [FULL] * config.take("num_hidden_layers"), window=None, thetas=_one_theta(config)),
+        layers=_layers(config, [FULL] * config.size("num_hidden_layers"), window=None, thetas=_one_theta(config)),
         activation=config.take("hidden_act"),
         attention_scale=_head_dim(config) ** -0.5,
-        attention_bias=config.take("bias"),
+        attention_bias=config.flag("bias"),
     )
 
 
 def _qwen3(config: Config) -> Architecture:
     """Qwen3: arXiv 2505.09388 section 2: no QKV bias, RMSNorm on each head of q and k."""
-    count = config.take("num_hidden_layers")
-    windowed = config.take("use_sliding_window", False)
-    window = config.take("sliding_window", None) if windowed else None
-    first = config.take("max_window_layers", count)
-    kinds = config.take("layer_types", [SLIDING if windowed and i >= first else FULL for i in range(count)])
+    config.demand("num_key_value_heads", "head_dim")
+    count = config.size("num_hidden_layers")
+    windowed = config.flag("use_sliding_window", False)
+    window = config.size("sliding_window", None) if windowed else None
+    first = config.size("max_window_layers", count, least=0)
+    kinds = config.texts("layer_types", [SLIDING if windowed and i >= first else FULL for i in range(count)])
     return Architecture(
         **_common(config, tied=False),
         layers=_layers(config, kinds, window=window, thetas=_one_theta(config)),
         activation=config.take("hidden_act"),
         attention_scale=_head_dim(config) ** -0.5,
-        attention_bias=config.take("attention_bias", False),
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
     )
 
@@ -174,26 +243,27 @@ def _gemma3(config: Config) -> Architecture:
 
     attn_logit_softcapping is refused: transformers' Gemma 3 has the key and never applies it.
     """
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id")
     config.must_be("use_bidirectional_attention", False)
     config.must_be("attn_logit_softcapping", None)
-    every = config.take("_sliding_window_pattern", config.take("sliding_window_pattern", 6))
-    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config.take("num_hidden_layers"))]
+    every = config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6))
+    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config.size("num_hidden_layers"))]
     return Architecture(
         **_common(config, tied=True),
         layers=_layers(
             config,
-            config.take("layer_types", kinds),
-            window=config.take("sliding_window"),
+            config.texts("layer_types", kinds),
+            window=config.size("sliding_window"),
             thetas={FULL: config.take("rope_theta", None), SLIDING: config.take("rope_local_base_freq", None)},
         ),
         activation=config.take("hidden_activation", "gelu_pytorch_tanh"),
-        attention_scale=config.take("query_pre_attn_scalar") ** -0.5,
-        attention_bias=config.take("attention_bias", False),
+        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         norm_plus_one=True,
         sandwich_norms=True,
-        embedding_scale=config.take("hidden_size") ** 0.5,
-        final_softcap=config.take("final_logit_softcapping", None),
+        embedding_scale=config.size("hidden_size") ** 0.5,
+        final_softcap=config.number("final_logit_softcapping", None),
     )
 
 
@@ -209,22 +279,30 @@ def _common(config: Config, *, tied: bool) -> dict[str, Any]:
     """What all families spell alike; ``tied`` is the family's default."""
     config.must_be("attention_dropout", 0.0)
     return {
-        "vocab_size": config.take("vocab_size"),
-        "hidden_size": config.take("hidden_size"),
-        "intermediate_size": config.take("intermediate_size"),
-        "heads": config.take("num_attention_heads"),
-        "kv_heads": config.take("num_key_value_heads", config.take("num_attention_heads")),
+        "vocab_size": config.size("vocab_size"),
+        "hidden_size": config.size("hidden_size"),
+        "intermediate_size": config.size("intermediate_size"),
+        "heads": config.size("num_attention_heads"),
+        "kv_heads": config.size("num_key_value_heads", config.size("num_attention_heads")),
         "head_dim": _head_dim(config),
-        "norm_eps": config.take("rms_norm_eps"),
-        "tied": config.take("tie_word_embeddings", tied),
-        "padding_token": config.take("pad_token_id", None),
+        "norm_eps": config.number("rms_norm_eps"),
+        "tied": config.flag("tie_word_embeddings", tied),
+        "padding_token": _padding_token(config),
         "value_head": _has_value_head(config),
     }
 
 
+def _padding_token(config: Config) -> int | None:
+    """A token of the vocabulary; as of torch's padding_idx, a negative one counts from its end."""
+    token, size = config.take("pad_token_id", None), config.size("vocab_size")
+    if token is not None and (type(token) is not int or not -size <= token < size):
+        raise config.error(f"sets pad_token_id={shown(token)}, which is no token of a vocabulary of {size}")
+    return token
+
+
 def _has_value_head(config: Config) -> bool:
     """Whether the folder is a value model: sequence classification with one label, read at every token."""
-    names: list[str] = config.take("architectures", [])
+    names = config.texts("architectures", [])
     if not any(name.endswith("ForSequenceClassification") for name in names):
         return False
     config.must_be("num_labels", 1)
@@ -232,15 +310,15 @@ def _has_value_head(config: Config) -> bool:
 
 
 def _head_dim(config: Config) -> int:
-    return int(config.take("head_dim", config.take("hidden_size") // config.take("num_attention_heads")))
+    return int(config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads")))
 
 
 def _layers(
     config: Config, kinds: list[str], *, window: int | None, thetas: dict[str, float | None]
 ) -> tuple[Layer, ...]:
     """One Layer per entry of ``kinds`` (transformers' layer_types); ``thetas``: the older spelling's values."""
-    if len(kinds) != config.take("num_hidden_layers"):
-        raise config.error(f"has {len(kinds)} layer_types for {config.take('num_hidden_layers')} layers")
+    if len(kinds) != (count := config.size("num_hidden_layers")):
+        raise config.error(f"has {len(kinds)} layer_types for {count} layers")
     if unknown := set(kinds) - {FULL, SLIDING}:
         raise config.error(f"has layer_types {sorted(unknown)}; the oracle knows {FULL}, {SLIDING}")
     if SLIDING in kinds and window is None:
@@ -261,16 +339,21 @@ def _rope_thetas(config: Config, older: dict[str, float | None]) -> dict[str, fl
     """
     config.must_be("rope_scaling", None)
     parameters = config.take("rope_parameters", {})
+    if not isinstance(parameters, dict):
+        raise config.error(f"sets rope_parameters={shown(parameters)}; it has to be an object")
     if not parameters.keys() & {FULL, SLIDING}:
         parameters = {FULL: parameters, SLIDING: parameters}
     if unknown := parameters.keys() - {FULL, SLIDING}:
         raise config.error(f"mixes {sorted(unknown)} with the kinds of layers in rope_parameters; put them inside")
     thetas = {}
     for kind, older_theta in older.items():
-        rope = dict(parameters.get(kind) or {})
-        if (theta := rope.pop("rope_theta", older_theta)) is None:
+        rope = parameters.get(kind) or {}
+        if not isinstance(rope, dict):
+            raise config.error(f"sets rope_parameters {kind}={shown(rope)}; it has to be an object")
+        other = {"rope_type": "default", "partial_rotary_factor": 1.0} | rope
+        if (theta := other.pop("rope_theta", older_theta)) is None:
             raise config.error(f"has no rope_theta for {kind}; set it in rope_parameters")
-        thetas[kind] = float(theta)
-        if rope.pop("rope_type", "default") != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope:
-            raise config.error(f"sets rope_parameters {parameters[kind]}; the oracle only computes rope_type 'default'")
+        thetas[kind] = config.positive(theta, "rope_theta")
+        if other != {"rope_type": "default", "partial_rotary_factor": 1.0}:
+            raise config.error(f"sets rope_parameters {shown(rope)}; the oracle only computes rope_type 'default'")
     return thetas

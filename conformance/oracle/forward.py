@@ -7,7 +7,7 @@ Capital letters in names and comments are shapes: T tokens, D hidden, H heads, K
 V vocabulary. x and y are always the (T, D) activations.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.architecture import Architecture, Layer
 from conformance.oracle.attention import attend, hidden_keys
+from conformance.validation import UsageError
 
 Weights = dict[str, Tensor]
 
@@ -39,29 +41,29 @@ class Policy:
 def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) -> Weights:
     """All parameters of the Hugging Face folder ``model`` in ``dtype``; a tied head is left out.
 
-    Raises ValueError for a missing file and for names or shapes that do not fit the architecture.
+    Raises UsageError for a missing or broken file and for names or shapes that do not fit the architecture.
     """
-    index, single = model / "model.safetensors.index.json", model / "model.safetensors"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    elif single.is_file():
-        shards = [single.name]
-    else:
-        raise ValueError(f"{model} holds neither {single.name} nor {index.name}; save the model as safetensors")
-    found = {name: tensor for shard in shards for name, tensor in load_file(model / shard).items()}
-    if architecture.tied:
-        found.pop("lm_head.weight", None)
+    check_shapes(weight_shapes(model), architecture, str(model))
+    found = {name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()}
+    return {name: found[name].to(dtype) for name in parameter_shapes(architecture)}
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architecture, source: str) -> None:
+    """Raises UsageError where tensors, by name and shape, are not the parameters of the architecture.
+
+    The head of a tied pair may be there or not.
+    """
     expected = parameter_shapes(architecture)
+    optional = {"lm_head.weight"} if architecture.tied else set()
     wrong = [f"{name} is missing" for name in expected if name not in found]
-    wrong += [f"{name} is not expected" for name in found if name not in expected]
+    wrong += [f"{name} is not expected" for name in found if name not in expected and name not in optional]
     wrong += [
-        f"{name} has shape {tuple(found[name].shape)} instead of {shape}"
+        f"{name} has shape {found[name]} instead of {shape}"
         for name, shape in expected.items()
-        if name in found and tuple(found[name].shape) != shape
+        if name in found and found[name] != shape
     ]
     if wrong:
-        raise ValueError(f"the weights in {model} do not fit its config.json: {'; '.join(wrong[:8])}")
-    return {name: found[name].to(dtype) for name in expected}
+        raise UsageError(f"the weights in {source} do not fit its config.json: {'; '.join(wrong[:8])}")
 
 
 def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:

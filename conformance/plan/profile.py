@@ -11,13 +11,12 @@ several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single one 
 import dataclasses
 import fnmatch
 import itertools
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from conformance.backend import BackendEntry, find_backend, registered_backends
@@ -26,16 +25,26 @@ from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell, Handover, Leg
 from conformance.plan.selection import Selection
+from conformance.reading import read_toml
 from conformance.record.coverage import TO
-from conformance.scenario import Precision, Scenario, load_scenario
+from conformance.scenario import Count, Precision, Scenario, Steps, load_scenario
 from conformance.validation import STRICT, UsageError, explain
+
+
+def _check_layouts(text: str) -> str:
+    for layout in text.split(TO):
+        Layout.parse(layout)
+    return text
+
+
+Layouts = Annotated[str, AfterValidator(_check_layouts)]  # of the legs, once if they all have the same
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class PlannedLeg:
     """One leg of a program. ``steps``: None for all that are left, in the last leg. ``save``: see Leg."""
 
-    steps: Annotated[int, Field(ge=0)] | None = None
+    steps: Steps | None = None
     save: Handover | None = None
 
 
@@ -46,10 +55,10 @@ class CellTable:
     ``backends``: the table is for these only; for all if it names none. ``program``: a name of the profile's programs.
     """
 
-    scenarios: tuple[str, ...]
-    models: tuple[str, ...]
-    layouts: tuple[str, ...]
-    precisions: tuple[Precision, ...]
+    scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    layouts: Annotated[tuple[Layouts, ...], Field(min_length=1)]
+    precisions: Annotated[tuple[Precision, ...], Field(min_length=1)]
     backends: tuple[str, ...] = ()
     program: str = ""
 
@@ -62,19 +71,23 @@ class Profile:
     """
 
     description: str
-    cells: tuple[CellTable, ...]
-    steps: Annotated[int, Field(gt=0)] | None = None
-    programs: dict[str, tuple[PlannedLeg, ...]] = Field(default_factory=dict)
+    cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
+    steps: Count | None = None
+    programs: dict[str, Annotated[tuple[PlannedLeg, ...], Field(min_length=1)]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the user puts in the place of the profile's own: a model folder, a data set, a seed, a ring's stride."""
+    """What the user puts in the place of the profile's own: a model folder, a data set, a seed, a ring's stride.
+
+    ``trust_remote_code``: see Scenario.
+    """
 
     model: str | None = None
     seed: int | None = None
     stride: int | None = None
     data: tuple[tuple[str, Any], ...] = ()
+    trust_remote_code: bool = False
 
 
 def select_cells(selection: Selection) -> list[Cell]:
@@ -90,9 +103,14 @@ def select_cells(selection: Selection) -> list[Cell]:
         seed=selection.seed,
         stride=selection.ring_head_stride,
         data=tuple((key, value) for key, value in data.items() if value is not None),
+        trust_remote_code=selection.trust_remote_code,
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
-    cells = expand(load_profile(selection.profile), [find_backend(name) for name in names], overrides, faults=faults)
+    profile, backends = load_profile(selection.profile), [find_backend(name) for name in names]
+    try:
+        cells = expand(profile, backends, overrides, faults=faults)
+    except UsageError as error:
+        raise UsageError(f"profile {selection.profile}: {error}") from None
     return select(cells, selection.cells)
 
 
@@ -104,11 +122,9 @@ def load_profile(name: str) -> Profile:
     """Read a built-in profile by name, or one of your own by path. Raises UsageError with what is wrong."""
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
     try:
-        return TypeAdapter(Profile).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+        return TypeAdapter(Profile).validate_python(read_toml(path))
     except FileNotFoundError:
         raise UsageError(f"no profile {name!r}; known: {', '.join(profile_names())}, or give a .toml file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
     except ValidationError as error:
         raise explain(error, source=str(path), what="profile") from None
 
@@ -128,7 +144,8 @@ def expand(
         chains = _chains(table, backends)
         models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
-            values: dict[str, Any] = {"model": model, "precision": precision}
+            trusted = overrides.trust_remote_code
+            values: dict[str, Any] = {"model": model, "precision": precision, "trust_remote_code": trusted}
             if overrides.seed is not None:
                 values["seed"] = overrides.seed
             own = scenario_name.endswith(".toml")
@@ -189,7 +206,7 @@ def _legs(
 def _layout(text: str, stride: int | None) -> Layout:
     """``stride`` replaces that of layouts which can have one."""
     layout = Layout.parse(text)
-    return dataclasses.replace(layout, stride=stride) if stride and layout.gathers else layout
+    return dataclasses.replace(layout, stride=stride) if stride is not None and layout.gathers else layout
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:

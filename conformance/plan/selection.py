@@ -70,6 +70,9 @@ class Selection(Options):
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=int)
+    trust_remote_code: bool = _option(
+        "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
+    )
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from conformance.plan.cell import Cell
 from conformance.record.results import VERDICT, read_entry
 from conformance.record.states import NO_ANSWER
 from conformance.run.session import JudgedCell, Session
+from conformance.validation import UsageError
 
 SHOWN = 12  # findings in a message; verdict.json has them all
 
@@ -19,7 +20,10 @@ SHOWN = 12  # findings in a message; verdict.json has them all
 @pytest.fixture
 def result(cell: Cell, parity_session: Session) -> JudgedCell:
     """The cell, run and judged. Where there is no answer, pytest reports an error and not a failure of the test."""
-    result = parity_session.run(cell)
+    try:
+        result = parity_session.run(cell)
+    except UsageError as error:  # of a model or a data set, told as the command line tells it
+        pytest.fail(str(error), pytrace=False)
     if result.verdict.state in NO_ANSWER:
         pytest.fail(_message(result, parity_session), pytrace=False)
     return result

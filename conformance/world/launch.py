@@ -27,6 +27,7 @@ _ZYGOTE = "conformance.world.zygote"
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 _GONE_LIMIT_S = 2.0
 MOST_RANKS = MOST_FDS - 2  # of a world: the descriptors of all its ranks travel in one packet, with two more
+RANK_BYTES = 40 * 2**20  # what a forked rank of a tiny model has for itself; any rank needs more
 
 _world_numbers = itertools.count(1)
 
@@ -128,10 +129,12 @@ class ZygoteHandle:
         self._is_ready = True
 
     def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
-        """Start the ranks of a world; they join each other in their first task. Raises StartError."""
+        """Start the ranks of a world; they join each other in their first task.
+
+        Raises StartError, also for more ranks than the host has room for.
+        """
+        check_host(size, memory=available_memory())
         self.wait_until_ready()
-        if size > MOST_RANKS:
-            raise too_small(size, f"one host starts at most {MOST_RANKS}")
         number = next(_world_numbers)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             try:
@@ -217,6 +220,21 @@ class ZygoteHandle:
         elif message["type"] == "exited" and (world := self._worlds.get(message["world"])):
             world.statuses[message["rank"]] = message["status"]
         return message
+
+
+def check_host(size: int, *, memory: int) -> None:
+    """Raises StartError where so many ranks cannot live on a host with so many bytes of free memory."""
+    if size > MOST_RANKS:
+        raise too_small(size, f"one host starts at most {MOST_RANKS}")
+    if size * RANK_BYTES > memory:
+        needs = f"each needs more than {RANK_BYTES // 2**20} MiB of memory, and {memory // 2**20} MiB are free"
+        raise too_small(size, f"{needs}, enough for {max(1, memory // RANK_BYTES)}")
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates them."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:

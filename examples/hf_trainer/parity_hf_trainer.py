@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from conformance.backend import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
 from conformance.batch import Batch, Row
+from conformance.inputs.folder import runs_code
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 
@@ -55,9 +56,9 @@ class HFTrainerBackend:
             **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # writes nothing
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
-        model = AutoModelForCausalLM.from_pretrained(
-            weights["policy"], dtype=torch.get_default_dtype(), trust_remote_code=True
-        )
+        folder = weights["policy"]
+        code = runs_code(folder, trusted=scenario.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
         self.trainer = ObservedTrainer(model, args, data_collator=collate)
         name = s.name.replace("constant", "constant_with_warmup")
         # Given from outside: the Trainer would start a schedule of its own at every train().

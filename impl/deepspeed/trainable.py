@@ -57,9 +57,10 @@ class DeepspeedTrainable:
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else "eager" if exact else "sdpa"
         dtype = torch.float64 if exact else torch.float32
+        trusted = self.context.config.trust_remote_code
         settings = cutting_settings(self.context.config)
         with process.cut_while_loading(settings) if "shardinit" in self.options else contextlib.nullcontext():
-            model = load_model(path, dtype=dtype, attention=attention, head=self.head)
+            model = load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
         assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
         return model
 

@@ -62,7 +62,8 @@ class Fsdp2Trainable:
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else "eager" if exact else "sdpa"
         dtype = torch.float64 if exact else torch.float32
-        return load_model(path, dtype=dtype, attention=attention, head=self.head)
+        trusted = self.context.config.trust_remote_code
+        return load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig

@@ -1,0 +1,123 @@
+"""Samples: pairs of texts, as users keep them in files.
+
+Serves claim 9: a data set that cannot be used ends the run before it begins, with the place of the first wrong sample.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from conformance.paths import resolve
+from conformance.reading import MIB, check_file, not_utf8, parse_json
+from conformance.scenario import DataConfig
+from conformance.validation import UsageError, one_line, shown
+
+LONGEST_TEXT = MIB  # characters; nothing that is trained on in one piece is longer
+LONGEST_LINE = 8 * MIB  # bytes; JSON may write a character in six
+
+Place = str  # of a record, in words
+
+
+def read_samples(config: DataConfig) -> list[tuple[str, str]]:
+    """(input, output) texts of a JSONL or Parquet file or of a Hugging Face dataset saved on disk.
+
+    Raises UsageError that names the file, and the line or the number of the sample.
+    """
+    path = resolve(config.path)
+    if path.is_dir():
+        records = _numbered(path, _read_dataset(path))
+    elif path.suffix == ".jsonl":
+        records = _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        records = _numbered(path, _read_parquet(path))
+    else:
+        raise UsageError(
+            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl or .parquet file, or the "
+            f"folder that datasets' save_to_disk wrote"
+        )
+    if not records:
+        raise UsageError(f"{path} is empty; it needs at least one sample")
+    return [
+        (_text(record, config.input_key, place), _text(record, config.output_key, place)) for place, record in records
+    ]
+
+
+def _text(record: dict[str, Any], key: str, place: Place) -> str:
+    if key not in record:
+        raise UsageError(
+            f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
+            f"set data.input_key and data.output_key"
+        )
+    text = record[key]
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(
+            f"{place}: {key!r} must be a text that is not empty, got {shown(text)}; mend or remove the sample"
+        )
+    if len(text) > LONGEST_TEXT:
+        raise UsageError(f"{place}: {key!r} has {len(text)} characters, {LONGEST_TEXT} at most are allowed; cut it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UsageError(f"{place}: {key!r} holds {half}, half of a character; mend or remove the sample") from None
+    return text
+
+
+def _numbered(path: Path, records: Iterable[dict[str, Any]]) -> list[tuple[Place, dict[str, Any]]]:
+    return [(f"{path}, sample {number}", record) for number, record in enumerate(records, start=1)]
+
+
+def _read_jsonl(path: Path) -> list[tuple[Place, dict[str, Any]]]:
+    check_file(path)
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
+            place = f"{path}, line {number}"
+            if len(line) > LONGEST_LINE:
+                raise UsageError(
+                    f"{place} has more than {LONGEST_LINE // MIB} MiB; give every sample a line of its own"
+                )
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{place}: {not_utf8(error)}") from None
+            if not text.strip():
+                continue
+            record = parse_json(text, place)
+            if not isinstance(record, dict):
+                raise UsageError(f'{place}: expected an object such as {{"question": ...}}, got {shown(record)}')
+            records.append((place, record))
+    return records
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    check_file(path)
+    try:
+        frame = pd.read_parquet(path)
+    except ImportError:
+        raise UsageError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
+    except Exception as error:  # pyarrow and pandas raise what they like at a broken file
+        raise UsageError(f"{path} is no Parquet file that can be read: {one_line(error)}") from None
+    return [{str(key): value for key, value in record.items()} for record in frame.to_dict("records")]
+
+
+def _read_dataset(path: Path) -> list[dict[str, Any]]:
+    try:
+        from datasets import Dataset, load_from_disk  # an optional package, slow to import
+    except ImportError:
+        raise UsageError(f"reading the folder {path} needs datasets; run: pip install 'backend-parity[data]'") from None
+    for file in path.rglob("*"):
+        if not file.is_dir():
+            check_file(file)
+    try:
+        dataset = load_from_disk(str(path))
+        records = dataset.to_list() if isinstance(dataset, Dataset) else []
+    except FileNotFoundError:
+        raise UsageError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
+    except Exception as error:  # datasets and pyarrow raise what they like at broken files
+        raise UsageError(f"{path} is no dataset that can be read: {one_line(error)}") from None
+    if not isinstance(dataset, Dataset):
+        raise UsageError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")
+    return list(records)

@@ -1,0 +1,102 @@
+"""Tokenizer: the tokens of a sample, by the tokenizer and the chat template of somebody's model folder.
+
+A template is a program of its author's, which transformers runs in a sandbox that knows no limit of time. So what is
+made of a sample is measured, in seconds and in characters.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from conformance.inputs.folder import CONFIG, runs_code
+from conformance.reading import MIB
+from conformance.validation import UsageError, one_line
+
+LONGEST_TEXT = 4 * MIB  # characters that a template may make of a sample
+
+
+def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
+    """The tokenizer of a Hugging Face folder, without looking at the network.
+
+    ``trusted``: code of the folder may be run. Raises UsageError where it would have to be and is not trusted, and for
+    a configuration or a tokenizer that transformers cannot load.
+    """
+    options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
+    config = None
+    try:
+        if (model / CONFIG).is_file():
+            config = AutoConfig.from_pretrained(model, **options)
+    except Exception as error:  # whatever transformers raises for values that it did not expect
+        raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
+    try:
+        return AutoTokenizer.from_pretrained(model, config=config, **options)
+    except Exception as error:  # of the tokenizers library, for one, a bare Exception
+        raise UsageError(
+            f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
+            f"model into the folder (tokenizer.json, tokenizer_config.json)"
+        ) from None
+
+
+def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:
+    """Tokens of a sample, and how many of them are the prompt.
+
+    Raises UsageError where there is no prompt or no answer among them, and whatever template and tokenizer raise.
+    """
+    end: list[int] = []
+    if tokenizer.chat_template is not None:
+        user = {"role": "user", "content": question}
+        assistant = {"role": "assistant", "content": answer}
+        prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
+        if (longer := max(len(prompt), len(whole))) > LONGEST_TEXT:
+            raise UsageError(f"the chat template makes {longer} characters of it; {LONGEST_TEXT} at most are allowed")
+    else:
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
+                "end; set one of them in tokenizer_config.json"
+            )
+        prompt, whole, end = question, question + answer, [tokenizer.eos_token_id]
+    tokens = [*tokenizer.encode(whole, add_special_tokens=False), *end]
+    # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
+    size = 0
+    for ours, theirs in zip(tokenizer.encode(prompt, add_special_tokens=False), tokens, strict=False):
+        if ours != theirs:
+            break
+        size += 1
+    if not size:
+        raise UsageError(
+            f"nothing comes before the first token of the answer {answer[:40]!r}, so there is nothing to predict it "
+            f"from; give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
+        )
+    if size == len(tokens):
+        raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; mend it in the tokenizer's files")
+    return tuple(tokens), size
+
+
+@contextlib.contextmanager
+def computing_at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError when the process has computed for so long inside the block, Python code permitting.
+
+    Seconds of waiting for a busy machine do not count. Outside the main thread, which alone gets signals, there is no
+    limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
