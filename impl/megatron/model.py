@@ -158,6 +158,21 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     return spec
 
 
+def leave_padding_token(model: GPTModel, token: int) -> None:
+    """Let the padding token, as an input, give no gradient to its embedding, as transformers does; megatron-core's
+    embedding has no padding_idx (docs/findings/megatron-padding-token.md)."""
+
+    def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
+        padding = (inputs["input_ids"] == token).T  # (length, rows)
+        if model.config.sequence_parallel:
+            padding = padding.chunk(model.config.tensor_model_parallel_size)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+        return torch.where(padding[..., None], embedded.detach(), embedded)
+
+    model.embedding.register_forward_hook(without_gradient, with_kwargs=True)
+
+
 def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
     """``logits`` (..., this rank's part of the padded vocabulary) with what is padding out of every softmax."""
     each = logits.shape[-1]
