@@ -5,6 +5,7 @@ failure, or nothing could be judged).
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_selection(listing)
+    listing.add_argument(
+        "--coverage", action="store_true", help="measure what the data reaches: positions, vocabulary, cuts, masks"
+    )
     listing.set_defaults(command=_list)
 
     run = commands.add_parser("run", help="run cells, judge them, write the report")
@@ -107,15 +111,22 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
         {"id": str(cell), "world_size": cell.world_size, "unsupported": f"unsupported: {why}" if why else ""}
         for cell, why in zip(cells, refused, strict=True)
     ]
+    coverage = None
+    if options.coverage:
+        from conformance.plan.coverage import measure_coverage  # loads transformers
+
+        coverage = measure_coverage(cell for cell, why in zip(cells, refused, strict=True) if not why)
     if options.json:
         backends = {name: entry.target for name, entry in registered_backends().items()}
         known = {"backends": backends, "profiles": profile_names(), "faults": list(catalogue()), "cells": rows}
-        print(json.dumps(known))
+        print(json.dumps(known | ({"coverage": dataclasses.asdict(coverage)} if coverage else {})))
         return EXIT["conforms"]
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
     print(f"{len(rows)} cells of {selection.profile} ({load_profile(selection.profile).description}):")
     for row in rows:
         print(f"  {row['id']}  [{row['world_size']} ranks] {row['unsupported']}")
+    if coverage:
+        print(f"\n{coverage}")
     return EXIT["conforms"]
 
 

@@ -173,6 +173,15 @@ def leave_padding_token(model: GPTModel, token: int) -> None:
     model.embedding.register_forward_hook(without_gradient, with_kwargs=True)
 
 
+def begin_with_gradient(model: GPTModel) -> None:
+    """Let the embedding's output want a gradient even where the embedding is frozen.
+
+    A layer that is recomputed gives its own parameters no gradient when none of its inputs wants one: torch's reentrant
+    checkpoint, which megatron-core's is, says so in a warning at most.
+    """
+    model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
+
+
 def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
     """``logits`` (..., this rank's part of the padded vocabulary) with what is padding out of every softmax."""
     each = logits.shape[-1]

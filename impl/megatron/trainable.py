@@ -29,7 +29,7 @@ from impl.files import SliceReader, write_model
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
 from impl.megatron.convert import all_parameters, is_trained
-from impl.megatron.model import build_chunk, leave_padding_token, mask_padding, transformer_config
+from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
 from impl.megatron.settings import cuts_optimizer, optimizer_settings, reduction_settings, scheduler
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
@@ -119,6 +119,8 @@ class MegatronTrainable:
             names = parameter_names(chunk)
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(is_trained(names[name], self.shape, optimizer))
+            if chunk.pre_process and "ckpt" in self.options:
+                begin_with_gradient(chunk)
         return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
     def _reduce_gradients(self) -> None:
