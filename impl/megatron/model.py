@@ -163,7 +163,7 @@ def leave_padding_token(model: GPTModel, token: int) -> None:
     embedding has no padding_idx (docs/findings/megatron-padding-token.md)."""
 
     def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
-        padding = (inputs["input_ids"] == token).T  # (length, rows)
+        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); a pipeline sends what is contiguous
         if model.config.sequence_parallel:
             padding = padding.chunk(model.config.tensor_model_parallel_size)[
                 parallel_state.get_tensor_model_parallel_rank()
