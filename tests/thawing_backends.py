@@ -16,7 +16,7 @@ class Secretly(Plain):
 
     optimizer: OptimizerConfig
 
-    def setup(self, scenario: Scenario, layout: Layout, *rest: object) -> dict[str, object]:  # type: ignore[override]
+    def setup(self, scenario: Scenario, layout: Layout, *rest: object) -> dict[str, object]:
         self.optimizer = scenario.optimizer
         return super().setup(scenario, layout, *rest)  # type: ignore[arg-type]
 
