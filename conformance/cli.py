@@ -5,6 +5,7 @@ Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)
+    listing.add_argument(
+        "--coverage", action="store_true", help="measure what the data reaches: positions, vocabulary, cuts, masks"
+    )
     listing.add_argument("--json", action="store_true", help="machine-readable output")
     listing.set_defaults(command=_list)
 
@@ -115,15 +119,22 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
         }
         for cell, why in zip(cells, refused, strict=True)
     ]
+    coverage = None
+    if options.coverage:
+        from conformance.plan.coverage import measure_coverage  # loads transformers
+
+        coverage = measure_coverage(cell for cell, why in zip(cells, refused, strict=True) if not why)
     if options.json:
         backends = {name: entry.target for name, entry in registered_backends().items()}
         known = {"backends": backends, "profiles": profile_names(), "faults": list(catalogue()), "cells": rows}
-        print(json.dumps(known))
+        print(json.dumps(known | ({"coverage": dataclasses.asdict(coverage)} if coverage else {})))
         return EXIT["conforms"]
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
     print(f"{len(rows)} cells of {selection.profile} ({load_profile(selection.profile).description}):")
     for row in rows:
         print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused']}")
+    if coverage:
+        print(f"\n{coverage}")
     return EXIT["conforms"]
 
 

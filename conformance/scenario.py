@@ -10,12 +10,15 @@ Conventions that every backend has to follow:
 * ``max_grad_norm`` clips by the global 2-norm: g <- g * min(1, max_grad_norm / (norm + 1e-6)), as torch does.
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
+* A frozen parameter has no gradient, no update and no decay, and the norm leaves it out: it stays what was loaded.
+* As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
 * The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules carry transformers' names.
 """
 
 import dataclasses
 import math
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,7 +59,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped."""
+    """SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped.
+
+    ``frozen``: shell patterns of Hugging Face parameter names that are not trained, of every model of the objective.
+    """
 
     name: Literal["sgd", "adamw"]
     lr: Annotated[float, Field(strict=True, gt=0, le=1000)]
@@ -65,6 +71,7 @@ class OptimizerConfig:
     eps: Annotated[float, Field(strict=True, gt=0, le=1)] = 1e-5
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e12)] | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name == "sgd" and self.weight_decay:
@@ -72,14 +79,26 @@ class OptimizerConfig:
         if self.name == "adamw" and self.momentum:
             raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
 
+    def trains(self, name: str) -> bool:
+        """Whether a parameter of a trained model is trained, too."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    """Learning-rate schedule with the formulas of ``transformers.get_scheduler``; its ``constant`` is with warm-up."""
+    """Learning-rate schedule with the formulas of ``transformers.get_scheduler``; its ``constant`` is with warm-up.
+
+    ``min_factor``: what a cosine ends at (transformers' ``min_lr_rate``), after ``total_steps``; then it rises again.
+    """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Steps = 0
     total_steps: Annotated[Steps, Field(ge=1)] = 10
+    min_factor: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        if self.min_factor and self.name != "cosine":
+            raise ValueError(f"the schedule {self.name} has no minimum; use min_factor=0, or cosine")
 
     def factor(self, step: int) -> float:
         """Multiplier of the base learning rate at optimizer step ``step`` (from 0)."""
@@ -89,7 +108,8 @@ class ScheduleConfig:
         if self.name == "linear":
             return max(0.0, 1.0 - progress)
         if self.name == "cosine":
-            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+            height = 0.5 * (1.0 + math.cos(math.pi * progress))
+            return max(0.0, height * (1.0 - self.min_factor) + self.min_factor)
         return 1.0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 
@@ -15,7 +15,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: AdamW decays parameters of two or more dimensions, SGD none.
 
-    ``dims`` gives a parameter's number of dimensions, for libraries that flatten the parameters that they cut.
+    ``parameters``: those that are trained. ``dims`` gives a parameter's number of dimensions, for libraries that
+    flatten the parameters that they cut.
     """
     parameters = list(parameters)
     if config.name == "sgd":
@@ -24,6 +25,11 @@ def parameter_groups(
         {"params": [p for p in parameters if dims(p) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if dims(p) < 2], "weight_decay": 0.0},
     ]
+
+
+def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
+    """All but the frozen ones. ``model`` has the parameter names of Hugging Face."""
+    return [parameter for name, parameter in model.named_parameters() if config.trains(name)]
 
 
 def torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -36,8 +42,12 @@ def torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> to
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> torch.optim.lr_scheduler.LRScheduler:
     """transformers' schedule, which sets the learning rates of the optimizer."""
     # transformers' "constant" has no warm-up, whatever it is given.
-    name = "constant_with_warmup" if config.name == "constant" else config.name
+    name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
     scheduler: torch.optim.lr_scheduler.LRScheduler = transformers.get_scheduler(
-        name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.total_steps
+        name,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": config.min_factor} if config.name == "cosine" else None,
     )
     return scheduler

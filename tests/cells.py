@@ -21,6 +21,12 @@ from conformance.scenario import Precision
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 STEPS, ROWS = 2, 12
+OWN_SIZE = {  # where the scenario is about them
+    "sft-long": {"steps": 2, "rows": 4},
+    "sft-uneven": {"steps": 2, "rows": 9},
+    "sft-cosine-end": {"steps": 4, "rows": 6},
+    "sft-linear-end": {"steps": 5, "rows": 6},
+}
 STEPS_BELOW_EXACT = 3
 BACKENDS = {
     "fsdp2": BackendEntry(name="fsdp2", target="impl.fsdp2.adapter:Fsdp2Backend"),
@@ -35,7 +41,8 @@ def cell_of(
 ) -> Cell:
     """A small cell. sft-warmup has two legs, so it has twice the steps in the exact tier."""
     if precision == "exact":
-        overrides = {"rows": ROWS, "steps": 2 * STEPS if scenario == "sft-warmup" else STEPS} | overrides
+        steps = 2 * STEPS if scenario == "sft-warmup" else STEPS
+        overrides = {"rows": ROWS, "steps": steps} | OWN_SIZE.get(scenario, {}) | overrides
     elif scenario != "sft-warmup":
         overrides = {"steps": STEPS_BELOW_EXACT} | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)

@@ -41,6 +41,13 @@ pytest.importorskip("deepspeed")
         ("sft-packed", "gemma3", "ulysses2.zero3"),
         ("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
         ("sft-sgd", "llama", "tp2.ulysses2.zero1"),
+        ("sft-uneven", "pangu", "dp3.zero1"),
+        ("sft-uneven", "qwen3", "dp3.zero3"),
+        ("sft-frozen", "llama", "dp2.zero2"),
+        exhaustive("sft-frozen", "qwen3", "tp2.zero3"),
+        ("sft-cosine-end", "llama", "dp2.zero1"),
+        exhaustive("sft-linear-end", "llama", "dp2.zero2"),
+        exhaustive("sft-long", "pangu", "ulysses2.zero2"),
         exhaustive("sft-warmup", "llama", "ulysses2.zero1"),
     ],
 )
@@ -171,3 +178,9 @@ def test_what_is_not_claimed_says_what_would_work(
     verdict = session.run(cell_of("deepspeed", "sft-packed", "llama", layout, precision)).verdict
     assert verdict.state == "unsupported"
     assert advice in verdict.reason
+
+
+def test_frozen_parameters_are_refused_where_they_would_be_rounded(session: Session) -> None:
+    verdict = session.run(cell_of("deepspeed", "sft-frozen", "llama", "dp2.zero1", "bf16")).verdict
+    assert verdict.state == "unsupported"
+    assert "has no float32 master" in verdict.reason

@@ -45,6 +45,12 @@ pytest.importorskip("megatron.core")
         ("sft-packed", "pangu", "sp2.pp2.ring"),
         ("sft-packed", "pangu", "tp2.pp2.zero1"),
         ("sft-packed", "qwen3", "dp2.pp2.zero1"),
+        ("sft-uneven", "pangu", "dp3.zero1"),
+        ("sft-uneven", "qwen3", "pp3"),
+        ("sft-frozen", "qwen3", "pp2.ckpt"),
+        ("sft-cosine-end", "llama", "dp2"),
+        exhaustive("sft-linear-end", "llama", "dp2"),
+        exhaustive("sft-long", "pangu", "pp2"),
         exhaustive("sft-warmup", "qwen3", "dp2.zero1"),
         ("sft-warmup", "pangu", "tp2.seqpar"),
         ("sft-warmup", "llama", "pp2.vpp2"),
@@ -195,5 +201,20 @@ def test_what_is_not_claimed_says_what_would_work(
     session: Session, scenario: str, model: str, layout: str, advice: str
 ) -> None:
     verdict = session.run(cell_of("megatron", scenario, model, layout, "exact")).verdict
+    assert verdict.state == "unsupported"
+    assert re.search(advice, verdict.reason)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "precision", "changes", "advice"),
+    [
+        ("sft-frozen", "bf16", {}, "a frozen parameter has no float32 master"),
+        ("sft-cosine-end", "exact", {"steps": 5}, "past the end of a cosine .*; use at least total_steps=4"),
+    ],
+)
+def test_scenarios_that_megatron_computes_in_another_way_are_refused(
+    session: Session, scenario: str, precision: Precision, changes: dict[str, int], advice: str
+) -> None:
+    verdict = session.run(cell_of("megatron", scenario, "llama", "dp2", precision, **changes)).verdict
     assert verdict.state == "unsupported"
     assert re.search(advice, verdict.reason)

@@ -89,13 +89,14 @@ def test_without_a_template_the_texts_are_joined(tmp_path: Path, tokenizer: Any)
     tokenizer.chat_template = None
     document = load_documents(DataConfig(path=write(tmp_path / "d.jsonl", SAMPLES)), tokenizer)[0]
     assert tokenizer.decode(document.tokens) == "2 plus 3?It is 5.<eos>"
-    assert document.targets.index(True) == len("2 plus 3?")
+    assert tokenizer.decode(document.tokens[: document.targets.index(True)]) == "2 plus 3?"
 
 
 def test_a_long_document_is_cut_at_the_end(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
     whole = load_documents(DataConfig(path=path), tokenizer)
     cut = load_documents(DataConfig(path=path, max_len=24), tokenizer)
+    assert [len(d.tokens) for d in whole] == [17, 28]
     assert [d.tokens for d in cut] == [d.tokens[:24] for d in whole]
     assert sum(cut[1].targets) < sum(whole[1].targets)
 
@@ -144,14 +145,23 @@ def test_an_unpacked_row_is_one_document() -> None:
 
 
 @pytest.mark.parametrize("max_len", [96, 160])
-def test_a_packed_row_holds_two_documents_or_more(max_len: int) -> None:
+def test_a_packed_row_holds_two_documents_or_more_but_for_a_long_one(max_len: int) -> None:
     rows = [row for batch in batches(packed=True, max_len=max_len) for row in batch.rows]
-    assert all(len(row.documents) >= 2 and row.length <= max_len for row in rows)
+    shortest = min(len(document.tokens) for row in rows for document in row.documents)
+    for row in rows:
+        assert row.length <= max_len
+        assert len(row.documents) >= 2 or row.length + shortest > max_len
+    assert all(len(row.documents) >= 2 for row in rows) is (max_len == 160), "the scenarios' rows are all of several"
 
 
 def test_packing_takes_documents_in_order_for_as_long_as_they_fit() -> None:
     a, b, c, d = (Document((0,) * n, (False,) * (n - 1) + (True,)) for n in (4, 3, 5, 2))
     assert list(islice(pack([a, b, c, d], max_len=9), 3)) == [(a, b), (c, d), (a, b)]
+
+
+def test_a_document_beside_which_none_fits_is_a_row_by_itself() -> None:
+    a, b, c, d = (Document((0,) * n, (False,) * (n - 1) + (True,)) for n in (8, 3, 5, 2))
+    assert list(islice(pack([a, b, c, d], max_len=9), 3)) == [(a,), (b, c), (d, b)]
 
 
 def test_packing_prefers_a_later_document_to_a_row_of_one() -> None:
@@ -258,16 +268,16 @@ def test_a_dataset_with_several_splits_lists_them(tmp_path: Path) -> None:
 
 def test_a_length_without_room_for_a_target_names_one_that_has(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
-    with pytest.raises(UsageError, match=r"in 1 of 2 documents .* use data\.max_len=23 or more"):
-        load_documents(DataConfig(path=path, max_len=22), tokenizer)
-    assert load_documents(DataConfig(path=path, max_len=23), tokenizer)[1].targets[-1]
+    with pytest.raises(UsageError, match=r"in 1 of 2 documents .* use data\.max_len=19 or more"):
+        load_documents(DataConfig(path=path, max_len=18), tokenizer)
+    assert load_documents(DataConfig(path=path, max_len=19), tokenizer)[1].targets[-1]
 
 
-def test_a_length_without_room_for_two_documents_names_one_that_has(tmp_path: Path) -> None:
+def test_a_length_at_which_half_of_the_documents_stand_alone_names_one_at_which_fewer_do(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
-    with pytest.raises(UsageError, match=r"use data\.max_len=53 or more, or data\.packed=false"):
-        batches(path=path, packed=True, max_len=40)
-    assert batches(path=path, packed=True, max_len=53)
+    with pytest.raises(UsageError, match=r"beside 1 of 2 documents; use data\.max_len=45 or more, or data\.packed=fal"):
+        batches(path=path, packed=True, max_len=44)
+    assert batches(path=path, packed=True, max_len=45)
 
 
 def test_an_answer_that_nothing_comes_before_is_explained(tmp_path: Path, tokenizer: Any) -> None:

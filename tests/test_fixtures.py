@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from conformance.inputs.documents import load_documents, load_tokenizer
 from conformance.paths import FIXTURES
+from conformance.scenario import DataConfig, load_scenario
 
 MODELS = FIXTURES / "models"
 TINY = ["pangu", "llama", "qwen3", "gemma3"]
@@ -43,7 +45,13 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["data/word_problems.jsonl", *(f"models/{n}/config.json" for n in [*TINY, "openpangu-embedded-7b"])]
+    "file",
+    [
+        "data/word_problems.jsonl",
+        "data/long_problems.jsonl",
+        "models/llama/tokenizer.json",
+        *(f"models/{n}/config.json" for n in [*TINY, "openpangu-embedded-7b"]),
+    ],
 )
 def test_text_files_are_made_again_byte_for_byte(remade: Path, file: str) -> None:
     assert (remade / file).read_bytes() == (FIXTURES / file).read_bytes()
@@ -194,8 +202,15 @@ def test_any_text_survives_the_tokenizer(name: str) -> None:
     text = " Zoë: 7 ÷ 8,\n\t安 ☃ 🙂  don't .  "
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
-    assert len(ids) == len(text.encode())
+    assert len(ids) <= len(text.encode())
     assert len(tokenizer) == AutoConfig.from_pretrained(MODELS / name, trust_remote_code=True).vocab_size
+
+
+def test_frequent_pairs_of_bytes_are_tokens_all_over_the_vocabulary() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama")
+    pairs = [i for i in range(8, 400) if len(tokenizer.convert_ids_to_tokens(i)) == 2]
+    assert len(pairs) == 400 - 8 - 256
+    assert all(10 < sum(i // 56 == part for i in pairs) < 28 for part in range(7))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -220,6 +235,9 @@ MEANING: dict[str, Callable[..., int]] = {
     r"A train runs (\d+) km/h for (\d+) h\. How far\?": lambda a, b: a * b,
     r"(\d+) \w+ at (\d+), paid (\d+)\. Change\?": lambda a, b, c: c - a * b,
     r"Half of (\d+), plus (\d+)\?": lambda a, b: a // 2 + b,
+    r"(\d+) and (<\S+>) make (\d+)\. How much is \2\?": lambda a, c: c - a,
+    r"Code points of . . (.)\?": ord,
+    r"Count from (\d+) to (\d+) by (\d+)\.": lambda a, b, c: b,
 }
 OPERATION: dict[str, Callable[[int, int], float]] = {
     "+": lambda a, b: a + b,
@@ -238,7 +256,7 @@ def problems() -> Iterator[tuple[str, str]]:
 def test_every_answer_is_right() -> None:
     for question, answer in problems():
         numbers, expected = next(
-            ([int(n) for n in match.groups()], meaning)
+            ([int(n) if n.isascii() and n.isdecimal() else n for n in match.groups() if "<" not in n], meaning)
             for pattern, meaning in MEANING.items()
             if (match := re.fullmatch(pattern, question))
         )
@@ -251,12 +269,26 @@ def test_every_step_that_an_answer_shows_is_right() -> None:
             assert OPERATION[sign](int(a), int(b)) == int(result), question
 
 
-def test_problems_are_many_different_short_and_ragged() -> None:
+def lengths(file: str) -> list[int]:
+    """Of the documents, in tokens."""
+    data = DataConfig(path=f"data/{file}.jsonl", max_len=4096)
+    return sorted(len(d.tokens) for d in load_documents(data, load_tokenizer(MODELS / "llama")))
+
+
+def test_problems_are_many_different_and_ragged_most_of_them_short() -> None:
     pairs = list(problems())
     assert len({question for question, _ in pairs}) == len(pairs) == 600
-    assert all(10 <= len(question.encode()) <= 45 for question, _ in pairs)
-    assert all(5 <= len(answer.encode()) <= 30 for _, answer in pairs)
-    lengths = [len(question.encode()) + len(answer.encode()) + 4 for question, answer in pairs]  # 4 special tokens
-    assert len(set(lengths)) > 30
-    assert sum(30 <= length <= 70 for length in lengths) > 0.75 * len(pairs)
     assert any(not question.isascii() for question, _ in pairs)
+    tokens = lengths("word_problems")
+    assert len(set(tokens)) > 50
+    assert sum(20 <= length <= 60 for length in tokens) > 0.7 * len(pairs)
+    assert sum(length > 96 for length in tokens) > 0.02 * len(pairs), "rows of sft-padded cut some of them"
+    assert tokens[0] + tokens[-1] <= 160, "and rows of sft-packed hold another beside any of them"
+
+
+def test_long_problems_are_one_for_each_row_of_sft_long() -> None:
+    scenario = load_scenario(FIXTURES / "scenarios" / "sft-long.toml", model="models/llama", precision="exact")
+    tokens = lengths("long_problems")
+    assert len(tokens) == scenario.steps * scenario.data.rows
+    assert 1024 < tokens[-2] < scenario.data.max_len < tokens[-1]
+    assert sum(length > 256 for length in tokens) == 5

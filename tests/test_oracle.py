@@ -67,7 +67,7 @@ class Observation:
 def policy_model(family: str, *, precision: PolicyName = "float64") -> Model:
     architecture = read_architecture(folder(family))
     weights = load_weights(folder(family), architecture, POLICIES[precision].stable)
-    return Model(role=POLICY, architecture=architecture, weights=weights)
+    return Model(role=POLICY, architecture=architecture, weights=weights, trained=frozenset(weights))
 
 
 def observe_sft(batch: Batch, family: str) -> Observed:

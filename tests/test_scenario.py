@@ -31,6 +31,7 @@ def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
         ({"accumulation": 5}, "data.rows=24 is not divisible by accumulation=5; use data.rows=25"),
         ({"data": {"rows": 24, "shuffle": True}}, "data.shuffle: Unexpected keyword argument"),
         ({"name": "No Spaces"}, "name: String should match pattern"),
+        ({"schedule": {"name": "linear", "min_factor": 0.1}}, "the schedule linear has no minimum; use min_factor=0"),
         ({"stepz": 4}, "stepz: Unexpected keyword argument"),
         ({"resume_after": 2}, "resume_after: Unexpected keyword argument"),
         ({"steps": "5"}, r"steps: Input should be a valid integer \(got '5'\)"),
@@ -114,13 +115,23 @@ def test_the_reference_does_not_depend_on_how_a_step_is_cut() -> None:
     assert cut.reference == whole.reference
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(
+    ("name", "library", "options"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ],
+)
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_schedules_are_those_of_transformers(name: str, warmup: int) -> None:
-    schedule = ScheduleConfig(name=name, warmup_steps=warmup, total_steps=8)  # type: ignore[arg-type]
+def test_schedules_are_those_of_transformers(name: str, library: str, options: dict[str, float], warmup: int) -> None:
+    lowest = options.get("min_lr_rate", 0.0)
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, total_steps=8, min_factor=lowest)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    library = "constant_with_warmup" if name == "constant" else name
-    theirs = transformers.get_scheduler(library, optimizer, num_warmup_steps=warmup, num_training_steps=8)
+    theirs = transformers.get_scheduler(
+        library, optimizer, num_warmup_steps=warmup, num_training_steps=8, scheduler_specific_kwargs=options
+    )
     for step in range(12):
         assert schedule.factor(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-15, abs=1e-16)
         optimizer.step()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from conformance.batch import Batch, Document, Row
@@ -29,7 +30,8 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     """``scenario.steps`` batches, tokenized for the Hugging Face folder ``model``.
 
     ``scenario.seed`` shuffles the documents once; they come round again when they run out. Unpacked, a row is one
-    document. Packed, a row holds two documents or more, taken in order for as long as they fit into ``max_len``.
+    document. Packed, it holds two documents or more, taken in order for as long as they fit into ``max_len``, or a long
+    one by itself.
     Target tokens are taken from the rows that the module's docstring names. Raises UsageError where the data, the
     tokenizer or ``max_len`` do not allow this.
     """
@@ -80,7 +82,15 @@ def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document,
     """Rows without end: documents in order for as long as they fit, going round.
 
     Where the second document does not fit beside the first, the next one that does is preferred to a row of one.
+    Raises UsageError where no other fits beside half of the documents, which would be no packing.
     """
+    lengths = [len(document.tokens) for document in documents]
+    alone = sum(length + min(lengths) > max_len for length in lengths)
+    if 2 * alone >= len(lengths):
+        raise UsageError(
+            f"data.max_len={max_len} packs no second document beside {alone} of {len(lengths)} documents; use "
+            f"data.max_len={median_high(lengths) + min(lengths)} or more, or data.packed=false"
+        )
     queue = deque(documents)
 
     def take(place: int) -> Document:
@@ -93,13 +103,6 @@ def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document,
         row = [take(0)]
         room = max_len - len(row[0].tokens)
         place = next((i for i, document in enumerate(queue) if len(document.tokens) <= room), None)
-        if place is None:
-            lengths = [len(document.tokens) for document in documents]
-            raise UsageError(
-                f"data.max_len={max_len} cannot hold two documents in every packed row: beside {max_len - room} tokens "
-                f"there is room for {room}, and the shortest document has {min(lengths)}; "
-                f"use data.max_len={max(lengths) + min(lengths)} or more, or data.packed=false"
-            )
         while place is not None:
             row.append(take(place))
             room -= len(row[-1].tokens)

@@ -1,7 +1,9 @@
 """Prepare: the frozen inputs of a scenario, made once per output folder and shared by its cells and the oracle."""
 
 import contextlib
+import dataclasses
 import fcntl
+import fnmatch
 import hashlib
 import json
 import shutil
@@ -15,7 +17,7 @@ from conformance.inputs.folder import check_folder, runs_code
 from conformance.inputs.model import prepare_model, weight_shapes
 from conformance.objective import objective_to_json
 from conformance.oracle.architecture import read_architecture
-from conformance.oracle.forward import check_shapes
+from conformance.oracle.forward import check_shapes, parameter_shapes
 from conformance.paths import resolve
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.validation import UsageError
@@ -40,6 +42,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)
+    check_frozen(scenario)
     models = {}
     with locked(folder / "lock"):
         for role in scenario.objective.roles:
@@ -58,6 +61,23 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
             with complete_or_nothing(batches) as file:
                 write_batches(file, scenario.objective.annotate(build_batches(scenario, source)))
     return FrozenInputs(models=models, batches=batches)
+
+
+def check_frozen(scenario: Scenario) -> None:
+    """Raises UsageError where a pattern of frozen parameters means none, or nothing is left to train."""
+    architecture = read_architecture(resolve(scenario.model))
+    for role in scenario.objective.roles:
+        if not role.trained:
+            continue
+        names = parameter_shapes(dataclasses.replace(architecture, value_head=role.head == "value"))
+        for pattern in scenario.optimizer.frozen:
+            if not fnmatch.filter(names, pattern):
+                raise UsageError(
+                    f"optimizer.frozen names {pattern!r}, which no parameter of {scenario.model_name} matches; "
+                    f"names look like {', '.join([*names][:3])}"
+                )
+        if not any(map(scenario.optimizer.trains, names)):
+            raise UsageError(f"optimizer.frozen leaves nothing of {role.name} to train; freeze less")
 
 
 def short_key(*parts: object) -> str:

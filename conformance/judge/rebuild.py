@@ -48,16 +48,20 @@ def _of_model(
         for step in leg.steps:
             tensors, lr = step.tensors(), rates.get(step.step)
             gradients, after = _float64(tensors, gradient), _float64(tensors, key)
-            known = known and lr is not None and gradients.keys() == after.keys() == before.keys()
-            known = known and all(gradients[name].shape == after[name].shape == before[name].shape for name in after)
+            known = known and lr is not None and gradients.keys() <= after.keys() & before.keys() and bool(gradients)
+            known = known and all(g.shape == after[name].shape == before[name].shape for name, g in gradients.items())
             if known:
                 assert lr is not None
+                before = {
+                    name: before[name] for name in gradients
+                }  # others are frozen: the oracle's do not move either
                 clipped = clip(gradients, global_norm(gradients), scenario.optimizer.max_grad_norm)
                 rebuilt = optimizer.step(before, clipped, lr)
                 nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
                 moved = sizes.step(nothing, {name: g.abs() for name, g in clipped.items()}, lr)
                 stage = next(o.stage for o in weights if o.applies(step.step))
-                for name, weight in after.items():
+                for name in gradients:
+                    weight = after[name]
                     unit = before[name].abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved[name].abs()
                     off = (weight - rebuilt[name]).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
                     at = int(off.argmax())

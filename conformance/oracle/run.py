@@ -44,11 +44,12 @@ FP16_LOSS_SCALE = 2.0**12
 
 @dataclass(kw_only=True)
 class Model:
-    """One role's model. ``optimizer`` is None for a frozen one."""
+    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any."""
 
     role: Role
     architecture: Architecture
     weights: Weights
+    trained: frozenset[str]
     optimizer: Sgd | AdamW | None = None
 
 
@@ -91,19 +92,20 @@ def run_oracle(
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
-        loaded = [_load(role, models[role.name], policy, device) for role in scenario.objective.roles]
+        loaded = [_load(role, models[role.name], scenario, policy, device) for role in scenario.objective.roles]
         writer = RecordWriter(
             out, _header(scenario, policy_name, loaded), observables=all_observables(scenario.objective)
         )
         _train(scenario, loaded, batches, writer, policy, restarts)
 
 
-def _load(role: Role, folder: Path, policy: Policy, device: str) -> Model:
+def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, device: str) -> Model:
     architecture = read_architecture(folder)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
     weights = {name: w.to(device) for name, w in load_weights(folder, architecture, held).items()}
-    return Model(role=role, architecture=architecture, weights=weights)
+    trained = frozenset(name for name in weights if role.trained and scenario.optimizer.trains(name))
+    return Model(role=role, architecture=architecture, weights=weights, trained=trained)
 
 
 def _train(
@@ -134,7 +136,7 @@ def _train(
             gradients, prefix = observed.gradients[model.role.name], model.role.prefix
             norm = global_norm(gradients)
             clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
-            model.weights = model.optimizer.step(model.weights, clipped, lr)
+            model.weights = model.weights | model.optimizer.step(model.weights, clipped, lr)
             values |= {model_key(prefix, "grad_norm"): norm, model_key(prefix, "lr"): lr}
             tensors |= _named(model, "gradient", gradients) | _named(model, "weight", model.weights)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
@@ -150,7 +152,7 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
     functions = functions_of(objective)
     totals = functions.totals(batch)
-    leaves = {m.role.name: {n: w.detach().requires_grad_(m.role.trained) for n, w in m.weights.items()} for m in models}
+    leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     scale = FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0
     values: dict[str, float] = defaultdict(float, totals)
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -173,9 +175,8 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
                     parts[key].append(tensor.detach())
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)
-    gradients = {
-        m.role.name: _gradients(batch.step, leaves[m.role.name], scale, policy) for m in models if m.role.trained
-    }
+    trained = {m.role.name: {n: leaves[m.role.name][n] for n in m.weights if n in m.trained} for m in models}
+    gradients = {name: _gradients(batch.step, leaf, scale, policy) for name, leaf in trained.items() if leaf}
     return Observed(gradients=gradients, values=dict(values), rows=dict(rows))
 
 

@@ -29,7 +29,10 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 class Sgd:
-    """w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch has it (no dampening, no decay)."""
+    """w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch has it (no dampening, no decay).
+
+    ``step`` gives the new weights of what has gradients.
+    """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum = config.momentum
@@ -39,14 +42,14 @@ class Sgd:
         for name, gradient in gradients.items():
             before = self._velocity.get(name)
             self._velocity[name] = gradient if before is None else self._momentum * before + gradient
-        return {name: weight - lr * self._velocity[name] for name, weight in weights.items()}
+        return {name: weights[name] - lr * velocity for name, velocity in self._velocity.items()}
 
 
 class AdamW:
     """Adam (arXiv 1412.6980, Algorithm 1) with decoupled decay (arXiv 1711.05101, Algorithm 2, line 12).
 
     The schedule multiplies lr, and decay is lr * weight_decay * w, as in torch. Parameters with one dimension (biases,
-    norm weights) are not decayed.
+    norm weights) are not decayed. ``step`` gives the new weights of what has gradients.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -59,8 +62,8 @@ class AdamW:
         beta1, beta2 = self._config.betas
         self._steps += 1
         updated = {}
-        for name, weight in weights.items():
-            g = gradients[name]
+        for name, g in gradients.items():
+            weight = weights[name]
             m = beta1 * self._first.get(name, torch.zeros_like(g)) + (1 - beta1) * g
             v = beta2 * self._second.get(name, torch.zeros_like(g)) + (1 - beta2) * g.square()
             self._first[name], self._second[name] = m, v

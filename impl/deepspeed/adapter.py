@@ -105,6 +105,8 @@ class DeepspeedBackend(StrategyBackend):
             )
         if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
+        if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
+            return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         by_mpu = layout.ulysses > 1 and layout.tp == 1
         if by_mpu and layout.zero == 1 and scenario.precision == "bf16":
             return Unsupported(

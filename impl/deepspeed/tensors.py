@@ -39,7 +39,7 @@ class EngineTensors:
     """Reads an engine's weights and gradients, and writes its weights.
 
     Weights are the float32 masters, which in bf16 and fp16 are not what the ranks compute with. Gradients are unclipped
-    and free of the loss scale.
+    and free of the loss scale. What is frozen has neither.
     """
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
@@ -54,8 +54,11 @@ class EngineTensors:
     def named(self, kind: TensorKind) -> NamedTensors:
         """Full tensors, one at a time."""
         for name, parameter in self._engine.module.named_parameters():
-            tensor = self._weight(parameter) if kind == "weight" else self._gradient(parameter)
-            yield name, _whole(parameter, tensor.detach(), self._place)
+            if parameter.requires_grad:
+                tensor = self._weight(parameter) if kind == "weight" else self._gradient(parameter)
+                yield name, _whole(parameter, tensor.detach(), self._place)
+            elif kind == "weight":
+                yield name, _whole(parameter, _computed_with(parameter), self._place)
 
     def optimizer_state(self, key: str) -> NamedTensors:
         """One state of the optimizer, such as ``exp_avg``, in full; one parameter's at a time."""
@@ -65,6 +68,8 @@ class EngineTensors:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self._engine.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
             if self._stage == 0:
                 state = self._engine.basic_optimizer.state[self._masters.get(parameter, parameter)][key]
             else:
@@ -74,7 +79,10 @@ class EngineTensors:
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         for name, parameter in self._engine.module.named_parameters():
-            own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
+            if parameter.requires_grad:
+                own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
+            else:
+                own = _own_computed_with(parameter, self._place) if kind == "weight" else None
             if own:
                 yield Shard(name, _part(parameter, self._place) + own[0], own[1].detach())
 
@@ -151,18 +159,26 @@ class FrozenTensors:
         """Full weights in float32 (float64 in the exact tier), one at a time."""
         assert kind == "weight", "a frozen model has no gradients"
         for name, parameter in self._model.named_parameters():
-            with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                weight = parameter.detach().to(torch.get_default_dtype(), copy=True)
-            yield name, _whole(parameter, weight, self._place)
+            yield name, _whole(parameter, _computed_with(parameter), self._place)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         assert kind == "weight", "a frozen model has no gradients"
-        parameter: Any  # with what zero.Init hangs onto it
         for name, parameter in self._model.named_parameters():
-            cut = hasattr(parameter, "ds_id")
-            region, own = (f"piece {self._place.zero_rank}", parameter.ds_tensor) if cut else ("full", parameter)
+            region, own = _own_computed_with(parameter, self._place)
             yield Shard(name, _part(parameter, self._place) + region, own.detach())
+
+
+def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What the ranks compute with, without what ZeRO cut of it, in float32 (float64 in the exact tier)."""
+    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().to(torch.get_default_dtype(), copy=True)
+
+
+def _own_computed_with(parameter: Any, place: RankPlace) -> tuple[str, torch.Tensor]:
+    """(region, tensor) of this rank's piece of that. ``parameter``: with what zero.Init hangs onto it."""
+    cut = hasattr(parameter, "ds_id")
+    return (f"piece {place.zero_rank}", parameter.ds_tensor) if cut else ("full", parameter)
 
 
 def cut_count(model: torch.nn.Module) -> int:

@@ -28,7 +28,7 @@ from impl.deepspeed.ulysses import exchange_heads
 from impl.files import write_model
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
-from impl.optimizers import learning_rates, parameter_groups, torch_optimizer
+from impl.optimizers import learning_rates, parameter_groups, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 
@@ -81,6 +81,8 @@ class DeepspeedTrainable:
             model_parameters=self._parameter_groups(model, optimizer) if own else None,
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
+        for name, parameter in model.named_parameters():  # only now: AutoTP hangs hooks on gradients
+            parameter.requires_grad_(optimizer.trains(name))
         self.tensors = tensors = EngineTensors(self.engine, self._place())
         if weights:
             tensors.set_weights(weights)
@@ -143,7 +145,7 @@ class DeepspeedTrainable:
         def dims(parameter: torch.nn.Parameter) -> int:
             return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
 
-        return parameter_groups(model.parameters(), config, dims=dims)
+        return parameter_groups(trained_parameters(model, config), config, dims=dims)
 
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None

@@ -185,7 +185,7 @@ def _sum_gradient_over(module: torch.nn.Module, group: dist.ProcessGroup) -> Non
 
     def attach(module: torch.nn.Module, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if torch.is_grad_enabled() and hooked.get(name) is not parameter:
+            if torch.is_grad_enabled() and parameter.requires_grad and hooked.get(name) is not parameter:
                 parameter.register_hook(summed)
                 hooked[name] = parameter
 

@@ -27,7 +27,7 @@ from impl.fsdp2.gather import full_tensors
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
-from impl.optimizers import learning_rates, parameter_groups, torch_optimizer
+from impl.optimizers import learning_rates, parameter_groups, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 
@@ -80,6 +80,9 @@ class Fsdp2Trainable:
                 apply_model_plan(model, mesh, shipped="shipped" in self.options)
         if optimizer is None:  # only now: plans make parameters anew, which want gradients
             model.eval().requires_grad_(False)
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(optimizer.trains(name))
         self._shard(model)
         if optimizer is not None:
             self.max_grad_norm = optimizer.max_grad_norm
@@ -113,7 +116,7 @@ class Fsdp2Trainable:
         return layout.dp * layout.sp
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        return torch_optimizer(parameter_groups(model.parameters(), config), config)
+        return torch_optimizer(parameter_groups(trained_parameters(model, config), config), config)
 
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
@@ -162,7 +165,7 @@ class Fsdp2Trainable:
         self.scaler.unscale_(self.optimizer)
 
     def optimizer_step(self) -> float:
-        gradients = [p.grad for p in self.model.parameters()]
+        gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
         total = norm.gradient_norm(gradients)
         if self.max_grad_norm is not None:
             coefficient = norm.clip_coefficient(total, self.max_grad_norm)
@@ -197,6 +200,8 @@ class Fsdp2Trainable:
 
     def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
         for name, parameter in self.model.named_parameters():
+            if kind == "gradient" and not parameter.requires_grad:
+                continue
             tensor = parameter if kind == "weight" else parameter.grad
             assert isinstance(tensor, DTensor), f"{name} has no {kind}"
             yield name, cast(DTensor, tensor.detach())

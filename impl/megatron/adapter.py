@@ -9,6 +9,7 @@ from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import StrategyBackend
+from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
 from impl.ring.support import RING_MODULES, ring_support
@@ -78,9 +79,19 @@ class MegatronBackend(StrategyBackend):
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         try:
-            read_shape(resolve(scenario.model))
+            shape = read_shape(resolve(scenario.model))
+            for name in all_parameters(shape):
+                is_trained(name, shape, scenario.optimizer)
         except UsageError as error:
             return Unsupported(str(error))
+        if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
+            return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
+        schedule = scenario.schedule
+        if schedule.name == "cosine" and scenario.steps > schedule.total_steps + 1:
+            return Unsupported(
+                f"past the end of a cosine megatron-core keeps the lowest learning rate, where transformers' rises "
+                f"again; use at least total_steps={scenario.steps - 1}"
+            )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
         if layout.rep > 1:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from conformance.scenario import OptimizerConfig
+from conformance.validation import UsageError
 from impl.megatron.shape import VALUE_HEAD, ModelShape
 
 
@@ -86,6 +88,14 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         return (Part(name="model.norm.weight", shape=(shape.hidden,)),)
     number, _, kind = name.removeprefix(_LAYER).partition(".")
     return _LAYER_PARTS[kind](f"model.layers.{number}.", shape, tp)
+
+
+def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool:
+    """Whether a parameter with a global layer number is trained; UsageError where only some of its parts are."""
+    wanted = {part.name: optimizer.trains(part.name) for part in parts(name, shape, Rank(rank=0, size=1))}
+    if len(set(wanted.values())) > 1:
+        raise UsageError(f"{', '.join(wanted)} are one parameter in Megatron; freeze all of them or none")
+    return all(wanted.values())
 
 
 def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:

@@ -158,6 +158,30 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     return spec
 
 
+def leave_padding_token(model: GPTModel, token: int) -> None:
+    """Let the padding token, as an input, give no gradient to its embedding, as transformers does; megatron-core's
+    embedding has no padding_idx (docs/findings/megatron-padding-token.md)."""
+
+    def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
+        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); a pipeline sends what is contiguous
+        if model.config.sequence_parallel:
+            padding = padding.chunk(model.config.tensor_model_parallel_size)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+        return torch.where(padding[..., None], embedded.detach(), embedded)
+
+    model.embedding.register_forward_hook(without_gradient, with_kwargs=True)
+
+
+def begin_with_gradient(model: GPTModel) -> None:
+    """Let the embedding's output want a gradient even where the embedding is frozen.
+
+    A layer that is recomputed gives its own parameters no gradient when none of its inputs wants one: torch's reentrant
+    checkpoint, which megatron-core's is, says so in a warning at most.
+    """
+    model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
+
+
 def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
     """``logits`` (..., this rank's part of the padded vocabulary) with what is padding out of every softmax."""
     each = logits.shape[-1]

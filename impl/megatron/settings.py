@@ -68,11 +68,14 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
 
 def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
     """The learning rate, and the weight decay: without it parameters that are exempt would decay."""
+    lowest = optimizer.lr * schedule.min_factor
+    for group in made.param_groups:
+        group["min_lr"] = lowest  # a group's own is taken, and the optimizer has made it 0
     return OptimizerParamScheduler(
         made,
         init_lr=0.0,
         max_lr=optimizer.lr,
-        min_lr=0.0,
+        min_lr=lowest,
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=max(schedule.total_steps, schedule.warmup_steps + 1),
         lr_decay_style=schedule.name,

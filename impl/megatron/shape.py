@@ -24,7 +24,10 @@ VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: trans
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches. ``bias``: on q, k, v and o. ``head``: logits over the vocabulary, or one value per token."""
+    """Sizes and switches. ``bias``: on q, k, v and o. ``head``: logits over the vocabulary, or one value per token.
+
+    ``padding_token``: as an input it gives no gradient to its embedding.
+    """
 
     layers: int
     hidden: int
@@ -39,6 +42,7 @@ class ModelShape:
     qk_norm: bool
     tied: bool
     max_positions: int
+    padding_token: int | None = None
     head: Head = "causal"
 
     def padded_vocab(self, tp: int) -> int:
@@ -93,5 +97,6 @@ def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> 
         # A value head has nothing to be tied to.
         tied=bool(config.get("tie_word_embeddings")) and head == "causal",
         max_positions=config["max_position_embeddings"],
+        padding_token=config.get("pad_token_id"),
         head=head,
     )

@@ -4,7 +4,7 @@ A rank holds some layers (pipeline), a part of each parameter (tensor parallelis
 flat stretch of that part's gradient, master and optimizer state. Everything goes one parameter at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,16 @@ class OwnParameter:
 
 
 class ModelTensors:
-    """``chunks``: this rank's GPTModels. ``optimizer``: the one of megatron-core's that trains them, or None."""
+    """``chunks``: this rank's GPTModels. ``optimizer``: the one of megatron-core's that trains them, or None.
 
-    def __init__(self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages) -> None:
+    ``trained``: the parameters of the whole model that have gradients, in Megatron's names.
+    """
+
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages, *, trained: Sequence[str]
+    ) -> None:
         self._chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
+        self._trained = trained
         self._cut = hasattr(optimizer, "model_param_gbuf_map")  # by the distributed optimizer
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -96,15 +102,19 @@ class ModelTensors:
 
     def named(self, kind: TensorKind) -> NamedTensors:
         """Full weights (masters) or gradients, on every rank; collective."""
-        return self._named(self._master if kind == "weight" else self._gradient)
+        if kind == "weight":
+            return self._named(all_parameters(self._shape), self._master)
+        return self._named(self._trained, self._gradient)
 
     def optimizer_state(self, key: str) -> NamedTensors:
         """One state of the optimizer in full, by its name in torch, such as ``exp_avg``; collective."""
-        return self._named(lambda parameter: self._whole(parameter, self._states(parameter, key)))
+        return self._named(self._trained, lambda parameter: self._whole(parameter, self._states(parameter, key)))
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces: what it computes with, and the gradients that it is to know."""
         for own in self.own_parameters():
+            if kind == "gradient" and not own.parameter.requires_grad:
+                continue
             place = f"tp{self._tp.rank}" if is_cut(own.name, self._shape) else "full"
             if kind == "gradient" and self._cut:
                 stretch = self._stretch(own.parameter)
@@ -130,7 +140,7 @@ class ModelTensors:
     def write_optimizer_state(self, key: str, read: Read) -> None:
         """Set one state of the optimizer from whole tensors."""
         for own in self.own_parameters():
-            inner = self._inner(own.parameter)
+            inner = self._inner(own.parameter) if own.parameter.requires_grad else None
             if inner is not None:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 fill(full, own.name, self._shape, read)
@@ -141,9 +151,9 @@ class ModelTensors:
         for state in self._optimizer.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    def _named(self, of: Callable[[Any], torch.Tensor]) -> NamedTensors:
+    def _named(self, names: Sequence[str], of: Callable[[Any], torch.Tensor]) -> NamedTensors:
         mine = {own.name: own.parameter for own in self.own_parameters()}
-        for name in all_parameters(self._shape):
+        for name in names:
             stage = self._stage(name)
             pieces = self._gather(name, of(mine[name]).detach()) if stage == self._pp_rank else None
             for position, part in enumerate(parts(name, self._shape, self._tp)):

@@ -28,7 +28,8 @@ from impl.collate import MicroBatch
 from impl.files import SliceReader, write_model
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
-from impl.megatron.model import build_chunk, mask_padding, transformer_config
+from impl.megatron.convert import all_parameters, is_trained
+from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
 from impl.megatron.settings import cuts_optimizer, optimizer_settings, reduction_settings, scheduler
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
@@ -85,6 +86,8 @@ class MegatronTrainable:
         self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
         with self.context.placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
+            if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
+                leave_padding_token(chunks[0], self.shape.padding_token)
             for chunk in chunks:
                 names = parameter_names(chunk)
                 for name, parameter in chunk.named_parameters():
@@ -94,6 +97,7 @@ class MegatronTrainable:
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
         half = self.context.config.precision in ("bf16", "fp16")
         self.optimizer = None
+        trained = [] if optimizer is None else self._freeze(model, optimizer)
         with self.context.placed():
             self.chunks = [Float16Module(self.model_config, chunk) if half else chunk for chunk in model]
             if optimizer is None:
@@ -102,12 +106,22 @@ class MegatronTrainable:
                 self._reduce_gradients()
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
-        self.tensors = ModelTensors(list(model), self._inner_optimizer(), self.shape, self.stages)
+        self.tensors = ModelTensors(list(model), self._inner_optimizer(), self.shape, self.stages, trained=trained)
         if optimizer and half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
             with SliceReader(weight_files(self.source)) as read, torch.no_grad():
                 self.tensors.write_masters(read)
         self._configure_schedule()
+
+    def _freeze(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig) -> list[str]:
+        """Switch off the gradients of this rank's frozen parameters; names of all that are trained, on any rank."""
+        for chunk in model:
+            names = parameter_names(chunk)
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(is_trained(names[name], self.shape, optimizer))
+            if chunk.pre_process and "ckpt" in self.options:
+                begin_with_gradient(chunk)
+        return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
     def _reduce_gradients(self) -> None:
         """Wrap the chunks in megatron-core's gradient buffers."""

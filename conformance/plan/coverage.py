@@ -1,0 +1,215 @@
+"""Coverage: what the data of a profile reaches, measured on the very batches that its cells train on.
+
+Serves claim 6: no data hides a bug. A wrong row of an embedding, a wrong position or a branch of a mask that no
+document ever reaches would conform in every tier, so the reach is printed (``parity list --coverage``), and a test
+asserts that of the built-in profiles.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+import pandas as pd
+
+from conformance.batch import Batch, Row
+from conformance.inputs.documents import build_batches, load_documents, load_tokenizer
+from conformance.oracle.architecture import read_architecture
+from conformance.paths import resolve
+from conformance.plan.cell import Cell
+from conformance.scenario import Scenario
+
+VOCABULARY_MULTIPLE = 128  # Megatron-LM pads a vocabulary to a multiple of this number times tp
+WHOLE = 10**9  # tokens: longer than any document
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentReach:
+    """Documents of all steps of a scenario, in tokens. ``longest`` is that of a document, after it was cut.
+
+    beyond_N: positions from N on. window: the shortest attention window of the model, 0 without one; beyond_window:
+    documents longer than that. cut: documents that were longer than max_len. inputs, targets: percentage of the
+    vocabulary that occurs as one. pad_inputs, pad_targets: how often the padding token does, inside documents.
+    """
+
+    scenario: str
+    model: str
+    steps: int
+    documents: int
+    longest: int
+    beyond_256: int
+    beyond_1024: int
+    window: int
+    beyond_window: int
+    cut: int
+    inputs: float
+    targets: float
+    pad_inputs: int
+    pad_targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReach:
+    """One shard of the vocabulary: how many of its ``rows`` occur as an input and as a target in some step.
+
+    padded: the vocabulary is padded to a multiple of 128 x tp first, as Megatron does; ``padding`` rows are none of its
+    tokens, and every softmax has to leave them out.
+    """
+
+    scenario: str
+    model: str
+    tp: int
+    padded: bool
+    shard: int
+    rows: int
+    padding: int
+    inputs: int
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutReach:
+    """The micro-batches of all steps and data ranks, where a row is padded to the longest of its micro-batch.
+
+    rows_masked, micro_batches_masked, ranks_masked: without a target (of a rank: in a whole step). padding: tokens.
+    """
+
+    scenario: str
+    model: str
+    dp: int
+    accumulation: int
+    rows: int
+    rows_masked: int
+    micro_batches: int
+    micro_batches_masked: int
+    ranks_masked: int
+    padding: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """What the cells of a profile reach, by scenario and model."""
+
+    documents: tuple[DocumentReach, ...]
+    shards: tuple[ShardReach, ...]
+    cuts: tuple[CutReach, ...]
+
+    def __str__(self) -> str:
+        """Three tables in columns of plain text."""
+        tables = {
+            "Documents": pd.DataFrame(self.documents),
+            "Shards of the vocabulary": pd.DataFrame(self.shards),
+            "Rows and micro-batches": pd.DataFrame(self.cuts),
+        }
+        return "\n\n".join(f"{title}\n{table.to_string(index=False)}" for title, table in tables.items())
+
+
+def measure_coverage(cells: Iterable[Cell]) -> Coverage:
+    """Measure what the documents of these cells reach, on all their layouts; backends and precisions do not matter.
+
+    Raises UsageError for a model or data set that cannot be used.
+    """
+
+    def data(cell: Cell) -> tuple[str, str]:
+        return cell.scenario.name, cell.scenario.model_name
+
+    documents, shards, cuts = [], [], []
+    for _, group in groupby(sorted(cells, key=data), key=data):
+        alike = list(group)
+        scenario = alike[0].scenario
+        layouts = {leg.layout for cell in alike for leg in cell.legs}
+        batches = build_batches(scenario, resolve(scenario.model))
+        documents.append(_documents(scenario, batches))
+        for tp in sorted({layout.tp for layout in layouts}):
+            shards += [shard for padded in (False, True) for shard in _shards(scenario, batches, tp, padded=padded)]
+        cuts += [_cut(scenario, batches, dp) for dp in sorted({layout.dp for layout in layouts})]
+    return Coverage(documents=tuple(documents), shards=tuple(shards), cuts=tuple(cuts))
+
+
+def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
+    folder, data = resolve(scenario.model), scenario.data
+    architecture = read_architecture(folder)
+    documents = [document for batch in batches for document in batch.documents]
+    lengths = [len(document.tokens) for document in documents]
+    whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
+    cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
+    window = min((layer.window for layer in architecture.layers if layer.window), default=0)
+    inputs, targets = _inputs(batches), _targets(batches)
+    return DocumentReach(
+        scenario=scenario.name,
+        model=scenario.model_name,
+        steps=len(batches),
+        documents=len(documents),
+        longest=max(lengths),
+        beyond_256=sum(max(0, length - 256) for length in lengths),
+        beyond_1024=sum(max(0, length - 1024) for length in lengths),
+        window=window,
+        beyond_window=sum(length > window for length in lengths) if window else 0,
+        cut=sum(document.tokens in cut for document in documents),
+        inputs=round(100 * len(set(inputs)) / architecture.vocab_size, 1),
+        targets=round(100 * len(set(targets)) / architecture.vocab_size, 1),
+        pad_inputs=sum(token == architecture.padding_token for token in inputs),
+        pad_targets=sum(token == architecture.padding_token for token in targets),
+    )
+
+
+def _shards(scenario: Scenario, batches: Sequence[Batch], tp: int, *, padded: bool) -> list[ShardReach]:
+    vocabulary = read_architecture(resolve(scenario.model)).vocab_size
+    multiple = VOCABULARY_MULTIPLE * tp if padded else tp
+    each = -(-vocabulary // multiple) * multiple // tp
+    inputs, targets = set(_inputs(batches)), set(_targets(batches))
+    found = []
+    for shard in range(tp):
+        rows = range(min(shard * each, vocabulary), min((shard + 1) * each, vocabulary))
+        found.append(
+            ShardReach(
+                scenario=scenario.name,
+                model=scenario.model_name,
+                tp=tp,
+                padded=padded,
+                shard=shard,
+                rows=len(rows),
+                padding=each - len(rows),
+                inputs=len(inputs.intersection(rows)),
+                targets=len(targets.intersection(rows)),
+            )
+        )
+    return found
+
+
+def _cut(scenario: Scenario, batches: Sequence[Batch], dp: int) -> CutReach:
+    accumulation = scenario.accumulation
+    ranks = [
+        batch.micro_batches(dp_rank=rank, dp_size=dp, accumulation=accumulation)
+        for batch in batches
+        for rank in range(dp)
+    ]
+    micro_batches = list(chain.from_iterable(ranks))
+    rows = list(chain.from_iterable(micro_batches))
+    return CutReach(
+        scenario=scenario.name,
+        model=scenario.model_name,
+        dp=dp,
+        accumulation=accumulation,
+        rows=len(rows),
+        rows_masked=sum(_masked([row]) for row in rows),
+        micro_batches=len(micro_batches),
+        micro_batches_masked=sum(map(_masked, micro_batches)),
+        ranks_masked=sum(_masked(list(chain.from_iterable(rank))) for rank in ranks),
+        padding=sum(max(r.length for r in part) - row.length for part in micro_batches for row in part),
+    )
+
+
+def _masked(rows: Sequence[Row]) -> bool:
+    return not any(row.target_count for row in rows)
+
+
+def _inputs(batches: Sequence[Batch]) -> list[int]:
+    """Tokens whose embedding is read for a target; the last of a document predicts nothing."""
+    documents = [document for batch in batches for document in batch.documents if any(document.targets)]
+    return [token for document in documents for token in document.tokens[:-1]]
+
+
+def _targets(batches: Sequence[Batch]) -> list[int]:
+    documents = [document for batch in batches for document in batch.documents]
+    return [t for document in documents for t, target in zip(document.tokens, document.targets, strict=True) if target]
