@@ -20,7 +20,7 @@ from conformance.plan.cell import Cell
 from conformance.scenario import Scenario
 
 VOCABULARY_MULTIPLE = 128  # Megatron-LM pads a vocabulary to a multiple of this number times tp
-WHOLE = 10**9  # tokens: longer than any document
+WHOLE = 2**20  # tokens: longer than any document
 
 
 @dataclass(frozen=True, kw_only=True)
