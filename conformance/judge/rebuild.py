@@ -6,7 +6,7 @@ but the rounding of the optimizer's own arithmetic, which is float32 in every pr
 computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 
@@ -41,6 +41,7 @@ def _of_model(
     gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
     rates = {step.step: step.value(rate) for step in oracle.steps}
     known = False
+    trained: Set[str] = frozenset()
     for leg in legs:
         before = _float64(leg.loaded.tensors(), key)
         if leg.header["optimizer"] == "new":
@@ -48,13 +49,13 @@ def _of_model(
         for step in leg.steps:
             tensors, lr = step.tensors(), rates.get(step.step)
             gradients, after = _float64(tensors, gradient), _float64(tensors, key)
-            known = known and lr is not None and gradients.keys() <= after.keys() & before.keys() and bool(gradients)
+            trained = trained or gradients.keys()  # other weights are frozen: those of the oracle do not move either
+            known = known and lr is not None and bool(gradients) and gradients.keys() == trained
+            known = known and gradients.keys() <= after.keys() & before.keys()
             known = known and all(g.shape == after[name].shape == before[name].shape for name, g in gradients.items())
             if known:
                 assert lr is not None
-                before = {
-                    name: before[name] for name in gradients
-                }  # others are frozen: the oracle's do not move either
+                before = {name: before[name] for name in gradients}
                 clipped = clip(gradients, global_norm(gradients), scenario.optimizer.max_grad_norm)
                 rebuilt = optimizer.step(before, clipped, lr)
                 nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
