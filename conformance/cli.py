@@ -1,11 +1,13 @@
 """The command line: parity list | run | judge | report | compare | doctor.
 
 Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or differ as expected), 1 a cell differs,
-2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, or less than was demanded).
+2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, less than was demanded, or the output
+folder cannot be written to).
 """
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -27,8 +29,10 @@ from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.floor import floor_of
 from conformance.plan.profile import load_profile, profile_names, select_cells
 from conformance.plan.selection import Demands, Options, Selection
+from conformance.record.cells import read_cells
+from conformance.record.files import Unwritable
 from conformance.record.format import dumps
-from conformance.record.results import SUMMARY, read_json, read_run
+from conformance.record.results import SUMMARY, read_json, read_run, summary_of
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
@@ -41,11 +45,16 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors of usage are one message on standard error."""
     options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be in any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = options.command(options, list(sys.argv[2:] if argv is None else argv[1:]))
-    except ValueError as error:
+    except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return EXIT["usage"]
+    except Unwritable as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return EXIT["incomplete"]
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return EXIT["incomplete"]
@@ -163,14 +172,27 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     try:
         with Session(config=config) as session:
             session.run_all(cells, progress=progress)
-    except ValueError:
+    except UsageError:
         if not existed and not done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
         raise
     except KeyboardInterrupt:
         print(f"parity: interrupted after {done} of {len(cells)} cells", file=sys.stderr)
+    except Unwritable as error:
+        print(f"parity: stopped after {done} of {len(cells)} cells: {error}", file=sys.stderr)
+        return _report_what_is_left(out, as_json=options.json)
     write_side_by_side(out)
     return _finish(out, as_json=options.json)
+
+
+def _report_what_is_left(out: Path, *, as_json: bool) -> int:
+    """Compare and report as far as files can still be read and written; the run is incomplete whatever comes of it."""
+    try:
+        write_side_by_side(out)
+        _finish(out, as_json=as_json)
+    except (UsageError, Unwritable) as error:
+        print(f"parity: no report: {error}", file=sys.stderr)
+    return EXIT["incomplete"]
 
 
 def _line(done: int, total: int, judged: JudgedCell) -> str:
@@ -207,9 +229,10 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports and say the verdict; the exit code follows from it."""
+    """Write the reports and say the verdict, of what can be believed; the exit code follows from it."""
     lines = write_reports(out)
-    summary = read_json(out / SUMMARY)
+    run, cells = read_cells(out)
+    summary = {**read_json(out / SUMMARY), **summary_of(run, [cell.entry for cell in cells])}
     print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
     return EXIT[summary["verdict"]]
 

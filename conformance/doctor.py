@@ -10,6 +10,7 @@ import torch
 
 from conformance.backend import BrokenBackend, MissingExtra, registered_backends
 from conformance.run.task import package_version
+from conformance.validation import UsageError
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 
@@ -69,7 +70,7 @@ def _backends() -> list[Check]:
     for name, entry in registered_backends().items():
         try:
             info = entry.load().describe()
-        except (MissingExtra, BrokenBackend, ValueError) as error:
+        except (MissingExtra, BrokenBackend, UsageError) as error:
             state: Literal["note", "problem"] = "note" if isinstance(error, MissingExtra) else "problem"
             checks.append(Check(name=f"backend {name}", state=state, message=str(error)))
         else:

@@ -82,13 +82,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out)
+    from conformance.record.files import Unwritable
     from conformance.record.states import PASSES
     from conformance.record.summary import summary_lines
     from conformance.reporters import write_reports
+    from conformance.validation import UsageError
 
     try:
         reports = write_reports(out)
-    except ValueError as error:
+    except (UsageError, Unwritable) as error:
         reports = [f"no report: {error}"]
     config.stash[LINES] = [*summary_lines(summary), *reports]
     if exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:

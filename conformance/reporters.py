@@ -8,12 +8,17 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from conformance.record.files import Unwritable
+
 REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
 
 
 def write_reports(out: Path) -> list[str]:
-    """Have all reporters write; returns a line for the user about each, the report to open last."""
-    lines = []
+    """Have all reporters write; returns a line for the user about each, the report to open last.
+
+    Raises Unwritable, after the others, for one whose file cannot be written.
+    """
+    lines, failed = [], []
     for entry in sorted(entry_points(group=REPORTERS), key=lambda entry: (entry.name == "html", entry.name)):
         try:
             write: Callable[[Path], Path] = entry.load()
@@ -21,7 +26,12 @@ def write_reports(out: Path) -> list[str]:
             missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
             lines.append(f"no {entry.name} report: {missing}; run: pip install 'backend-parity[report]'")
         else:
-            lines.append(f"{'report' if entry.name == 'html' else entry.name}: {write(out)}")
+            try:
+                lines.append(f"{'report' if entry.name == 'html' else entry.name}: {write(out)}")
+            except Unwritable as error:
+                failed.append(str(error))
+    if failed:
+        raise Unwritable("; ".join(failed))
     return lines or ["no report: no reporter is installed"]
 
 

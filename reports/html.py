@@ -9,6 +9,7 @@ copy and download.
 import base64
 import hashlib
 import re
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from conformance.record.files import write_file
 from conformance.record.format import dumps
 from conformance.record.states import STATES
 from reports import grid, side_by_side, words
@@ -30,21 +32,12 @@ SCRIPTS = ("make", "words", "data", "curves", "heatmap", "cell", "sides", "page"
 def write_html(out: Path) -> Path:
     """Write ``out/report.html`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
     report = read_report(out)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
-    environment.globals.update(STATES=STATES, SHADES=SHADES, anchor=anchor, explain=words.explain)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     title, text = words.headline(report)
     shared = Shared()
     blocks = [pack(dumps(cell_data(cell, shared))) for cell in report.cells]
     groups = side_by_side.read_groups(out, report)
-    page = environment.get_template("page.html").render(
+    page = _template().render(
         report=report,
         title=title,
         text=text,
@@ -60,8 +53,22 @@ def write_html(out: Path) -> Path:
         blocks=blocks,
     )
     file = out / "report.html"
-    file.write_text(page, encoding="utf-8")
+    write_file(file, page)
     return file
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
+    environment.globals.update(STATES=STATES, SHADES=SHADES, anchor=anchor, explain=words.explain)
+    return environment.get_template("page.html")
 
 
 def anchor(cell: str) -> str:

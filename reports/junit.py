@@ -10,6 +10,7 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from conformance.record.files import write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports.load import Cell, Report, read_report
 from reports.words import explain, headline, number, place, ratio
@@ -41,7 +42,7 @@ def write_junit(out: Path) -> Path:
     suite.extend(cases)
     ET.indent(root)
     file = out / "junit.xml"
-    ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
+    write_file(file, ET.tostring(root, encoding="utf-8", xml_declaration=True))
     return file
 
 

@@ -1,41 +1,29 @@
 """Reads the output folder of a run: what ``conformance.record`` reads, and beside it what only a reader wants to see.
 
-Serves claim 9 (what could not be judged is never green): a cell whose verdict rests on no complete record, or on no
-quantity, is shown as a failure of the infrastructure whatever its verdict file says. Only JSON and logs are read here,
-never a tensor.
+Serves claim 9 (what could not be judged is never green): cells are read as far as they can be believed
+(conformance.record.cells). Only JSON and logs are read here, never a tensor.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.coverage import Change
-from conformance.record.format import Lines, RecordError, read_lines
-from conformance.record.results import SUMMARY, Entry, Quantity, Run, inside, read_json, read_run, states_of
-from conformance.record.states import NO_FAULT, STATES, RunVerdict, State
+from conformance.record.files import Unreadable, read_end
+from conformance.record.results import SUMMARY, Quantity, Run, inside, read_json, states_of
+from conformance.record.states import STATES, RunVerdict, State
 
 LOG_LINES = 40  # of each rank, counted from the end
 LOG_BYTES = 6000
-ReadLines = Callable[[Path], tuple[Lines | None, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One cell as a reader sees it.
+class Cell(BelievedCell):
+    """One cell as a reader sees it. ``logs``: the last lines of each rank, of a cell that does not conform."""
 
-    entry: what its verdict says; an infrastructure failure where that rests on nothing.
-    legs: the lines of its records, of each as much as could be read. oracle: those of the oracle's record.
-    problem: what is wrong with these records; empty if nothing is.
-    logs: the last lines of each rank, of a cell that does not conform.
-    """
-
-    entry: Entry
-    legs: tuple[Lines, ...] = ()
-    oracle: Lines | None = None
-    problem: str = ""
     logs: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -104,52 +92,14 @@ class Report:
 
 def read_report(out: Path) -> Report:
     """Read the output folder ``out`` of ``parity run``. Raises UsageError for one that cannot be trusted."""
-    run, entries = read_run(out)
-    oracle_lines = cache(_read_lines)  # many cells share an oracle
+    run, cells = read_cells(out)
     version = str(read_json(out / SUMMARY).get("suite_version", ""))
-    return Report(run=run, version=version, cells=tuple(_read_cell(out, entry, oracle_lines) for entry in entries))
+    return Report(run=run, version=version, cells=tuple(_with_logs(out, cell) for cell in cells))
 
 
-def _read_cell(out: Path, entry: Entry, oracle_lines: ReadLines) -> Cell:
-    folder = out / entry.folder
-    found = [_read_lines(inside(out, folder / record)) for record in entry.records]
-    legs = tuple(lines for lines, _ in found if lines)
-    problem = next((problem for _, problem in found if problem), "") or _gap(legs)
-    oracle = None
-    if entry.oracle:
-        oracle, theirs = oracle_lines(inside(out, folder / entry.oracle / "float64"))
-        problem = problem or (f"of the oracle: {theirs}" if theirs else "")
-    verdict = entry.verdict
-    if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
-        reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
-        entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
-    logs = {} if entry.verdict.state in ("conforms", "partly_observed") else _read_logs(out, folder)
-    return Cell(entry=entry, legs=legs, oracle=oracle, problem=problem, logs=logs)
-
-
-def _read_lines(folder: Path) -> tuple[Lines | None, str]:
-    """The lines of a record; of a damaged one those that are left, and what is wrong with it."""
-    try:
-        return read_lines(folder), ""
-    except RecordError as error:
-        return error.left, str(error)
-
-
-def _gap(legs: tuple[Lines, ...]) -> str:
-    """What is wrong with the order of complete legs: each goes on where the one before it ended."""
-    steps = [line["step"] for leg in legs for line in leg.steps]
-    if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
-        return ""
-    return f"the steps of its legs, {steps}, do not follow one another. Run it again."
-
-
-def _nothing(entry: Entry) -> str:
-    """Why a verdict that is not a failure rests on nothing; empty when it is sound."""
-    if not entry.records:
-        return "there is no record of the cell. Run it again."
-    if not entry.completed:
-        return "the cell did not come to its end. Run it again."
-    return "" if entry.verdict.quantities else "nothing was compared. Judge it again."
+def _with_logs(out: Path, cell: BelievedCell) -> Cell:
+    is_sound = cell.entry.verdict.state in ("conforms", "partly_observed")
+    return Cell(**vars(cell), logs={} if is_sound else _read_logs(out, out / cell.entry.folder))
 
 
 def _read_logs(out: Path, folder: Path) -> dict[str, str]:
@@ -162,8 +112,11 @@ def _read_logs(out: Path, folder: Path) -> dict[str, str]:
     several = len({file.parent for file in files}) > 1
     logs = {}
     for file in files:
-        text = inside(out, file).read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
         name = f"leg {file.parts[-3]}, {file.stem}" if several else file.stem
+        try:
+            text = read_end(inside(out, file), limit=LOG_BYTES).decode("utf-8", errors="replace")
+        except (FileNotFoundError, Unreadable) as error:
+            text = str(error)
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
         logs[f"fresh {name}" if file.parts[-4] == "fresh" else name] = "\n".join(text.splitlines()[-LOG_LINES:])
     return logs

@@ -6,6 +6,7 @@ GitHub drops a summary of more than 1024 kB whole, so this one stops before LIMI
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports import side_by_side
 from reports.load import Cell, Report, read_report
@@ -23,14 +24,14 @@ def write_markdown(out: Path) -> Path:
     text, left_out = "", 0
     groups = side_by_side.read_groups(out, report) or ()
     for block in _blocks(report, groups):
-        if left_out or len((text + block).encode()) > LIMIT - ROOM:
+        if left_out or len(encoded(text + block)) > LIMIT - ROOM:
             left_out += 1
         else:
             text += block
     if left_out:
         text += f"\n**Cut short here:** {plural(left_out, 'part')} left out. All of it is in `report.html`.\n"
     file = out / "report.md"
-    file.write_text(text, encoding="utf-8")
+    write_file(file, text)
     return file
 
 

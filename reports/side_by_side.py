@@ -5,13 +5,16 @@ backend. The numbers and the words on who agrees with whom come from conformance
 and, for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.record.format import number as read_number
-from conformance.record.results import SUMMARY, Quantity, read_json
+from pydantic import TypeAdapter, ValidationError
+
+from conformance.record.results import Quantity, read_json, read_summary
+from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
 from conformance.validation import UsageError
 from reports.load import Report
@@ -105,18 +108,19 @@ class Group:
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
 
+_GROUP = TypeAdapter(Group)
+
+
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
     """The groups, those in which not all agree first; None where the backends have not been compared.
 
     With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
     Raises UsageError for a file that cannot be trusted.
     """
-    if not (out / FILE).is_file():
+    file = out / FILE
+    if not os.path.lexists(file):
         return None
-    try:
-        groups = [_group(values) for values in read_json(out / FILE)["groups"]]
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UsageError(f"{out / FILE} is not as the suite wrote it ({error!r}); judge again") from None
+    groups = _groups(read_json(file).get("groups"), file)
     if report:
         groups = [
             group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
@@ -126,18 +130,18 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
 
 def to_markdown(out: Path) -> str:
     """All groups as Markdown, and what was run; raises UsageError where there is nothing to set side by side."""
-    summary = read_json(out / SUMMARY)
+    run, cells = read_summary(out)
     groups = read_groups(out)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
     if not groups:
-        ids = [cell["id"] for cell in summary["cells"] if cell["state"] != "unsupported"]
-        found = ", ".join(dict.fromkeys(cell.split("/")[2] for cell in ids)) or "none"
+        ran = dict.fromkeys("".join(cell.id.split("/")[2:3]) for cell in cells if cell.state != "unsupported")
+        found = ", ".join(ran) or "none"
         raise UsageError(
             f"nothing in {out} to set side by side: no scenario was run, with the same model and precision, by two "
             f"backends (backends that ran: {found}); run the same cells with two or more of them"
         )
-    facts = {"command": summary["command"], "device": summary["device"], **summary["environment"]}
+    facts = {"command": run.command, "device": run.device, **run.environment}
     return "".join(
         [
             f"{NOTE}\n",
@@ -190,43 +194,40 @@ def _is_of(group: Group, report: Report) -> bool:
     return True
 
 
-def _group(values: dict[str, Any]) -> Group:
-    members = tuple(
-        Member(
-            cell=m["cell"],
-            state=m["state"],
-            records=tuple(m["records"]),
-            problem=m["problem"],
-            worst=_differences(m["oracle"]),
-        )
-        for m in values["members"]
-    )
-    pairs = tuple(Pair(a=p["members"][0], b=p["members"][1], worst=_differences(p["columns"])) for p in values["pairs"])
-    if values["state"] not in WORDS or any(pair.b >= len(members) for pair in pairs):
-        raise KeyError(values["state"])
-    group = Group(
-        name=values["group"],
-        state=values["state"],
-        text=values["text"],
-        columns=tuple(values["columns"]),
-        members=members,
-        pairs=pairs,
-    )
-    if group.state == "conforms" and group.outside:
-        raise UsageError(
-            f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
-        )
-    return group
+def _groups(values: Any, file: Path) -> list[Group]:
+    try:
+        groups = [_GROUP.validate_python(_named(group)) for group in values]
+        for group in groups:
+            _check(group)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        what = first_error(error) if isinstance(error, ValidationError) else repr(error)
+        raise UsageError(f"{file} is not as the suite wrote it ({what}); judge again") from None
+    for group in groups:
+        if group.state == "conforms" and group.outside:
+            raise UsageError(
+                f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
+            )
+    return groups
 
 
-def _differences(values: dict[str, Any]) -> dict[str, Quantity]:
-    return {
-        column: Quantity(
-            stage=column,
-            tensor=q["tensor"],
-            step=q["step"],
-            observed=read_number(q["observed"]),
-            allowed=read_number(q["allowed"]),
-        )
-        for column, q in values.items()
-    }
+def _named(group: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group under the names that they have here."""
+    members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
+    pairs = [
+        {"a": a, "b": b, "worst": _worst(pair["columns"])} for pair in group["pairs"] for a, b in [pair["members"]]
+    ]
+    return {**group, "name": group["group"], "members": members, "pairs": pairs}
+
+
+def _worst(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {column: {**difference, "stage": column, "max_abs": None} for column, difference in columns.items()}
+
+
+def _check(group: Group) -> None:
+    """Raises ValueError for what no type says."""
+    if group.state not in WORDS:
+        raise ValueError(f"{group.name} is {group.state}")
+    if not all(0 <= number < len(group.members) for pair in group.pairs for number in (pair.a, pair.b)):
+        raise ValueError(f"{group.name} has pairs of nobody")
+    if not all(len(member.cell.split("/")) > 3 for member in group.members):
+        raise ValueError(f"{group.name} has members that are no cells")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from conformance.judge.verdict import judge
+from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
 from conformance.record.results import Verdict
 from conformance.record.tensors import Record, RecordWriter, read_record
@@ -36,8 +37,9 @@ def write(
     first: int = 0,
     until: int = STEPS,
     leaks: Sequence[dict[str, Any]] = (),
+    oracle: str = "",
 ) -> Record:
-    """A record of the steps from ``first`` to before ``until``.
+    """A record of the steps from ``first`` to before ``until``; of the oracle in the precision ``oracle``, if given.
 
     ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
     """
@@ -45,10 +47,13 @@ def write(
     scenario = parse_scenario(
         {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
     )
-    backend = {"name": "x", "url": "", "default_zero": None}
-    header = {"cell": "x", "backend": backend, "scenario": scenario_to_json(scenario), "layout": layout}
-    header["optimizer"] = "loaded" if first else "new"
+    header: Values = {"cell": "oracle", "layout": "dp1", "backend": {"name": "oracle", "precision": oracle}}
+    if not oracle:
+        backend = {"name": "b", "url": "", "default_zero": None}
+        header = {"cell": f"x/m/b/{layout}/{precision}", "layout": layout, "backend": backend}
+    header |= {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
     writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
+    ranks = Layout.parse(layout).world_size
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
     for step in range(-1, until):
@@ -71,7 +76,7 @@ def write(
             change(step, values, tensors := tensors | more)
             replicas = values.pop("replicas")
             writer.step({k: v for k, v in values.items() if v is not None}, tensors, replicas=replicas, seconds=0.0)
-    writer.finish({"seconds": 0.0, "leaks": list(leaks), "evidence": [evidence(precision)] * 2})
+    writer.finish({"seconds": 0.0, "leaks": list(leaks), "evidence": [evidence(precision)] * ranks})
     return read_record(path)
 
 

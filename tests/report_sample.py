@@ -133,7 +133,8 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         steps = curve(model, observables, noise, rng)
         for leg, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
             write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first)
-        oracle = {**header, "cell": f"oracle of {key}", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
+        oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
+        oracle |= {"backend": {"name": "oracle", "precision": "float64"}}
         write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
     if state == "infrastructure":
         write_logs(out / folder / "legs/0/logs")

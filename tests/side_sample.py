@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from judge_sample import evidence
 from report_sample import RUN, write_cell
 
 from conformance.judge.again import rejudge
+from conformance.layout import Layout
 from conformance.objective import all_observables
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.record.results import Verdict, write_summary
 from conformance.record.tensors import RecordWriter
-from conformance.scenario import parse_scenario, scenario_to_json
+from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 
 Values = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -35,19 +37,24 @@ SCENARIO = parse_scenario(
 )
 
 
+def _unchanged(step: int, values: Values, tensors: Tensors) -> None:
+    """Leave the step as it is."""
+
+
 def cell_id(member: str) -> str:
     return f"sft-tiny/pangu/{member}/exact"
 
 
 def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members: tuple[str, ...] = MEMBERS) -> Path:
     """Write records and verdicts of ``members`` (backend/layout) into ``out``, compare them, and return it."""
-    _record(out / "oracle" / "tiny" / "float64", _unchanged, layout="dp1", rounding=0.0)
+    write_oracle(out / "oracle" / "tiny" / "float64", SCENARIO)
     entries = []
     for number, member in enumerate(members, start=1):
-        layout = member.split("/")[1]
+        backend, layout = member.split("/")
         folder = f"cells/{number:02d}"
         change = (changes or {}).get(member, _unchanged)
-        _record(out / folder / "legs/0/record", change, layout=layout, rounding=ROUNDING, seed=number)
+        header = {"cell": cell_id(member), "layout": layout, "backend": {"name": backend, "default_zero": None}}
+        write_record(out / folder / "legs/0/record", SCENARIO, header, change, rounding=ROUNDING, seed=number)
         entry = write_cell(
             out,
             cell_id(member),
@@ -74,30 +81,58 @@ def scaled(tensor: str, by: float, *, at: int = 0) -> Change:
     return change
 
 
-def _unchanged(step: int, values: Values, tensors: Tensors) -> None:
-    """Leave the step as it is."""
+def write_oracle(path: Path, scenario: Scenario, *, precision: str = "float64", rounding: float = 0.0) -> None:
+    """The oracle's record in a precision."""
+    header = {"cell": "oracle", "layout": "dp1", "backend": {"name": "oracle", "precision": precision}}
+    write_record(path, scenario, header, rounding=rounding)
 
 
-def _record(path: Path, change: Change, *, layout: str, rounding: float, seed: int = 0) -> None:
+def write_record(
+    path: Path,
+    scenario: Scenario,
+    header: Values,
+    change: Change = _unchanged,
+    *,
+    rounding: float,
+    seed: int = 0,
+    first: int = 0,
+    until: int = STEPS,
+    unobserved: int | None = None,
+) -> None:
+    """A record of the steps from ``first`` to before ``until``; ``rounding`` is relative and drawn with ``seed``.
+
+    unobserved: a step without weights and gradients.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"cell": "tiny", "scenario": scenario_to_json(SCENARIO), "layout": layout, "optimizer": "new"}
-    writer = RecordWriter(path, header, observables=all_observables(SCENARIO.objective))
+    declared = all_observables(scenario.objective)
+    begins = {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
+    writer = RecordWriter(path, header | begins, observables=declared, first_step=first)
     training, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
     loaded = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-    change(-1, {}, loaded)
-    writer.loaded(loaded)
-    same = {"offered": 6, "compared": 6, "differing": []}
-    for step in range(STEPS):
+    if first == 0:
+        change(-1, {}, loaded)
+        writer.loaded(loaded)
+    for step in range(until):
         gradients = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
         tensors: Tensors = {}
         for name, gradient in gradients.items():
             own = gradient + rounding * torch.randn(4, 3, generator=noise, dtype=torch.float64)
             weights[name] = weights[name] - 0.1 * own
             tensors |= {f"gradient/{name}": own, f"weight/{name}": weights[name].clone()}
+        for row, targets in (("0", 3), ("7", 2)):
+            logprobs = -torch.linspace(1.0 + step, 4.0, targets, dtype=torch.float64).sqrt() / 3
+            tensors[f"logprob/{row}"] = logprobs * (1 + rounding * torch.randn((), generator=noise).item())
         norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
         loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
         values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}
         change(step, values, tensors)
-        writer.step(values, tensors, replicas={"gradient": same, "weight": same}, seconds=0.0)
-    writer.finish({"seconds": 0.0, "leaks": []})
+        if step == first - 1:
+            writer.loaded({name: tensor for name, tensor in tensors.items() if name.startswith("weight/")})
+        elif step >= first:
+            shown = [o for o in declared if o.kind != "tensors" or step != unobserved]
+            kept = {name: t for name, t in tensors.items() if name.startswith(tuple(f"{o.key}/" for o in shown))}
+            replicas = {o.key: {"offered": 6, "compared": 6, "differing": []} for o in shown if o.replicated != "no"}
+            writer.step(values, kept, replicas=replicas, seconds=0.0)
+    ranks = Layout.parse(header["layout"]).world_size
+    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(scenario.precision)] * ranks})

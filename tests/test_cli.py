@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from plain_backend import Plain
+from plain_profile import write_profile
 
 from conformance import cli
 from conformance.backend import Support
@@ -19,24 +20,6 @@ from conformance.paths import FIXTURES
 from conformance.record.format import dumps, number
 from conformance.scenario import Scenario
 
-SCENARIO = """
-steps = 2
-accumulation = 2
-data.rows = 8
-[optimizer]
-name = "sgd"
-lr = 0.05
-momentum = 0.9
-max_grad_norm = 0.5
-"""
-PROFILE = """
-description = "one cell that conforms, one that is unsupported"
-[[cells]]
-scenarios = ["{scenario}"]
-models = ["llama"]
-layouts = ["dp2", "pp2"]
-precisions = ["fp32"]
-"""
 PLAIN = ("--backend", "plain_backend:Plain")
 CONFORMS = "tiny/llama/plain/dp2/fp32"
 
@@ -53,10 +36,7 @@ class Impatient(Plain):
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("profile")
-    (folder / "tiny.toml").write_text(SCENARIO)
-    (folder / "two.toml").write_text(PROFILE.format(scenario=folder / "tiny.toml"))
-    return str(folder / "two.toml")
+    return write_profile(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +128,26 @@ def test_a_record_that_was_truncated_makes_the_run_incomplete(copy: Path) -> Non
     (record,) = copy.glob("cells/*/legs/0/record/record.jsonl")
     record.write_text("".join(record.read_text().splitlines(keepends=True)[:-1]))
     assert cli.main(["judge", str(copy)]) == 3
+
+
+def test_the_exit_code_of_a_report_says_what_the_report_says(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = copy.glob("cells/*/legs/0/record/record.jsonl")
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:-1]))
+    assert read(copy / "summary.json")["verdict"] == "conforms"
+    assert cli.main(["report", str(copy), "--json"]) == 3
+    said = json.loads(capsys.readouterr().out)
+    assert (said["verdict"], said["counts"]["infrastructure"]) == ("incomplete", 1)
+    assert "Incomplete" in (copy / "report.md").read_text()
+
+
+def test_a_summary_that_claims_more_than_its_cells_is_not_believed(copy: Path) -> None:
+    file = next(file for file in copy.glob("cells/*/verdict.json") if read(file)["records"])
+    file.write_text(json.dumps(read(file) | {"state": "differs"}))
+    summary = read(copy / "summary.json")
+    cells = [{**cell, "state": "differs"} if cell["state"] == "conforms" else cell for cell in summary["cells"]]
+    (copy / "summary.json").write_text(json.dumps({**summary, "cells": cells}))
+    assert summary["verdict"] == "conforms"
+    assert cli.main(["report", str(copy)]) == 1
 
 
 def test_a_record_that_is_gone_makes_the_run_incomplete(copy: Path) -> None:

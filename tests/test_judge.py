@@ -186,11 +186,11 @@ def test_a_leg_that_is_missing_is_no_pass(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_an_infrastructure_failure_not_a_pass(tmp_path: Path) -> None:
-    write(tmp_path / "oracle" / "float64")
+    write(tmp_path / "oracle" / "float64", oracle="float64")
     write(tmp_path / "cell")
     file = tmp_path / "cell" / "record.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
+    verdict = judge_folders("x/m/b/dp2.tp2/exact", [tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "has no footer" in verdict.reason
 
@@ -280,17 +280,17 @@ def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tm
 
 @pytest.mark.parametrize("factor", [math.nan, 1.01])
 def test_noise_that_no_rounding_explains_is_no_bound(tmp_path: Path, factor: float) -> None:
-    write(tmp_path / "oracle" / "float64")
-    write(tmp_path / "oracle" / "fp32", scale("gradient/a", factor), precision="fp32")
+    write(tmp_path / "oracle" / "float64", oracle="float64")
+    write(tmp_path / "oracle" / "fp32", scale("gradient/a", factor), precision="fp32", oracle="fp32")
     write(tmp_path / "cell", precision="fp32")
-    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
+    verdict = judge_folders("x/m/b/dp2.tp2/fp32", [tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "more than can be judged by" in verdict.reason
 
 
 def test_a_record_is_judged_by_the_oracle_of_its_own_scenario_only(tmp_path: Path) -> None:
-    write(tmp_path / "oracle" / "float64", lr=0.2)
+    write(tmp_path / "oracle" / "float64", lr=0.2, oracle="float64")
     write(tmp_path / "cell")
-    verdict = judge_folders([tmp_path / "cell"], tmp_path / "oracle")
+    verdict = judge_folders("x/m/b/dp2.tp2/exact", [tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"
     assert "are of different scenarios" in verdict.reason

@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conformance.objective import Sft, all_observables
-from conformance.record.format import DigestMismatch, MissingFooter, RecordError, WrongSchema, read_lines
+from conformance.record.format import DigestMismatch, MissingFooter, RecordError, WrongSchema, read_lines, record_digest
 from conformance.record.tensors import RecordWriter, read_record
 
 OBSERVABLES = all_observables(Sft())
@@ -143,3 +145,54 @@ def test_a_leg_that_goes_on_begins_with_the_step_that_comes_next(tmp_path: Path)
     writer.finish({})
     read = read_record(tmp_path / "leg")
     assert (read.loaded.step, [step.step for step in read.steps]) == (2, [3])
+
+
+def change_line(record: Path, number: int, **changes: Any) -> None:
+    """Change values of a line, and mend the digest."""
+    values = [json.loads(line) for line in lines(record)]
+    values[number] |= changes
+    body = "".join(json.dumps(value) + "\n" for value in values[:-1])
+    rewrite(record, [body, json.dumps(values[-1] | {"sha256": record_digest(body.encode(), values[-1])}) + "\n"])
+
+
+DIFFERING = {"name": "a", "region": "full", "ranks": [0, 1], "relative": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "words"),
+    [
+        (0, {"observables": None}, "observables: Input should be a valid tuple"),
+        (0, {"observables": [{"key": "a", "stage": "b", "kind": "scalar", "new": 1}]}, "unexpected keyword"),
+        (0, {"observables": [{"key": "a", "stage": "b", "kind": "guess"}]}, "observables.0.kind"),
+        (0, {"first_step": True}, "first_step: Input should be a valid integer"),
+        (0, {"scenario": []}, "scenario: Input should be a valid dictionary"),
+        (2, {"type": "footer"}, "a line of type 'footer' cannot stand there"),
+        (2, {"step": "0"}, "step: Input should be a valid integer"),
+        (2, {"values": {"loss": None}}, "values.loss: Input should be a valid number"),
+        (2, {"values": {"loss": 10**400}}, "values.loss: Input should be a valid number"),
+        (2, {"replicas": {"loss": {"offered": 1}}}, "replicas.loss.compared: Field required"),
+        (2, {"replicas": {"a": {"offered": 1, "compared": 1, "differing": [DIFFERING | {"ranks": 1}]}}}, "ranks"),
+        (2, {"tensors": {"file": "../x", "sha256": ""}}, "tensors.file: String should match pattern"),
+        (-1, {"steps": -1}, "steps: Input should be greater than or equal to 0"),
+        (-1, {"leaks": [{}]}, "leaks.0.op: Field required"),
+    ],
+)
+def test_a_line_of_another_type_is_an_error_although_its_digest_is_right(
+    record: Path, number: int, changes: dict[str, Any], words: str
+) -> None:
+    change_line(record, 2, replicas={"a": {"offered": 1, "compared": 1, "differing": [DIFFERING]}})
+    assert read_lines(record).steps[0]["replicas"]
+    change_line(record, number, **changes)
+    with pytest.raises(DigestMismatch, match=f"is not as the suite writes it .*{re.escape(words)}") as caught:
+        read_lines(record)
+    assert caught.value.left is not None
+    assert len(caught.value.left.steps) <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_tensors_of_a_type_that_nothing_is_computed_in_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    writer = RecordWriter(tmp_path / "record", {}, observables=OBSERVABLES)
+    writer.loaded({"weight/a": torch.zeros(2).to(dtype)})
+    writer.finish({})
+    with pytest.raises(DigestMismatch, match="holds weight/a in .*, and no backend computes that"):
+        read_record(tmp_path / "record")

@@ -198,7 +198,7 @@ def test_a_known_difference_links_to_its_bug(page: str) -> None:
 
 
 def test_nothing_in_the_folder_can_become_markup(out: Path) -> None:
-    hostile = f"sft-packed/{HOSTILE.replace('/', '')}/fsdp2/dp2/fp32"
+    hostile = f"sft-packed/{HOSTILE.replace('/', '')}/fsdp2/dp2.tp2/fp32"
     entries = [entry for entry in entries_of(out) if entry.cell != DIFFERS]
     entry = entry_of(out, DIFFERS)
     quantities = tuple(replace(q, tensor=q.tensor + HOSTILE, hint=HOSTILE) for q in entry.verdict.quantities)

@@ -104,6 +104,35 @@ def test_a_comparison_of_cells_that_are_gone_is_shown_without_their_links(browse
     assert browser.problems == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"members": None}, "TypeError"),
+        ({"members": [{"cell": "a/b/c/d"}]}, "KeyError('oracle')"),
+        ({"columns": [1]}, "columns.0: Input should be a valid string"),
+        ({"text": None}, "text: Input should be a valid string"),
+        ({"state": "fine"}, "state: Input should be"),
+        ({"state": "not_run"}, "is not_run"),
+        ({"pairs": [{"members": [0, 9], "columns": {}}]}, "has pairs of nobody"),
+        ({"pairs": [{"members": [-1, 0], "columns": {}}]}, "has pairs of nobody"),
+        ({"pairs": [{"members": [0], "columns": {}}]}, "ValueError"),
+        ({"pairs": [{"members": [0, 1], "columns": {"loss": {"tensor": "loss"}}}]}, "pairs.0.worst.loss.step"),
+    ],
+)
+def test_a_comparison_of_other_types_is_refused(out: Path, changes: dict[str, object], words: str) -> None:
+    (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]
+    edit(out / "side_by_side.json", groups=[{**group, **changes}])
+    with pytest.raises(UsageError, match=f"is not as the suite wrote it .*{re.escape(words)}.*judge again"):
+        read_groups(out)
+
+
+@pytest.mark.parametrize("groups", [None, 1, [1], [[]], {"a": 1}])
+def test_what_is_no_comparison_is_refused(out: Path, groups: object) -> None:
+    edit(out / "side_by_side.json", groups=groups)
+    with pytest.raises(UsageError, match="is not as the suite wrote it"):
+        read_groups(out)
+
+
 def test_a_group_that_contradicts_itself_is_refused(wrong: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(wrong, tmp_path / "out"))
     (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]

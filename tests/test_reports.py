@@ -1,12 +1,14 @@
 """The reports say what the output folder says, whole and in order, and never make a run look better than it was."""
 
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from report_sample import (
     CELLS,
     CONFORMS,
     CRASHED,
+    CRITIC,
     DIFFERS,
     EXPECTED,
     NOT_RUN,
@@ -131,6 +134,31 @@ def test_a_pass_that_rests_on_nothing_is_not_a_pass(out: Path, fields: dict[str,
     assert reason in cell.reason
 
 
+def test_the_record_of_another_cell_is_neither_believed_nor_shown(out: Path) -> None:
+    record = folder_of(out, CONFORMS) / "legs/0/record"
+    shutil.rmtree(record)
+    shutil.copytree(folder_of(out, CRITIC) / "legs/0/record", record)
+    cell = cell_of(out, CONFORMS)
+    assert (cell.state, cell.legs) == ("infrastructure", ())
+    assert f"is a record of {CRITIC} and not of {CONFORMS}" in cell.reason
+
+
+def test_a_record_of_a_backend_is_no_oracle(out: Path) -> None:
+    oracle = out / "oracle/sft-packed-qwen3/float64"
+    shutil.rmtree(oracle)
+    shutil.copytree(folder_of(out, CONFORMS) / "legs/0/record", oracle)
+    cell = cell_of(out, CONFORMS)
+    assert (cell.state, cell.oracle) == ("infrastructure", None)
+    assert "should be the oracle's record in float64" in cell.reason
+
+
+def test_a_log_that_is_no_file_is_told_as_that(out: Path) -> None:
+    log = folder_of(out, CRASHED) / "legs/0/logs/rank-0.log"
+    log.unlink()
+    os.mkfifo(log)
+    assert "is a named pipe and not a file" in cell_of(out, CRASHED).logs["rank-0"]
+
+
 def test_a_run_that_did_not_finish_is_incomplete(out: Path) -> None:
     only_conforming(out, finished=None)
     report = read_report(out)
@@ -172,6 +200,31 @@ def _other_cell(out: Path) -> None:
     edit(folder_of(out, CONFORMS) / "verdict.json", cell=DIFFERS)
 
 
+def _verdict(**changes: Any) -> Callable[[Path], None]:
+    return lambda out: edit(folder_of(out, CONFORMS) / "verdict.json", **changes)
+
+
+def _summary(**changes: Any) -> Callable[[Path], None]:
+    return lambda out: edit(out / "summary.json", **changes)
+
+
+WRONG_TYPES = [
+    (_verdict(layout="dp9"), "names other parts of it: it was edited or comes from another run"),
+    (_verdict(state=["conforms"]), "has state ['conforms']"),
+    (_verdict(world_size="many"), "(world_size: Input should be a valid integer"),
+    (_verdict(reproduce={}), "(reproduce: Input should be a valid string"),
+    (_verdict(records="legs"), "(records: Input should be a valid tuple"),
+    (_verdict(expected={"stage": "loss"}), "of an expected difference is missing or wrong"),
+    (_verdict(observables=[{"key": 1}]), "(observables.0.key: Input should be a valid string"),
+    (_verdict(quantities={"columns": ["stage"], "data": [["loss"]]}), "(data.0.1: Field required"),
+    (_verdict(quantities=None), "(Input should be a dictionary"),
+    (_summary(cells=[{"id": "x"}]), "(0.folder: Field required"),
+    (_summary(cells=None), "(Input should be a valid tuple"),
+    (_summary(environment=[]), "(environment: Input should be"),
+    (_summary(finished=3), "(finished: Input should be a valid string"),
+]
+
+
 def _log_elsewhere(out: Path) -> None:
     log = folder_of(out, CRASHED) / "legs/0/logs/rank-0.log"
     log.rename(out.parent / "elsewhere.log")
@@ -194,6 +247,7 @@ def _log_elsewhere(out: Path) -> None:
         (lambda out: change(out, CONFORMS, records=("../../..",)), "lies outside of"),
         (lambda out: change(out, CONFORMS, oracle="../../../.."), "lies outside of"),
         (_log_elsewhere, "lies outside of"),
+        *WRONG_TYPES,
     ],
 )
 def test_a_folder_that_cannot_be_trusted_is_refused_with_the_reason(out: Path, damage: Any, message: str) -> None:

@@ -8,39 +8,41 @@ from conformance.judge.twice import in_both
 from conformance.judge.verdict import judge_folders
 from conformance.record.results import Attempt, Entry, Verdict, inside, read_run, write_entry, write_summary
 from conformance.record.states import ANSWERED
+from conformance.validation import UsageError
+
+GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")
 
 
 def rejudge(out: Path) -> None:
     """Judge every record below ``out`` again and write verdicts and summary anew.
 
-    Raises UsageError for a folder that is not a run's output.
+    A record that is damaged, or not where it belongs, makes its own cell an infrastructure failure; the others are
+    judged. Raises UsageError for a folder that is not a run's output, and Unwritable.
     """
     run, old = read_run(out)
-    entries = []
-    for entry in old:
-        if entry.completed and entry.records:
-            entry = _judged(out, entry)
-        elif entry.verdict.state in ANSWERED:
-            reason = "the cell was judged, but its record is gone; run it again"
-            entry = replace(entry, verdict=Verdict(state="infrastructure", reason=reason))
-        entries.append(entry)
+    entries = [_judged(out, entry) for entry in old]
     for entry in entries:
         write_entry(out, entry)
     write_summary(out, run, entries)
 
 
 def _judged(out: Path, entry: Entry) -> Entry:
-    verdict = _judge(out, entry, entry.records)
-    if entry.other is None:
+    own = Attempt(fresh=False, verdict=entry.verdict, completed=entry.completed, records=entry.records)
+    verdict = _judge(out, entry, own)
+    if entry.other is None or verdict is GONE:
         return replace(entry, verdict=verdict)
-    other: Attempt = entry.other
-    if other.completed and other.records:
-        other = replace(other, verdict=_judge(out, entry, other.records))
+    other = replace(entry.other, verdict=_judge(out, entry, entry.other))
     used, fresh = (verdict, other.verdict) if other.fresh else (other.verdict, verdict)
     return replace(entry, verdict=in_both(used, fresh), other=other)
 
 
-def _judge(out: Path, entry: Entry, records: tuple[str, ...]) -> Verdict:
+def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
+    if not (attempt.completed and attempt.records and entry.oracle):
+        return GONE if attempt.verdict.state in ANSWERED else attempt.verdict
     folder = out / entry.folder
-    legs = [inside(out, folder / record) for record in records]
-    return apply_expectation(judge_folders(legs, inside(out, folder / str(entry.oracle))), entry.expected)
+    try:
+        legs = [inside(out, folder / record) for record in attempt.records]
+        oracle = inside(out, folder / entry.oracle)
+    except UsageError as error:  # a link that leads out of the folder
+        return Verdict(state="infrastructure", reason=str(error))
+    return apply_expectation(judge_folders(entry.cell, legs, oracle), entry.expected)

@@ -5,11 +5,13 @@ record, a missing stage) is never a pass (claim 8).
 """
 
 import math
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from conformance.judge.amplified import Amplified, amplified_noise
+from conformance.judge.belongs import read_records
 from conformance.judge.compare import measure, named
 from conformance.judge.configuration import configurations
 from conformance.judge.grain import grains
@@ -21,31 +23,35 @@ from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
 from conformance.record.results import Quantity, Verdict
 from conformance.record.states import State
-from conformance.record.tensors import Record, read_record
+from conformance.record.tensors import Record
 from conformance.scenario import Scenario, parse_scenario
 
+DEFECT = "the judge failed on these records, which is a defect of the suite"
 
-def judge_folders(legs: Sequence[Path], oracle: Path) -> Verdict:
-    """Judge the records of a cell's legs against the oracle's in ``oracle`` (``float64`` and the cell's precision)."""
+
+def judge_folders(cell: str, legs: Sequence[Path], oracle: Path) -> Verdict:
+    """Judge the records of the legs of the cell with this id against the oracle's in ``oracle``.
+
+    A record that cannot be trusted, or that is not the cell's own or the oracle's, gives an infrastructure failure.
+    """
     try:
-        records = [read_record(leg) for leg in legs]
-        scenario = parse_scenario(records[0].header["scenario"])
-        reference = read_record(oracle / "float64")
-        noise = None if scenario.precision == "exact" else read_record(oracle / scenario.precision)
-        return judge(records, oracle=reference, noise=noise)
+        records = read_records(cell, legs, oracle)
+        return judge(records.legs, oracle=records.oracle, noise=records.noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
+    except Exception as error:  # a defect of the judge must not keep the other cells from being judged
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{DEFECT}: {error!r} at {Path(place.filename).name}:{place.lineno}; report it with the cell's folder"
+        return Verdict(state="infrastructure", reason=reason)
 
 
 def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Verdict:
-    """Compare the complete records of all legs with the float64 oracle.
+    """Compare the complete records of all legs with the float64 oracle; they belong together (read_records).
 
-    ``noise``: the single-process run in the cell's precision. Raises RecordError if the records do not belong together,
-    or the noise is none that this precision can have.
+    ``noise``: the single-process run in the cell's precision. Raises RecordError if it is none that this precision can
+    have.
     """
     scenario = parse_scenario(legs[0].header["scenario"])
-    for other in (*legs[1:], oracle, noise or oracle):
-        _same_training(legs[0], other)
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
     found = [
@@ -114,15 +120,6 @@ def _judged(
         where=m.where,
         hint=hint(m, scenario=scenario, layout=layout, tokens=tokens.get(m.step, 1)),
     )
-
-
-def _same_training(record: Record, other: Record) -> None:
-    """Raises RecordError if the two are not of one scenario, apart from its name, precision and micro-batches."""
-    mine, theirs = (
-        replace(parse_scenario(r.header["scenario"]).reference, name="any", precision="exact") for r in (record, other)
-    )
-    if mine != theirs:
-        raise RecordError(f"{record.path} and {other.path} are of different scenarios; judge each by its own oracle")
 
 
 def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: float) -> str:

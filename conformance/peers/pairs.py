@@ -65,20 +65,20 @@ def compare_lines(
         if o.column not in found or o.kind != "scalar":
             continue
         for step, reference in enumerate(oracle):
-            values = [line["values"].get(o.key) for line in _at(members, step)]
+            values = [line.get("values", {}).get(o.key) for line in _at(members, step)]
             held = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
             allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
             unit = abs(number(reference["values"][o.scale or o.key]))
             found[o.column].see(_apart(held, unit=unit), allowed=allowed, tensor=o.key, step=step)
         for member, steps in enumerate(members):
-            if all(line["values"].get(o.key) is None for line in steps):  # a backend may have no norm to report
+            if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may have no norm to report
                 found[o.column].leave_out(member)
     return _by_pair(found)
 
 
 def _at(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
     """The line of a step of each member; without values where it was not recorded."""
-    return [steps[step] if step < len(steps) else {"values": {}} for steps in members]
+    return [steps[step] if step < len(steps) else {} for steps in members]
 
 
 def compare_tensors(

@@ -5,18 +5,22 @@ GPU, no backend and no ranks. Whoever has no complete record is listed with the 
 would need one.
 """
 
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conformance.observable import columns
+from conformance.observable import Observable, columns
 from conformance.peers.agreement import ORACLE, Member, agreement
 from conformance.peers.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.record.format import Line, Lines, RecordError, read_lines
-from conformance.record.results import SCHEMA, Entry, inside, read_run, replace_json
+from conformance.record.identity import FLOAT64, check_cell, check_oracle
+from conformance.record.results import SCHEMA, Entry, inside, read_run, write_json
 from conformance.record.tensors import Record, read_record
+from conformance.validation import UsageError
 
 FILE = "side_by_side.json"
 
@@ -26,6 +30,7 @@ class _Observed:
     """The records of a cell's legs as far as they can be read: the lines of all steps, and the records with tensors
     only if the files are intact; ``problem`` says what is missing."""
 
+    observables: tuple[Observable, ...] = ()
     digests: tuple[str, ...] = ()
     lines: tuple[Line, ...] = ()
     records: tuple[Record, ...] = ()
@@ -43,14 +48,14 @@ def write_side_by_side(out: Path) -> None:
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
     values = [_group(out, name, entries) for name, entries in several.items()]
-    replace_json(out / FILE, {"schema": SCHEMA, "groups": values}, indent=None)
+    write_json(out / FILE, {"schema": SCHEMA, "groups": values}, indent=None)
 
 
 def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
-    folder = next((path for entry in entries if (path := _oracle(out, entry))), None)
-    reference = _read([folder / "float64"]) if folder else _Observed(problem="no cell of this scenario has a record")
+    folder = next((path for entry in entries if entry.verdict.quantities and (path := _oracle(out, entry))), None)
+    reference = _read_oracle(out, folder) if folder else _Observed(problem="no cell of this scenario was judged")
     observed = [_observe(out, entry, folder, reference) for entry in entries]
-    observables = entries[0].observables
+    observables = reference.observables or entries[0].observables
     shown = columns(observables)
     bounds: Bounds = {
         (q.stage, q.tensor, q.step): q.allowed for entry in entries for q in entry.verdict.quantities
@@ -92,32 +97,43 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _oracle(out: Path, entry: Entry) -> Path | None:
-    return inside(out, out / entry.folder / entry.oracle).resolve() if entry.oracle else None
+    return Path(os.path.normpath(out / entry.folder / entry.oracle)) if entry.oracle else None
 
 
 def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed) -> _Observed:
+    """Only what was judged is compared: the judge has found that such records hold what they should."""
     if not entry.records or not entry.completed or not entry.verdict.quantities:
         return _Observed(problem=entry.verdict.reason.partition("\n")[0])
     if _oracle(out, entry) != oracle:
         return _Observed(problem="it is of another scenario with the same name")
-    one = _read([inside(out, out / entry.folder / record) for record in entry.records])
+    folder = out / entry.folder
+    one = _read(out, [folder / record for record in entry.records], partial(check_cell, cell=entry.cell))
     if one.problem or not reference.problem:
         return one
     return replace(one, records=(), problem=f"of the oracle, {reference.problem}")
 
 
-def _read(paths: Sequence[Path]) -> _Observed:
+def _read_oracle(out: Path, folder: Path) -> _Observed:
+    return _read(out, [folder / FLOAT64], partial(check_oracle, precision=FLOAT64))
+
+
+def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None]) -> _Observed:
     try:
-        legs: list[Lines] = [read_lines(path) for path in paths]
-    except RecordError as error:
+        legs: list[Lines] = [read_lines(inside(out, path)) for path in paths]
+        for path, leg in zip(paths, legs, strict=True):
+            check(path, leg.header)
+    except (RecordError, UsageError) as error:
         return _Observed(problem=str(error))
-    lines = tuple(line for leg in legs for line in leg.steps)
-    digests = tuple(leg.digest for leg in legs)
+    observed = _Observed(
+        observables=legs[0].observables,
+        digests=tuple(leg.digest for leg in legs),
+        lines=tuple(line for leg in legs for line in leg.steps),
+    )
     try:
-        return _Observed(digests=digests, lines=lines, records=tuple(read_record(path) for path in paths))
+        return replace(observed, records=tuple(read_record(path) for path in paths))
     except RecordError as error:
         problem = f"only its loss and gradient norm were, for its tensors are not there: {error}"
-        return _Observed(digests=digests, lines=lines, problem=problem)
+        return replace(observed, problem=problem)
 
 
 def _member(entry: Entry, observed: _Observed) -> Member:

@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from conformance.observable import Observable, observables_from_json
+from conformance.record.files import Unreadable, is_link, read_file
+from conformance.record.schema import wrong_line
 
 SCHEMA = 3
 FILE = "record.jsonl"
+LONGEST = 2**28  # bytes of a file of lines or JSON; of thousands of cells they are some MiB
+MOST_NESTED = 64  # levels of JSON; what the suite writes has less than ten
+AGAIN = "run the cell again"
 Line = dict[str, Any]
 
 
@@ -71,41 +76,48 @@ def read_lines(path: Path) -> Lines:
     Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
     """
     file = path / FILE
-    if not file.is_file():
-        raise RecordError(f"{path} holds no {FILE}: this is not a record, or its cell ended before it wrote anything")
-    raw = file.read_bytes().splitlines(keepends=True)
-    values: list[Line] = []
+    raw = _raw(file)
+    values: list[Any] = []
     problem: RecordError | None = None
     for number, line in enumerate(raw, start=1):
         try:
-            value = json.loads(line)
-        except ValueError:
+            values.append(parse_json(line))
+        except ValueError as error:
             if number < len(raw):
-                problem = DigestMismatch(f"{file}:{number} is not JSON: the file was changed; run the cell again")
+                problem = DigestMismatch(f"{file}:{number} is not JSON ({error}): the file was changed; {AGAIN}")
             break
-        values.append(value if isinstance(value, dict) else {})
-    if not values or values[0].get("type") != "header":
-        raise problem or RecordError(
-            f"{file} does not begin with a header line: not a record, or its beginning is lost; run the cell again"
-        )
-    lines = _sorted(values)
-    problem = problem or _schema(file, lines) or _ending(file, lines, raw) or _order(file, lines)
+    if wrong := _first(file, values):
+        raise problem or wrong
+    right, wrong = _right(file, values, complete=len(values) == len(raw))
+    lines = _sorted(right)
+    problem = problem or _ending(file, lines, values[-1], raw) or wrong or _order(file, lines)
     if problem:
         problem.left = lines
         raise problem
     return lines
 
 
-def _sorted(values: list[Line]) -> Lines:
-    steps = [value for value in values[1:] if value.get("type") == "step" and isinstance(value.get("step"), int)]
-    footer = values[-1] if values[-1].get("type") == "footer" else {}
-    return Lines(header=values[0], loaded=steps[0] if steps else {}, steps=tuple(steps[1:]), footer=footer)
+def _raw(file: Path) -> list[bytes]:
+    if is_link(file.parent):
+        raise RecordError(f"{file.parent} is a link; put the record itself there, or {AGAIN}")
+    try:
+        return read_file(file, limit=LONGEST).splitlines(keepends=True)
+    except FileNotFoundError:
+        raise RecordError(
+            f"{file.parent} holds no {FILE}: this is not a record, or its cell ended before it wrote anything"
+        ) from None
+    except Unreadable as error:
+        raise RecordError(str(error)) from None
 
 
-def _schema(file: Path, lines: Lines) -> RecordError | None:
-    if (schema := lines.header.get("schema")) == SCHEMA:
+def _first(file: Path, values: list[Any]) -> RecordError | None:
+    """What is wrong with the first line as such, whatever it holds."""
+    header = values[0] if values else None
+    if not isinstance(header, dict) or header.get("type") != "header":
+        return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
+    if (schema := header.get("schema")) == SCHEMA:
         return None
-    environment = lines.header.get("environment")
+    environment = header.get("environment")
     writer = environment.get("backend-parity", "unknown") if isinstance(environment, dict) else "unknown"
     return WrongSchema(
         f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the version "
@@ -113,23 +125,41 @@ def _schema(file: Path, lines: Lines) -> RecordError | None:
     )
 
 
-def _ending(file: Path, lines: Lines, raw: list[bytes]) -> RecordError | None:
-    if not lines.footer:
-        last = lines.steps[-1]["step"] if lines.steps else "none"
-        return MissingFooter(f"{file} has no footer: the cell stopped after step {last}; run it again")
-    if record_digest(b"".join(raw[:-1]), lines.footer) != lines.digest:
-        return DigestMismatch(f"{file} does not match its own digest: it was edited; run the cell again")
+def _right(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
+    """The lines before the first one that is not as the suite writes it, and what is wrong with that one."""
+    for place, value in enumerate(values):
+        kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
+        kind = value.get("type") if isinstance(value, dict) else None
+        wrong = wrong_line(value) if kind in kinds else f"a line of type {kind!r} cannot stand there"
+        if wrong:
+            where = f"{file}:{place + 1} is not as the suite writes it ({wrong})"
+            return values[:place], DigestMismatch(f"{where}: the file was changed; {AGAIN}")
+    return values, None
+
+
+def _sorted(values: list[Line]) -> Lines:
+    steps = [value for value in values if value["type"] == "step"]
+    footer = values[-1] if values and values[-1]["type"] == "footer" else {}
+    header = values[0] if values else {}
+    return Lines(header=header, loaded=steps[0] if steps else {}, steps=tuple(steps[1:]), footer=footer)
+
+
+def _ending(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
+    if not isinstance(last, dict) or last.get("type") != "footer":
+        step = lines.steps[-1]["step"] if lines.steps else "none"
+        return MissingFooter(f"{file} has no footer: the cell stopped after step {step}; run it again")
+    if record_digest(b"".join(raw[:-1]), last) != last.get("sha256"):
+        return DigestMismatch(f"{file} does not match its own digest: it was edited; {AGAIN}")
     return None
 
 
 def _order(file: Path, lines: Lines) -> RecordError | None:
-    first = lines.header.get("first_step", 0)
+    first, count = lines.header.get("first_step", 0), lines.footer["steps"]
     seen = [line.get("step") for line in (lines.loaded, *lines.steps)]
-    if seen == [*range(first - 1, first + lines.footer.get("steps", 0))]:
+    if len(seen) == count + 1 and all(step == first - 1 + place for place, step in enumerate(seen)):
         return None
     return DigestMismatch(
-        f"{file} has steps {seen}, but its header and footer promise {lines.footer.get('steps')} from step {first}; "
-        f"run the cell again"
+        f"{file} has steps {seen}, but its header and footer promise {count} from step {first}; {AGAIN}"
     )
 
 
@@ -137,6 +167,27 @@ def record_digest(body: bytes, footer: Line) -> str:
     """SHA-256 of all lines before the footer and of the footer's own values, apart from the digest itself."""
     values = {key: value for key, value in footer.items() if key != "sha256"}
     return hashlib.sha256(body + dumps(values).encode()).hexdigest()
+
+
+def parse_json(data: bytes) -> Any:
+    """A JSON value, nested MOST_NESTED deep at most. Raises ValueError for anything else.
+
+    Not more than JSON: a number that is not finite is a string here, and no name like NaN.
+    """
+    try:
+        value = json.loads(data, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level: list[Any] = [[value]]
+    for _ in range(MOST_NESTED + 1):
+        inner = (each.values() if type(each) is dict else each for each in level)
+        if not (level := [entry for entries in inner for entry in entries if type(entry) in (dict, list)]):
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def dumps(values: Any, *, indent: int | None = None) -> str:

@@ -5,25 +5,38 @@ worst of a stage, the verdict of a run) is worked out when it is asked for and n
 can claim more than it shows.
 """
 
-import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 import conformance
-from conformance.observable import Observable, observables_from_json, observables_to_json, stages
+from conformance.observable import Observable, observables_to_json, stages
 from conformance.record.coverage import Floor, States, claims, floor_from_json
-from conformance.record.format import dumps, number
+from conformance.record.files import Unreadable, Unwritable, read_file, write_file
+from conformance.record.format import LONGEST, dumps, parse_json
+from conformance.record.schema import first_error
 from conformance.record.states import STATES, RunVerdict, State, overall
-from conformance.validation import UsageError
+from conformance.validation import UsageError, shown
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 2
 _NOT_PLAIN = ("verdict", "observables", "other")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
+T = TypeVar("T")
+
+
+def _whole(expected: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError where a field of an expected difference is missing or of another type."""
+    types = {"cells": str, "stage": str, "tensors": str, "reason": str, "link": str, "alone": bool}
+    if wrong := [name for name, kind in types.items() if not isinstance(expected.get(name), kind)]:
+        raise ValueError(f"{', '.join(wrong)} of an expected difference is missing or wrong")
+    return expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +138,7 @@ class Entry:
     completed: bool
     records: tuple[str, ...]
     oracle: str | None
-    expected: dict[str, Any] | None
+    expected: Annotated[dict[str, Any], AfterValidator(_whole)] | None
     reproduce: str
     observables: tuple[Observable, ...] = ()
     verdict: Verdict
@@ -164,9 +177,12 @@ def states_of(entries: Sequence[Entry]) -> States:
 
 
 def write_entry(out: Path, entry: Entry) -> None:
-    """Write the ``verdict.json`` of one cell."""
-    folder = out / entry.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
+    folder = inside(out, out / entry.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(f"{folder} cannot be made: {error.strerror}") from error
     values = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in _NOT_PLAIN}
     verdict = entry.verdict
     rows = [[getattr(q, column) for column in _COLUMNS] for q in verdict.quantities]
@@ -177,11 +193,17 @@ def write_entry(out: Path, entry: Entry) -> None:
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
     }
-    replace_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
+    write_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
 
 
 def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
-    """Write ``summary.json``."""
+    """Write ``summary.json``. Raises Unwritable."""
+    head = {"schema": SCHEMA, "suite_version": conformance.__version__}
+    write_json(out / SUMMARY, {**head, **summary_of(run, entries)}, indent=1)
+
+
+def summary_of(run: Run, entries: Sequence[Entry]) -> dict[str, Any]:
+    """What ``summary.json`` says of a run and its cells."""
     cells = [
         {
             "id": entry.cell,
@@ -196,7 +218,6 @@ def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
     ]
     states = states_of(entries)
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
-    head = {"schema": SCHEMA, "suite_version": conformance.__version__, "verdict": run.verdict(entries)}
     lost, gained = run.floor.changes(states)
     told = {
         "counts": counts,
@@ -205,7 +226,33 @@ def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
         "claims": claims({entry.cell: (entry.verdict.state, entry.verdict.reason) for entry in entries}),
         "cells": cells,
     }
-    replace_json(out / SUMMARY, {**head, **vars(run), "floor": asdict(run.floor), **told}, indent=1)
+    return {"verdict": run.verdict(entries), **vars(run), "floor": asdict(run.floor), **told}
+
+
+def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
+    kept = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
+    return {**kept, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A cell as ``summary.json`` lists it."""
+
+    id: str
+    folder: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Quantities, as ``verdict.json`` holds them."""
+
+    columns: tuple[str, ...]
+    data: tuple[tuple[str, str, int, float, float, float | None, str, str], ...]
+
+
+_RUN, _CELLS = TypeAdapter(Run), TypeAdapter(tuple[Listed, ...])
+_ENTRY, _VERDICT, _TABLE = TypeAdapter(Entry), TypeAdapter(Verdict), TypeAdapter(_Table)
 
 
 def read_run(out: Path) -> tuple[Run, list[Entry]]:
@@ -214,7 +261,7 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
     """
     run, entries = read_verdicts(out)
-    said = {cell["id"]: cell.get("state") for cell in read_json(out / SUMMARY)["cells"]}
+    said = {cell.id: cell.state for cell in read_summary(out)[1]}
     for entry in entries:
         if (state := said[entry.cell]) != entry.verdict.state:
             raise UsageError(
@@ -226,45 +273,57 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
 
 def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
     """As ``read_run``, where the summary may be behind the verdicts: several processes write these, and none that."""
-    summary = read_json(out / SUMMARY)
-    try:
-        run = Run(**{f.name: summary[f.name] for f in fields(Run)} | {"floor": floor_from_json(summary["floor"])})
-        listed = [(str(cell["id"]), out / cell["folder"]) for cell in summary["cells"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{out / SUMMARY} lacks {error}: it was not written by `parity run`, or edited") from None
-    twice = [cell for cell, count in Counter(cell for cell, _ in listed).items() if count > 1]
-    if twice:
-        raise UsageError(f"{out / SUMMARY} names {', '.join(twice)} twice; run into an empty folder")
+    run, listed = read_summary(out)
     entries = []
-    for cell, folder in listed:
-        entry = read_entry(inside(out, folder) / VERDICT)
-        if entry.cell != cell:
+    for cell in listed:
+        file = inside(out, out / cell.folder) / VERDICT
+        entry = read_entry(file)
+        if (entry.cell, entry.folder) != (cell.id, cell.folder):
             raise UsageError(
-                f"{folder / VERDICT} is about {entry.cell}, the summary says {cell}: one of them was edited or comes "
-                f"from another run; run the cells again"
+                f"{file} is about {entry.cell} in {entry.folder}, the summary says {cell.id} in {cell.folder}: one of "
+                f"them was edited or comes from another run; run the cells again"
             )
+        others = entry.other.records if entry.other else ()
+        for path in filter(None, (*entry.records, *others, entry.oracle)):
+            if os.path.relpath(out / entry.folder / path, out).startswith(os.pardir):
+                raise UsageError(f"{file} names {path}, which lies outside of {out}: it was edited; run again")
         entries.append(entry)
     return run, entries
+
+
+def read_summary(out: Path) -> tuple[Run, list[Listed]]:
+    """What ``summary.json`` says of the run, and the cells that it lists. Raises UsageError."""
+    file = out / SUMMARY
+    values = read_json(file)
+    try:
+        floor = floor_from_json(values["floor"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
+    known = {f.name: values[f.name] for f in fields(Run) if f.name in values}
+    run = _typed(_RUN, {**known, "floor": floor}, file)
+    cells = _typed(_CELLS, values.get("cells"), file)
+    if twice := [cell for cell, count in Counter(cell.id for cell in cells).items() if count > 1]:
+        raise UsageError(f"{file} names {', '.join(twice)} twice; run into an empty folder")
+    return run, list(cells)
 
 
 def read_entry(file: Path) -> Entry:
     """The cell whose ``verdict.json`` is ``file``. Raises UsageError for a file that cannot be trusted."""
     values = read_json(file)
-    try:
-        quantities = tuple(_quantity(values["quantities"]["columns"], row) for row in values["quantities"]["data"])
-        if values["state"] not in STATES:
-            raise UsageError(f"{file} has state {values['state']!r}; known: {', '.join(STATES)}. Update backend-parity")
-        verdict = Verdict(state=values["state"], reason=values["reason"], quantities=quantities)
-        known = {f.name: values[f.name] for f in fields(Entry) if f.name not in (*_NOT_PLAIN, "records")}
-        observables = observables_from_json(values["observables"])
-        other = _attempt(values["other"]) if values["other"] else None
-        entry = Entry(**known, records=tuple(values["records"]), observables=observables, verdict=verdict, other=other)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
+    table = _typed(_TABLE, values.get("quantities"), file)
+    if table.data and table.columns != _COLUMNS:
+        raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
+    rows: list[dict[str, Any]] = [dict(zip(_COLUMNS, row, strict=True)) for row in table.data]
+    known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
+    if isinstance(other := known.get("other"), dict):
+        known["other"] = {**other, "verdict": _verdict(other, (), file)}
+    verdict = _verdict(values, tuple(Quantity(**row) for row in rows), file)
+    entry = _typed(_ENTRY, {**known, "verdict": verdict}, file)
+    if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
-            f"{file} is not as the suite wrote it ({error!r}): it was edited; run the cells again"
-        ) from None
+            f"{file} is about {entry.cell}, and names other parts of it: it was edited or comes from another run; run "
+            f"the cells again"
+        )
     if verdict.state in ("conforms", "partly_observed") and (outside := verdict.findings):
         raise UsageError(
             f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
@@ -273,38 +332,30 @@ def read_entry(file: Path) -> Entry:
     return entry
 
 
-def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
-    kept = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
-    return {**kept, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
+def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], file: Path) -> Verdict:
+    if (state := values.get("state")) not in list(STATES):
+        raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
+    return _typed(_VERDICT, {"state": state, "reason": values.get("reason"), "quantities": quantities}, file)
 
 
-def _attempt(values: dict[str, Any]) -> Attempt:
-    """Raises KeyError or TypeError for what ``write_entry`` has not written."""
-    if values["state"] not in STATES:
-        raise TypeError(f"a state, not {values['state']!r}")
-    return Attempt(
-        fresh=bool(values["fresh"]),
-        verdict=Verdict(state=values["state"], reason=str(values["reason"])),
-        completed=bool(values["completed"]),
-        records=tuple(map(str, values["records"])),
-    )
-
-
-def _quantity(columns: Sequence[str], row: Sequence[Any]) -> Quantity:
-    values = dict(zip(columns, row, strict=True))
-    for name in ("observed", "allowed"):
-        values[name] = number(values[name])
-    if values["max_abs"] is not None:
-        values["max_abs"] = number(values["max_abs"])
-    return Quantity(**values)
+def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
+    """``values`` of ``file`` as a dataclass. Raises UsageError."""
+    try:
+        return adapter.validate_python(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"{file} is not as the suite wrote it ({first_error(error)}): it was edited; run the cells again"
+        ) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON file of an output folder. Raises UsageError where it is missing, cut short, or of another version."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(read_file(file, limit=LONGEST))
     except FileNotFoundError:
         raise UsageError(f"there is no {file}; give the complete --out folder of a parity run") from None
+    except Unreadable as error:
+        raise UsageError(str(error)) from None
     except ValueError as error:
         raise UsageError(
             f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again"
@@ -312,20 +363,22 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise UsageError(
-            f"{file} has schema {found}, this version reads {SCHEMA}; use the version of the suite that wrote it"
+            f"{file} has schema {shown(found)}, this version reads {SCHEMA}; use the version of the suite that wrote it"
         )
     return values
 
 
 def inside(out: Path, path: Path) -> Path:
-    """``path``, provided that it lies in the output folder: nothing else of this machine is read or shown."""
-    if not path.resolve().is_relative_to(out.resolve()):
+    """``path``, provided that it lies in the output folder: nothing else of this machine is read, shown or written."""
+    try:
+        lies_inside = path.resolve().is_relative_to(out.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # no name of a file, or links that lead in a circle
+        raise UsageError(f"{path} cannot be a path ({error}): the folder was edited; run again") from None
+    if not lies_inside:
         raise UsageError(f"{path} lies outside of {out}: the folder was edited; run again")
     return path
 
 
-def replace_json(file: Path, values: Any, *, indent: int | None) -> None:
-    """Write a JSON file whole or not at all."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(dumps(values, indent=indent), encoding="utf-8")
-    unfinished.rename(file)
+def write_json(file: Path, values: Any, *, indent: int | None) -> None:
+    """Write a JSON file whole or not at all. Raises Unwritable."""
+    write_file(file, dumps(values, indent=indent))

@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from conformance.observable import Observable, observables_to_json
+from conformance.record.files import Unreadable, file_size
 from conformance.record.format import (
+    AGAIN,
     FILE,
     SCHEMA,
     DigestMismatch,
@@ -29,6 +31,8 @@ from conformance.record.format import (
     read_lines,
     record_digest,
 )
+
+DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record: what weights, gradients and log-probs are held in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +58,14 @@ class StepRecord:
         handle: contextlib.AbstractContextManager[Any] = safe_open(self.path, framework="pt")
         return handle
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the step, by its name; no tensor is read."""
+        with self.open() as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+
     def names(self) -> list[str]:
         """Names of all tensors of the step; none of them is read."""
-        with self.open() as file:
-            return list(file.keys())
+        return list(self.shapes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +156,28 @@ def read_record(path: Path) -> Record:
 
 
 def _read_step(folder: Path, line: Line) -> StepRecord:
-    file = folder / line["tensors"]["file"]
+    if not (named := line.get("tensors")):
+        raise DigestMismatch(f"{folder / FILE} names no tensors of step {line['step']}: it was changed; {AGAIN}")
+    file = folder / named["file"]
     try:
-        if _sha256(file) != line["tensors"]["sha256"]:
-            raise DigestMismatch(f"{file} was changed after the run; run the cell again")
-        with safe_open(file, framework="pt"):
-            return StepRecord(step=line["step"], line=line, path=file)
+        file_size(file)  # refuses what is no file
+        _check_dtypes(file)  # and what is no safetensors file, before anything is read to its end
+        if _sha256(file) != named["sha256"]:
+            raise DigestMismatch(f"{file} was changed after the run; {AGAIN}")
     except FileNotFoundError:
-        raise DigestMismatch(f"{file} is missing; copy the whole record folder, or run the cell again") from None
-    except SafetensorError as error:
-        raise DigestMismatch(f"{file} cannot be read ({error}); run the cell again") from None
+        raise DigestMismatch(f"{file} is missing; copy the whole record folder, or {AGAIN}") from None
+    except Unreadable as error:
+        raise DigestMismatch(str(error)) from None
+    except (SafetensorError, OSError) as error:
+        raise DigestMismatch(f"{file} cannot be read ({error}); {AGAIN}") from None
+    return StepRecord(step=line["step"], line=line, path=file)
+
+
+def _check_dtypes(file: Path) -> None:
+    with safe_open(file, framework="pt") as held:
+        for name in sorted(held.keys()):
+            if (dtype := held.get_slice(name).get_dtype()) not in DTYPES:
+                raise DigestMismatch(f"{file} holds {name} in {dtype}, and no backend computes that; {AGAIN}")
 
 
 def _sha256(path: Path) -> str:

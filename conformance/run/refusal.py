@@ -48,7 +48,7 @@ class Refusals:
             return Verdict(state="unsupported", reason=answer.reason)
         try:
             leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
-        except ValueError as error:
+        except UsageError as error:
             return Verdict(state="unsupported", reason=str(error))
         gpus, ranks = torch.cuda.device_count(), leg.layout.world_size
         if self._device == "cuda" and gpus < ranks:

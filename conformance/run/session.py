@@ -30,6 +30,7 @@ from conformance.run.environment import environment
 from conformance.run.legs import run_legs, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
+from conformance.run.storage import check_folder, lasting
 from conformance.world import Device, Pool
 
 
@@ -81,8 +82,15 @@ class Session:
         self._oracles.__exit__()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Run and judge the cells one after another; their oracles are computed meanwhile."""
+        """Run and judge the cells one after another; their oracles are computed meanwhile.
+
+        Raises Unwritable where the output folder is full or gone.
+        """
         self.announce(cells)
+        with lasting(self.config.out):
+            self._run_announced(cells, progress)
+
+    def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         waiting = deque(cell for cell in cells if not self.refusal(cell))
         for cell in waiting:
             self._request(cell)
@@ -91,6 +99,7 @@ class Session:
                 self._import_ahead(waiting)
                 waiting.popleft()
             judged = self.run(cell)
+            check_folder(self.config.out)
             self.write_summary(finished=False)
             progress(judged)
         self.write_summary(finished=True)
@@ -156,7 +165,7 @@ class Session:
 
     def _judge(self, cell: Cell, records: Sequence[Path]) -> Verdict:
         known = self._expectation(cell)
-        verdict = judge_folders(records, self._oracles.folder(cell))
+        verdict = judge_folders(str(cell), records, self._oracles.folder(cell))
         return apply_expectation(verdict, asdict(known) if known else None)
 
     def _expectation(self, cell: Cell) -> ExpectedDifference | None:

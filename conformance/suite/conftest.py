@@ -14,6 +14,7 @@ from conformance.plan.profile import select_cells
 from conformance.pytest_plugin import OUT, USAGE, demands, selection
 from conformance.record.coverage import Floor
 from conformance.run.session import Session, SessionConfig
+from conformance.validation import UsageError
 
 FLOOR = pytest.StashKey[Floor]()
 
@@ -27,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         cells = select_cells(selection(metafunc.config))
         metafunc.config.stash[FLOOR] = floor_of(demands(metafunc.config), selection(metafunc.config), cells)
-    except ValueError as error:
+    except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
 

@@ -1,0 +1,207 @@
+"""Belongs: the records that a cell is judged by are its own, of every leg in order, and those of its oracle.
+
+A comparison of the wrong records proves nothing, however well they agree (claim 9): a record compared with itself
+conforms, and so does an exact one by the tolerance of fp32. So before anything is compared, the headers are held
+against the cell's id, the oracle's records against what an oracle writes, and both against what the comparison takes
+for granted.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from conformance.layout import Layout
+from conformance.objective import all_observables
+from conformance.observable import Observable
+from conformance.plan.cell import TO
+from conformance.record.format import AGAIN, RecordError
+from conformance.record.identity import FLOAT64, check_cell, check_oracle
+from conformance.record.tensors import Record, StepRecord, read_record
+from conformance.scenario import Scenario, parse_scenario
+
+LAYOUT = "dp1"  # of the oracle, which is one process
+MASTERS = (torch.float32, torch.float64)  # of weights that are trained, in every precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What a cell is judged by. ``noise`` is the oracle's run in the cell's precision; None in the exact tier."""
+
+    legs: tuple[Record, ...]
+    oracle: Record
+    noise: Record | None
+
+
+def read_records(cell: str, legs: Sequence[Path], oracle: Path) -> Records:
+    """Read the records of the cell with this id: of its legs, in order, and of its oracle in the folder ``oracle``.
+
+    Raises RecordError for one that cannot be trusted, and where they do not belong together.
+    """
+    records = tuple(read_record(leg) for leg in legs)
+    if not records:
+        raise RecordError(f"{cell} has no record; {AGAIN}")
+    scenarios = [_scenario(record) for record in records]
+    for record, scenario in zip(records, scenarios, strict=True):
+        check_cell(record.path, record.header, cell=cell)
+        if scenario != scenarios[0]:
+            raise RecordError(f"{record.path} is of another scenario than the legs before it; {AGAIN}")
+    _check_id(cell, records, scenarios[0])
+    _check_order(records, scenarios[0])
+    for record in records:
+        _check_leg(record, is_first=record is records[0])
+    return Records(
+        legs=records,
+        oracle=(reference := _read_oracle(oracle, FLOAT64, scenarios[0])),
+        noise=_read_noise(oracle, scenarios[0], reference),
+    )
+
+
+def _scenario(record: Record) -> Scenario:
+    """The scenario in the header; the record has to be of all that it declares, and of nothing else."""
+    try:
+        scenario = parse_scenario(record.header["scenario"])
+        declared = all_observables(scenario.objective)
+    except Exception as error:  # the objective may be a class of somebody else, and a header may name anything
+        raise RecordError(f"the scenario of {record.path} cannot be read ({error}); {AGAIN}") from None
+    if record.observables != declared:
+        raise RecordError(
+            f"{record.path} observes something else than this version of the suite does for its objective; {AGAIN}, or "
+            f"judge it with the version that wrote it"
+        )
+    _check_shapes(record)
+    return scenario
+
+
+def _check_leg(record: Record, *, is_first: bool) -> None:
+    """What only a cell's record says: how its optimizer began, what each rank did, and in which precision."""
+    ranks, layout = record.footer.get("evidence", ()), Layout.parse(record.header["layout"])
+    if len(ranks) != layout.world_size:
+        raise RecordError(
+            f"{record.path} has the evidence of {len(ranks)} ranks, and {layout} has another number; {AGAIN}"
+        )
+    if not isinstance(record.header.get("backend", {}).get("default_zero", ""), int | None):
+        raise RecordError(f"{record.path} does not say which ZeRO stage the backend has by default; {AGAIN}")
+    if (optimizer := record.header.get("optimizer")) not in (("new",) if is_first else ("new", "loaded")):
+        raise RecordError(f"{record.path} says of its optimizer {optimizer!r}, which cannot be; {AGAIN}")
+    if "leaks" not in record.footer:
+        raise RecordError(f"{record.path} does not say what was left in a lower precision; {AGAIN}")
+
+
+def _check_id(cell: str, records: Sequence[Record], scenario: Scenario) -> None:
+    """The parts of the id that say what was trained and how, against the headers."""
+    name, _, _, layouts, precision, *rest = [*cell.split("/"), "", "", "", ""]
+    seeded = not scenario.seed or f"seed{scenario.seed}" in rest
+    if (scenario.name, scenario.precision) != (name, precision) or not seeded:
+        trained = f"{scenario.name} in {scenario.precision} with seed {scenario.seed}"
+        raise RecordError(f"{records[0].path} trains {trained}, and the cell is {cell}; {AGAIN}")
+    asked = layouts.split(TO)
+    if len(asked) not in (1, len(records)):
+        raise RecordError(f"{cell} has {len(asked)} legs, and {len(records)} records of them are there; {AGAIN}")
+    for place, record in enumerate(records):
+        if (found := record.header.get("layout")) != (layout := asked[place % len(asked)]):
+            raise RecordError(f"{record.path} is of layout {found}, and this leg of {cell} of {layout}; {AGAIN}")
+        try:
+            Layout.parse(layout)
+        except ValueError as error:
+            raise RecordError(f"{record.path}: {error}") from None
+
+
+def _check_order(records: Sequence[Record], scenario: Scenario) -> None:
+    """Each leg goes on where the one before it ended, and there is a step at all."""
+    done = 0
+    for record in records:
+        if (first := record.loaded.step + 1) != done:
+            raise RecordError(f"{record.path} begins with step {first}, and {done} is next; put its legs in order")
+        done += len(record.steps)
+    if not 0 < done <= scenario.steps:
+        raise RecordError(f"{records[0].path.parent} has {done} steps, and its scenario {scenario.steps}; {AGAIN}")
+
+
+def _read_oracle(folder: Path, precision: str, scenario: Scenario) -> Record:
+    """The oracle's record in a precision, with everything that the comparison takes for granted."""
+    record = read_record(folder / precision)
+    check_oracle(record.path, record.header, precision=precision)
+    if record.header.get("layout") != LAYOUT:
+        raise RecordError(f"{record.path} is not of layout {LAYOUT}, which the oracle has; {AGAIN}")
+    if _same(_scenario(record)) != _same(scenario):
+        raise RecordError(f"{record.path} and the cell are of different scenarios; judge each by its own oracle")
+    if len(record.steps) != scenario.steps or record.loaded.step != -1:
+        raise RecordError(f"{record.path} has {len(record.steps)} steps of {scenario.steps}; {AGAIN}")
+    for step in (record.loaded, *record.steps):
+        if lacking := next(_lacking(step, record.observables), ""):
+            raise RecordError(f"{record.path} has {lacking} at step {step.step}; {AGAIN}")
+    return record
+
+
+def _same(scenario: Scenario) -> Scenario:
+    """What of a scenario the oracle's numbers depend on."""
+    return replace(scenario.reference, name="any", precision="exact")
+
+
+def _lacking(step: StepRecord, observables: Sequence[Observable]) -> Iterator[str]:
+    """What an oracle has, and this step of one has not."""
+    shapes = step.shapes()
+    for o in observables:
+        if not o.applies(step.step):
+            continue
+        held = _under(o.key, shapes)
+        if o.kind in ("scalar", "setting"):
+            numbers = {key: step.value(key) for key in (o.key, o.scale or o.key)}
+            yield from (f"{k}={v}" for k, v in numbers.items() if v is None or not math.isfinite(v))
+        elif o.kind == "rows" and held:
+            if not all(row.isdecimal() and len(shape) == 1 for row, shape in held.items()):
+                yield f"rows of {o.key} that are none"
+            elif not any(targets for (targets,) in held.values()):
+                yield f"no target in its rows of {o.key}"
+            if o.scale and _under(o.scale, shapes).keys() != held.keys():
+                yield f"other rows of {o.scale} than of {o.key}"
+        elif o.kind == "tensors" and (not held or any(0 in shape for shape in held.values())):
+            yield f"nothing in its tensors of {o.key}"
+
+
+def _under(key: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of one observable, by name without its key."""
+    prefix = f"{key}/"
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+
+
+def _check_shapes(record: Record) -> None:
+    """A weight has one shape, as loaded and after every step, with something in it."""
+    loaded = record.loaded.shapes()
+    if empty := [name for name, shape in loaded.items() if 0 in shape]:
+        raise RecordError(f"{record.path} has nothing in {empty[0]} as loaded; {AGAIN}")
+    for step in record.steps:
+        for name, shape in step.shapes().items():
+            if loaded.get(name, shape) != shape:
+                raise RecordError(
+                    f"{record.path} has {name} in shape {shape} after step {step.step}, and was loaded with "
+                    f"{loaded[name]}; {AGAIN}"
+                )
+
+
+def _read_noise(folder: Path, scenario: Scenario, oracle: Record) -> Record | None:
+    """The oracle's run in the cell's precision, which begins where the float64 run begins."""
+    if scenario.precision == "exact":
+        return None
+    noise = _read_oracle(folder, scenario.precision, scenario)
+    check_start(noise, oracle)
+    return noise
+
+
+def check_start(noise: Record, oracle: Record) -> None:
+    """Raises RecordError where a run in a lower precision has loaded other weights than the float64 run.
+
+    Weights that are trained are held in float32 at least; those of a frozen model may be rounded, where it is declared.
+    """
+    rounded = tuple(f"{o.key}/" for o in oracle.observables if o.when == "loaded" and o.rounded)
+    with noise.loaded.open() as own, oracle.loaded.open() as reference:
+        if other := set(own.keys()) ^ set(reference.keys()):
+            raise RecordError(f"only one of {noise.path} and {oracle.path} has loaded {min(other)}; {AGAIN}")
+        for name in sorted(own.keys()):
+            tensor, exact = own.get_tensor(name), reference.get_tensor(name)
+            may_be = tensor.dtype in MASTERS or name.startswith(rounded)
+            if not may_be or not torch.equal(tensor, exact.to(tensor.dtype)):
+                raise RecordError(f"{noise.path} has loaded another {name} than {oracle.path}; {AGAIN}")

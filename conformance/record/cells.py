@@ -1,0 +1,98 @@
+"""Cells: what an output folder says of its cells, as far as it can be believed; without torch.
+
+Serves claim 9 (what could not be judged is never green): a verdict that rests on no complete record of the cell and of
+its oracle, or on no quantity, is an infrastructure failure whatever its file says. The command line and the reports
+read cells here, so that an exit code and a page say the same. No tensor is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from conformance.record.format import Line, Lines, RecordError, read_lines
+from conformance.record.identity import FLOAT64, check_cell, check_oracle
+from conformance.record.results import Entry, Run, inside, read_run
+from conformance.record.states import NO_FAULT, STATES
+from conformance.validation import UsageError
+
+ReadLines = Callable[[Path], tuple[Lines | None, str]]
+CheckHeader = Callable[[Path, Line], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BelievedCell:
+    """One cell.
+
+    entry: what its verdict says; an infrastructure failure where that rests on nothing.
+    legs: the lines of its records, of each as much as could be read. oracle: those of the oracle's record.
+    problem: what is wrong with these records; empty if nothing is.
+    """
+
+    entry: Entry
+    legs: tuple[Lines, ...] = ()
+    oracle: Lines | None = None
+    problem: str = ""
+
+
+def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
+    """A run and its cells, in the order in which they were planned.
+
+    Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
+    """
+    run, entries = read_run(out)
+    oracle_lines = cache(_read_lines)  # many cells share an oracle
+    return run, [_believe(out, entry, oracle_lines) for entry in entries]
+
+
+def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
+    folder = out / entry.folder
+    is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
+    found = [_read_own(out, folder / record, _read_lines, is_own) for record in entry.records]
+    legs = tuple(lines for lines, _ in found if lines)
+    problem = next((problem for _, problem in found if problem), "") or _gap(legs)
+    oracle = None
+    if entry.oracle:
+        oracle, theirs = _read_own(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
+        problem = problem or (f"of the oracle: {theirs}" if theirs else "")
+    verdict = entry.verdict
+    if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
+        reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
+        entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
+    return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem)
+
+
+def _read_own(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
+    """As ``read``; nothing of a record that lies outside of ``out``, or is somebody else's."""
+    try:
+        lines, problem = read(inside(out, folder))
+        if lines:
+            check(folder, lines.header)
+    except (UsageError, RecordError) as error:
+        return None, str(error)
+    return lines, problem
+
+
+def _read_lines(folder: Path) -> tuple[Lines | None, str]:
+    """The lines of a record; of a damaged one those that are left, and what is wrong with it."""
+    try:
+        return read_lines(folder), ""
+    except RecordError as error:
+        return error.left, str(error)
+
+
+def _gap(legs: tuple[Lines, ...]) -> str:
+    """What is wrong with the order of complete legs: each goes on where the one before it ended."""
+    steps = [line["step"] for leg in legs for line in leg.steps]
+    if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
+        return ""
+    return f"the steps of its legs, {steps}, do not follow one another. Run it again."
+
+
+def _nothing(entry: Entry) -> str:
+    """Why a verdict that is not a failure rests on nothing; empty when it is sound."""
+    if not entry.records:
+        return "there is no record of the cell. Run it again."
+    if not entry.completed:
+        return "the cell did not come to its end. Run it again."
+    return "" if entry.verdict.quantities else "nothing was compared. Judge it again."

@@ -1,0 +1,109 @@
+"""Schema: what the lines of a record hold, by type; without torch.
+
+Readers of lines rely on it, so that none of them has to ask whether a number is one (claim 9). Keys that are not named
+here are allowed and are not looked at.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictInt, TypeAdapter, ValidationError
+
+from conformance.observable import Observable, observables_from_json
+
+Count = Annotated[StrictInt, Field(ge=0)]
+Pass = Annotated[str, Field(pattern=r"^(forward|backward [0-9]{1,9}|later)$")]  # of a training step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    observables: tuple[Observable, ...]
+    first_step: Count
+    cell: str = ""
+    layout: str = ""
+    scenario: dict[str, Any] = field(default_factory=dict)
+    backend: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Differing:
+    name: str
+    ranks: tuple[StrictInt, ...]
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replicas:
+    offered: Count
+    compared: Count
+    differing: tuple[_Differing, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorFile:
+    """``file`` is a name in the record's own folder."""
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    step: StrictInt
+    values: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, _Replicas] = field(default_factory=dict)
+    seconds: float = 0.0
+    tensors: _TensorFile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leak:
+    op: str
+    where: str
+    count: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evidence:
+    collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
+    products: tuple[tuple[str, Literal["forward", "backward"], Count], ...]
+    widths: tuple[StrictInt, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Footer:
+    steps: Count
+    sha256: str
+    leaks: tuple[_Leak, ...] = ()
+    evidence: tuple[_Evidence, ...] = ()
+
+
+_KINDS = {"header": _Header, "step": _Step, "footer": _Footer}
+
+
+def wrong_line(line: dict[str, Any]) -> str:
+    """What is wrong with a line of a record; empty if nothing is. Its ``type`` is one of those that there are."""
+    try:
+        _adapter(line["type"]).validate_python(line)
+        if line["type"] == "header":
+            observables_from_json(line["observables"])  # refuses fields of another version, which pydantic would not
+    except ValidationError as error:
+        return first_error(error)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def first_error(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_KINDS[kind])

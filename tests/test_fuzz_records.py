@@ -1,0 +1,27 @@
+"""Whatever is done to an output folder: an answer with an exit code, in time, and nothing wrong in it (claim 9)."""
+
+from pathlib import Path
+
+import pytest
+from fuzz_records import check, main
+from run_sample import write_sample_run
+
+SEEDS = 120
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample_run(tmp_path_factory.mktemp("run") / "out")
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+def test_a_mutated_folder_is_judged_and_reported_and_what_was_spoiled_does_not_conform(
+    sample: Path, first: int
+) -> None:
+    for seed in range(first, first + 10):
+        check(seed, sample)
+
+
+@pytest.mark.exhaustive
+def test_five_thousand_mutations() -> None:
+    assert main(100_000, 5_000) == 0
