@@ -190,7 +190,8 @@ def _worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
     at = int(errors.argmax()) if len(errors) else 0
     error = finite(errors.max().item() if len(errors) else 0.0)
     tensor, where = f"{name} {OF_ROWS}", f"row {at}"
-    return Measurement(stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True)
+    scale = ((x[at] * ref[at]).sum() / norms[at].square()).item() if len(errors) and norms[at] else None
+    return Measurement(stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True, scale=scale)
 
 
 def _rows(
