@@ -194,5 +194,5 @@ def test_tensors_of_a_type_that_nothing_is_computed_in_are_refused(tmp_path: Pat
     writer = RecordWriter(tmp_path / "record", {}, observables=OBSERVABLES)
     writer.loaded({"weight/a": torch.zeros(2).to(dtype)})
     writer.finish({})
-    with pytest.raises(DigestMismatch, match="holds weight/a in .*, and no backend computes that"):
+    with pytest.raises(DigestMismatch, match=r"holds weight/a in .*, and no backend computes that"):
         read_record(tmp_path / "record")
