@@ -11,7 +11,8 @@ from conftest import make_cell
 from conformance.backend import BackendEntry
 from conformance.judge.again import rejudge
 from conformance.judge.twice import in_both, told_of
-from conformance.plan.cell import Cell
+from conformance.layout import Layout
+from conformance.plan.cell import Cell, Leg
 from conformance.record.results import Attempt, Quantity, Verdict
 from conformance.run.session import Session, SessionConfig
 from reports.load import read_report
@@ -56,6 +57,15 @@ def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session:
 def test_a_backend_that_asks_for_fresh_ranks_gets_them_for_every_cell(session: Session) -> None:
     verdict, values = run(session, "Isolated")
     assert (verdict.state, values["other"]) == ("conforms", None)
+
+
+def test_each_leg_of_a_cell_runs_in_ranks_that_have_seen_no_other(session: Session) -> None:
+    entry = BackendEntry(name="legs", target="plain_variants:Leftover")  # ranks of its own, by the name
+    scenario = make_cell("sft-sgd", "llama", "dp2", "fp32", steps=4, rows=12).scenario
+    before = Leg(backend=entry, layout=Layout(dp=2), steps=2, save="checkpoint")
+    after = Leg(backend=entry, layout=Layout(dp=2), steps=2)
+    verdict = session.run(Cell(scenario=scenario, legs=(before, after), program="resume")).verdict
+    assert verdict.state == "conforms", verdict.reason
 
 
 def test_a_cell_that_differs_in_fresh_ranks_too_says_so(session: Session) -> None:
