@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.record.results import Quantity, read_json, read_summary
+from conformance.record.results import SUMMARY, Listed, Quantity, read_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
 from conformance.validation import UsageError
@@ -108,7 +108,17 @@ class Group:
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
 
-_GROUP = TypeAdapter(Group)
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What is told of the run itself. A published one may be of an earlier version, whose summary held less."""
+
+    command: str
+    device: str
+    environment: dict[str, Any]
+    cells: tuple[Listed, ...]
+
+
+_GROUP, _RUN = TypeAdapter(Group), TypeAdapter(_Run)
 
 
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
@@ -130,12 +140,11 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
 
 def to_markdown(out: Path) -> str:
     """All groups as Markdown, and what was run; raises UsageError where there is nothing to set side by side."""
-    run, cells = read_summary(out)
-    groups = read_groups(out)
+    groups, run = read_groups(out), _read_run(out / SUMMARY)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
     if not groups:
-        ran = dict.fromkeys("".join(cell.id.split("/")[2:3]) for cell in cells if cell.state != "unsupported")
+        ran = dict.fromkeys("".join(cell.id.split("/")[2:3]) for cell in run.cells if cell.state != "unsupported")
         found = ", ".join(ran) or "none"
         raise UsageError(
             f"nothing in {out} to set side by side: no scenario was run, with the same model and precision, by two "
@@ -192,6 +201,13 @@ def _is_of(group: Group, report: Report) -> bool:
         if member.records and member.records != tuple(leg.digest for leg in cell.legs):
             return False
     return True
+
+
+def _read_run(file: Path) -> _Run:
+    try:
+        return _RUN.validate_python(read_json(file))
+    except ValidationError as error:
+        raise UsageError(f"{file} is not as the suite wrote it ({first_error(error)}): it was edited") from None
 
 
 def _groups(values: Any, file: Path) -> list[Group]:

@@ -112,6 +112,7 @@ def test_the_noise_is_no_oracle(out: Path) -> None:
         (lambda header: header["scenario"].update(objective={"kind": "os:nothing"}), "cannot be imported"),
         (lambda header: header["scenario"].update(objective={"kind": "os:getcwd"}), "cannot be read"),
         (lambda header: header["observables"].pop(), "observes something else than this version of the suite"),
+        (lambda header: header["backend"].pop("default_zero"), "does not say which ZeRO stage the backend has"),
         (lambda header: header.update(optimizer="loaded"), "says of its optimizer 'loaded', which cannot be"),
     ],
 )
@@ -122,6 +123,11 @@ def test_a_header_that_says_something_else_is_an_error_with_the_words(
     reasons = spoiled(out)
     assert reasons.keys() == {EXACT}
     assert words in reasons[EXACT]
+
+
+def test_every_rank_gives_evidence(out: Path) -> None:
+    change_lines(out / record_folders(EXACT)[0], lambda lines: lines[-1]["evidence"].pop())
+    assert "has the evidence of 1 ranks, and dp2 has another number" in spoiled(out)[EXACT]
 
 
 def test_what_was_left_in_a_lower_precision_has_to_be_told(out: Path) -> None:
