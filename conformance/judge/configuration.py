@@ -25,10 +25,12 @@ RECOMPUTED = 2.6
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 
-def configurations(legs: Sequence[Record], scenario: Scenario, *, vocabulary: int) -> Iterator[Measurement]:
+def configurations(
+    legs: Sequence[Record], scenario: Scenario, *, vocabulary: int, frozen: int
+) -> Iterator[Measurement]:
     """A measurement for every claim of every leg: 0 where it holds, infinite where not, at the step before its first.
 
-    ``vocabulary``: rows of the embedding.
+    ``vocabulary``: rows of the embedding. ``frozen``: how many matrices of linear layers are not trained.
     """
     for leg in legs:
         ranks = leg.footer.get("evidence", [])
@@ -36,7 +38,7 @@ def configurations(legs: Sequence[Record], scenario: Scenario, *, vocabulary: in
             continue
         layout, seen = Layout.parse(leg.header["layout"]), _Seen(ranks)
         stage = leg.header["backend"]["default_zero"] if layout.zero is None else layout.zero
-        for claim, holds in _claims(layout, seen, scenario, stage=stage, vocabulary=vocabulary):
+        for claim, holds in _claims(layout, seen, scenario, stage=stage, vocabulary=vocabulary, frozen=frozen):
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"{layout}: {claim}",
@@ -97,13 +99,14 @@ def _anywhere(where: str) -> bool:
 
 
 def _claims(
-    layout: Layout, seen: _Seen, scenario: Scenario, *, stage: int | None, vocabulary: int
+    layout: Layout, seen: _Seen, scenario: Scenario, *, stage: int | None, vocabulary: int, frozen: int
 ) -> Iterator[tuple[str, bool]]:
     forward = seen.products("forward")
     if forward:
         dtype = DTYPES[scenario.precision]
         yield f"products in {dtype}", seen.products("forward", dtype) >= forward / 3
-        recomputed = seen.products("backward") > RECOMPUTED * forward
+        left_out = frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
+        recomputed = seen.products("backward") + left_out > RECOMPUTED * forward
         yield (
             ("activations are recomputed" if "ckpt" in layout.options else "activations are kept"),
             recomputed == ("ckpt" in layout.options),

@@ -56,7 +56,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     gradients = gradient_stages(observables)
     found = [
         *measure(legs, oracle),
-        *configurations(legs, scenario, vocabulary=_vocabulary(oracle)),
+        *configurations(legs, scenario, vocabulary=_vocabulary(oracle), frozen=_frozen_matrices(oracle)),
         *rebuilt_updates(legs, oracle, scenario),
         *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
     ]
@@ -90,6 +90,15 @@ def _vocabulary(oracle: Record) -> int:
     """Rows of the policy's embedding."""
     tensors = named(oracle.loaded.tensors(), "weight")
     return next((len(tensor) for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")), 0)
+
+
+def _frozen_matrices(oracle: Record) -> int:
+    """Of the policy's linear layers, those that are not trained."""
+    trained = named(oracle.steps[0].tensors(), "gradient") if oracle.steps else {}
+    loaded = named(oracle.loaded.tensors(), "weight").items()
+    return sum(
+        tensor.ndim == 2 and name not in trained and not name.endswith("embed_tokens.weight") for name, tensor in loaded
+    )
 
 
 def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
