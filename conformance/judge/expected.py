@@ -4,6 +4,7 @@ import fnmatch
 from dataclasses import replace
 from typing import Any
 
+from conformance.judge.tolerance import OF_ROWS
 from conformance.record.results import Verdict
 
 
@@ -17,7 +18,10 @@ def apply_expectation(verdict: Verdict, known: dict[str, Any] | None) -> Verdict
         return verdict
     start = next(((f.stage, f.step) for f in verdict.findings), None)
     judged = [f for f in verdict.findings if known["alone"] or (f.stage, f.step) == start]
-    named = all(f.stage == known["stage"] and fnmatch.fnmatchcase(f.tensor, known["tensors"]) for f in judged)
+    named = all(
+        f.stage == known["stage"] and fnmatch.fnmatchcase(f.tensor.removesuffix(f" {OF_ROWS}"), known["tensors"])
+        for f in judged
+    )
     if verdict.first_stage == known["stage"] and named:
         return replace(verdict, state="expected_difference", reason=f"{known['reason']} ({known['link']})")
     return replace(
