@@ -67,7 +67,7 @@ OPTIMIZER_FAULTS = (
     Fault(
         name="summed-in-bf16",
         summary="gradients are reduced, or added up over micro-batches, in bf16",
-        source="https://github.com/ISEEKYAN/Megatron-LM/pull/149",
+        source="https://github.com/ISEEKYAN/Megatron-LM/issues/149",
         seam="summing_dtype",
         stage="gradients",
         loss_blind=True,
