@@ -62,10 +62,10 @@ def run_task(pool: Pool, folder: Path, task: str, size: int, *, world: str = "sh
 LEAVING = [
     exhaustive("dp2.zero0"),
     exhaustive("dp2.zero1"),
-    "dp2.zero2",
+    exhaustive("dp2.zero2"),
     exhaustive("dp2.zero3"),
     "dp2.zero3.shardinit",
-    "tp2.zero1",
+    exhaustive("tp2.zero1"),
     exhaustive("ulysses2.zero2"),
     "tp2.ulysses2.zero3",
 ]
@@ -90,7 +90,7 @@ def test_a_world_holds_no_more_after_its_second_cell_of_a_kind_than_after_the_fi
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2.zero0",
+        exhaustive("dp2.zero0"),
         exhaustive("dp2.zero2"),
         "dp2.zero3",
         exhaustive("tp2.zero3"),
@@ -115,7 +115,7 @@ def test_what_one_process_cannot_hold_at_a_time_is_refused(pool: Pool, tmp_path:
     [
         ("llama", "dp2.zero1"),
         ("pangu", "tp2.zero3"),
-        ("qwen3", "tp2.zero0"),
+        exhaustive("qwen3", "tp2.zero0"),
         ("gemma3", "ulysses2.zero2"),
         ("llama", "dp2.zero3.shardinit.ownopt"),
         *(exhaustive("llama", f"{cut}.zero{stage}") for cut in ("dp2", "tp2", "sp2", "ulysses2") for stage in range(4)),

@@ -67,9 +67,9 @@ def worst(results: list[dict[str, dict[str, float]]]) -> float:
     [
         ("tp2", "qwen3"),
         ("tp2.plan", "pangu"),
-        ("tp2.seqpar.losspar", "gemma3"),
+        exhaustive("tp2.seqpar.losspar", "gemma3"),
         ("dp2.ckpt.offload", "llama"),
-        ("sp2", "gemma3"),
+        exhaustive("sp2", "gemma3"),
         *itertools.starmap(exhaustive, itertools.product(["tp2", "tp2.plan", "tp2.seqpar.losspar", "sp2"], FAMILIES)),
         exhaustive("dp2", "pangu"),
         exhaustive("dp2.ckpt.offload", "gemma3"),

@@ -1,7 +1,7 @@
 """Cells of several legs: one backend after the other, each in processes that have never seen the one before."""
 
 import pytest
-from cells import BACKENDS, HONEST, assert_honest, folder_of, record_of
+from cells import BACKENDS, HONEST, assert_honest, exhaustive, folder_of, record_of
 from conftest import make_cell
 
 from conformance.layout import Layout
@@ -19,7 +19,7 @@ def program(scenario: str, model: str, *legs: tuple[str, str, int, Handover | No
     return Cell(scenario=config, legs=tuple(parts), program="legs")
 
 
-@pytest.mark.parametrize("model", ["pangu", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("model", ["pangu", exhaustive("qwen3")])
 def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session: Session, model: str) -> None:
     cell = program(
         "sft-packed",
@@ -45,11 +45,11 @@ def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session:
     ("backend", "before", "after"),
     [
         ("fsdp2", "dp2", "tp2"),
-        ("megatron", "tp2.seqpar", "pp2.vpp2"),
+        exhaustive("megatron", "tp2.seqpar", "pp2.vpp2"),
         ("megatron", "dp2.zero1.overlap", "sp2"),
-        pytest.param("fsdp2", "sp2", "dp2", marks=pytest.mark.exhaustive),
-        pytest.param("megatron", "pp2", "dp2.zero1", marks=pytest.mark.exhaustive),
-        pytest.param("megatron", "dp2.zero1", "tp2.zero1", marks=pytest.mark.exhaustive),
+        exhaustive("fsdp2", "sp2", "dp2"),
+        exhaustive("megatron", "pp2", "dp2.zero1"),
+        exhaustive("megatron", "dp2.zero1", "tp2.zero1"),
     ],
 )
 def test_training_goes_on_in_another_layout(session: Session, backend: str, before: str, after: str) -> None:

@@ -188,6 +188,7 @@ def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: 
 # --- a model folder with code of its own ---
 
 
+@pytest.mark.exhaustive
 def test_code_of_a_model_is_run_with_the_option_only(pytester: pytest.Pytester) -> None:
     model = Path(shutil.copytree(FIXTURES / "models" / "pangu", pytester.path / "mine"))
     with (model / "configuration_openpangu_dense.py").open("a") as code:
@@ -294,6 +295,7 @@ def test_an_interrupted_run_is_incomplete(pytester: pytest.Pytester, monkeypatch
     check_incomplete(run)
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_worker_crashed_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP", "crash")
     workers = ("-n", "1", "--max-worker-restart", "0")
@@ -318,6 +320,7 @@ def test_wrong_options_are_one_message(pytester: pytest.Pytester, arguments: tup
     check_usage(run_pytest_here(pytester, *SUITE, *arguments), message)
 
 
+@pytest.mark.exhaustive
 def test_wrong_options_that_a_worker_finds_are_one_message(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, *SUITE, "--parity-profile", "nope", "-n", "1")
     check_usage(run, "ERROR: no profile 'nope'; known: ")
