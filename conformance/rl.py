@@ -12,11 +12,15 @@ Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the tab
 * Statistics over tokens (whitening) are those of the whole roll-out.
 """
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from conformance.batch import Batch
+from conformance.observable import LOGPROBS, LOSS, TOKEN_COUNT, Observable
+from conformance.role import CRITIC, POLICY, REFERENCE, Role
 from conformance.validation import STRICT
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -27,6 +31,14 @@ Positive = Annotated[float, Field(strict=True, gt=0, le=1e6)]
 Clip = Annotated[float, Field(strict=True, gt=0, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+METRICS = ("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_max")
+
+
+def rows(key: str, stage: str, *, column: str = "") -> Observable:
+    """A number of each response token that every rank which holds the row has."""
+    return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -70,13 +82,54 @@ class PolicyGradient:
     kl_penalty: KlEstimator = "kl"
     rollout_is_threshold: Positive | None = None
 
-    columns: ClassVar[tuple[str, ...]] = ("group", "reward", "rollout_logprob")
+    reads: ClassVar[Literal["samples", "rollouts"]] = "rollouts"
 
     def __post_init__(self) -> None:
         if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_scale_factor is not None):
             raise ValueError(
                 "loss_scale_factor is the divisor of loss_agg_mode 'seq-mean-token-sum-norm' and of no other; give both"
             )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self.kl_coef or self.kl_loss_coef)
+
+    def observables(self) -> tuple[Observable, ...]:
+        old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
+        reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
+        parts = ["pg_loss", "entropy_loss", *(["kl_loss"] if self.kl_loss_coef else [])]
+        # A policy loss cancels: its error is relative to what it is made of.
+        metrics = [Observable(key=key, stage="policy metrics", kind="scalar", replicated="all ranks") for key in METRICS]
+        return (
+            *old,
+            *reference,
+            *self.estimates(),
+            rows("advantage", "advantages", column="advantages"),
+            replace(LOGPROBS, required=True),
+            rows("entropy", "entropy"),
+            rows("ratio", "ratios"),
+            TOKEN_COUNT,
+            replace(TOKEN_COUNT, key="sequence_count"),
+            *(replace(LOSS, key=key, scale="loss_scale", column="", drawn=False) for key in parts),
+            replace(LOSS, scale="loss_scale"),
+            *metrics,
+            *self.of_critic(),
+        )
+
+    def estimates(self) -> tuple[Observable, ...]:
+        """What a critic says of a roll-out before its first update."""
+        return ()
+
+    def of_critic(self) -> tuple[Observable, ...]:
+        """What is observed of a critic's update."""
+        return ()
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -108,3 +161,15 @@ class Ppo(PolicyGradient):
     gamma: Discount = 1.0
     lam: Discount = 1.0
     cliprange_value: Positive = 0.5
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (*super().roles, CRITIC)
+
+    def estimates(self) -> tuple[Observable, ...]:
+        explained = Observable(key="critic.explained_var", stage="returns", kind="scalar", replicated="all ranks")
+        return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
+
+    def of_critic(self) -> tuple[Observable, ...]:
+        clipped = Observable(key="critic.clipfrac", stage="critic metrics", kind="scalar", replicated="all ranks")
+        return (rows("critic.value", "values"), replace(LOSS, key="critic.loss", column="critic loss"), clipped)

@@ -7,8 +7,9 @@ import torch
 
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
-from conformance.objective import Objective, Role
+from conformance.objective import Objective
 from conformance.observable import model_key
+from conformance.role import Role
 from impl.collate import MicroBatch, collate
 from impl.micro_batches import Loss
 from impl.objectives import Evaluation, ObjectiveFunctions, functions_of

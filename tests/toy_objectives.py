@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
-from conformance.objective import POLICY, Role
 from conformance.observable import LOGPROBS, LOSS, TOKEN_COUNT, Observable
 from conformance.oracle import objectives as oracle
+from conformance.role import CRITIC, POLICY, REFERENCE, Role
 from conformance.validation import STRICT
 from impl import objectives as impl
 from impl.collate import MicroBatch
@@ -46,7 +46,7 @@ class WeightedSft:
     kind: Literal["toy_objectives:WeightedSft"] = "toy_objectives:WeightedSft"
     power: float = 1.0
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    columns: ClassVar[tuple[str, ...]] = ("weight",)
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
 
     def observables(self) -> tuple[Observable, ...]:
         weight = Observable(key="weight_sum", stage="loss", kind="scalar", replicated="all ranks")
@@ -119,8 +119,6 @@ class ImplWeightedSft:
         return impl.Evaluation(loss=loss, values={"loss": loss}, rows=rows)
 
 
-REFERENCE = Role(name="reference", trained=False)
-CRITIC = Role(name="critic", head="value")
 RETURNS = 0.5  # what a return is multiplied with, so that it is of the size of a value
 
 
@@ -130,7 +128,7 @@ class PolicyAndValue:
 
     kind: Literal["toy_objectives:PolicyAndValue"] = "toy_objectives:PolicyAndValue"
     roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY, CRITIC)
-    columns: ClassVar[tuple[str, ...]] = ("return",)
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
 
     def observables(self) -> tuple[Observable, ...]:
         reference = replace(LOGPROBS, key="reference.logprob", stage="reference log-probs", required=True)

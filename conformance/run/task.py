@@ -19,9 +19,10 @@ from conformance import faults
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
-from conformance.objective import Role, all_observables
+from conformance.objective import all_observables
 from conformance.observable import Observable, model_key, unobserved_step
 from conformance.record.tensors import RecordWriter
+from conformance.role import Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.replicas import Replicas, compare

@@ -17,7 +17,7 @@ import transformers
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
 from conformance.backend import NamedTensors, Shard, TensorKind
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.inputs.model import weight_files
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
