@@ -33,12 +33,18 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
-METRICS = ("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_max")
+# Metrics as verl prints them, and what an error is relative to: a difference of log-probs to their size.
+METRICS = {"ppo_kl": "logprob_scale", "pg_clipfrac": "", "pg_clipfrac_lower": "", "ratio_mean": "", "ratio_max": ""}
 
 
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
     """A number of each response token that every rank which holds the row has."""
     return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
+
+
+def scalar(key: str, stage: str) -> Observable:
+    """A number of the whole step."""
+    return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -103,7 +109,7 @@ class PolicyGradient:
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
         parts = ["pg_loss", "entropy_loss", *(["kl_loss"] if self.kl_loss_coef else [])]
         # A policy loss cancels: its error is relative to what it is made of.
-        metrics = [Observable(key=key, stage="policy metrics", kind="scalar", replicated="all ranks") for key in METRICS]
+        metrics = [replace(scalar(key, "policy metrics"), scale=scale) for key, scale in METRICS.items()]
         return (
             *old,
             *reference,
@@ -167,9 +173,9 @@ class Ppo(PolicyGradient):
         return (*super().roles, CRITIC)
 
     def estimates(self) -> tuple[Observable, ...]:
-        explained = Observable(key="critic.explained_var", stage="returns", kind="scalar", replicated="all ranks")
+        explained = scalar("critic.explained_var", "returns")
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
-        clipped = Observable(key="critic.clipfrac", stage="critic metrics", kind="scalar", replicated="all ranks")
-        return (rows("critic.value", "values"), replace(LOSS, key="critic.loss", column="critic loss"), clipped)
+        loss = replace(LOSS, key="critic.loss", column="critic loss")
+        return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))

@@ -20,6 +20,7 @@ from conformance.role import CRITIC, POLICY, REFERENCE, Role
 from conformance.validation import STRICT
 from impl import objectives as impl
 from impl.collate import MicroBatch
+from impl.evaluation import Evaluation
 from impl.outputs import Outputs, Wanted
 
 
@@ -102,6 +103,9 @@ class ImplWeightedSft:
             total += sum(w**self.power for w, target in zip(column, document.targets, strict=True) if target)
         return {"weight_sum": total}
 
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
     def evaluate(
         self,
         model: str,
@@ -110,13 +114,13 @@ class ImplWeightedSft:
         *,
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
-    ) -> impl.Evaluation:
+    ) -> Evaluation:
         assert outputs.logprobs is not None
         assert outputs.entropy is not None
         weights = inputs.columns["weight"].where(inputs.targets, 0) ** self.power
         loss = -(weights * outputs.logprobs).sum() / totals["weight_sum"]
         rows = {"logprob": outputs.logprobs, "entropy": outputs.entropy}
-        return impl.Evaluation(loss=loss, values={"loss": loss}, rows=rows)
+        return Evaluation(loss=loss, values={"loss": loss}, rows=rows)
 
 
 RETURNS = 0.5  # what a return is multiplied with, so that it is of the size of a value
@@ -181,6 +185,9 @@ class ImplPolicyAndValue:
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {"token_count": sum(row.target_count for row in rows)}
 
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
     def evaluate(
         self,
         model: str,
@@ -189,21 +196,21 @@ class ImplPolicyAndValue:
         *,
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
-    ) -> impl.Evaluation:
+    ) -> Evaluation:
         count = 2 * totals["token_count"]
         if outputs.values is not None:
             off = (outputs.values - RETURNS * inputs.columns["return"]).where(inputs.targets, 0)
             loss = off.square().sum() / count
-            return impl.Evaluation(loss=loss, values={"critic.loss": loss}, rows={"critic.value": outputs.values})
+            return Evaluation(loss=loss, values={"critic.loss": loss}, rows={"critic.value": outputs.values})
         assert outputs.logprobs is not None
         if model == "reference":
-            return impl.Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
+            return Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
         known = others["reference"].logprobs
         assert known is not None
         assert outputs.targets is not None
         loss = (outputs.logprobs - known).square().sum() / count
         values = {"loss": loss, "token_count": outputs.targets.sum()}
-        return impl.Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
+        return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 
 
 oracle.FUNCTIONS |= {

@@ -65,7 +65,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
 
 
 def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
-    """The batches of a scenario for the Hugging Face folder ``model``, from the kind of data that its objective reads."""
+    """The batches of a scenario for the Hugging Face folder ``model``, from what its objective reads."""
     build = {"samples": build_batches, "rollouts": build_rollouts}[scenario.objective.reads]
     return build(scenario, model)
 

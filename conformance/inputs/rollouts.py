@@ -95,7 +95,7 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
     group, reward = record.get("group"), record.get("reward")
     if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
         raise UsageError(f"{place}: 'group' has to be a number from 0 on, got {shown(group)}")
-    if not _is_number(reward) or not abs(reward) <= 1e6:
+    if not isinstance(reward, int | float) or not _is_number(reward) or not abs(reward) <= 1e6:
         raise UsageError(f"{place}: 'reward' has to be a finite number, got {shown(reward)}")
     return Document(
         (*prompt, *completion),

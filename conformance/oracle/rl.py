@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.batch import Batch, Document
-from conformance.oracle.objectives import Term, target_logprobs, target_positions
+from conformance.oracle.term import Term, target_logprobs, target_positions
 from conformance.rl import Grpo, Ppo
 from conformance.role import CRITIC, POLICY, REFERENCE
 
@@ -35,9 +35,7 @@ class PolicyGradient:
             return values_of(output, document, stable=stable)
         return target_logprobs(output, document, stable=stable, temperature=self.objective.temperature)
 
-    def annotate(
-        self, batches: Sequence[Batch], found: Mapping[str, Responses], *, stable: torch.dtype
-    ) -> list[Batch]:
+    def annotate(self, batches: Sequence[Batch], found: Mapping[str, Responses], *, stable: torch.dtype) -> list[Batch]:
         flat = [document for batch in batches for document in batch.documents]
         known = {model: [numbers for batch in outputs for numbers in batch] for model, outputs in found.items()}
         sampled = [of_targets(d, "rollout_logprob", stable) for d in flat]
@@ -45,7 +43,9 @@ class PolicyGradient:
         columns: dict[str, list[Tensor]] = {"old_logprob": old}
         if self.objective.rollout_is_threshold is not None:
             cap = self.objective.rollout_is_threshold
-            columns["importance"] = [(o - s).exp().clamp(max=cap) for o, s in zip(old, sampled, strict=True)]
+            columns["importance"] = [
+                (o - s).clamp(-20, 20).exp().clamp(max=cap) for o, s in zip(old, sampled, strict=True)
+            ]
         if REFERENCE.name in known:
             columns["reference_logprob"] = known[REFERENCE.name]
         rewards = [self._rewards(d, n, columns, stable) for n, d in enumerate(flat)]
@@ -88,13 +88,13 @@ class PolicyGradient:
         return {
             "token_count": sum(lengths),
             "sequence_count": sum(length > 0 for length in lengths),
-            "loss_scale": self._loss_scale(batch),
+            # What a policy loss and a difference of log-probs are made of, and mostly cancel out of.
+            "loss_scale": self._mean_size(batch, "advantage"),
+            "logprob_scale": self._mean_size(batch, "old_logprob"),
         } | self.summary(batch)
 
-    def _loss_scale(self, batch: Batch) -> float:
-        """What a policy loss is made of and mostly cancels out of: the mean |advantage| of the tokens."""
-        taken = [of_targets(document, "advantage", torch.float64).abs() for document in batch.documents]
-        return torch.cat(taken).mean().item()
+    def _mean_size(self, batch: Batch, name: str) -> float:
+        return torch.cat([of_targets(d, name, torch.float64).abs() for d in batch.documents]).mean().item()
 
     def summary(self, batch: Batch) -> dict[str, float]:
         """Numbers of the batch that depend on no forward pass of this step."""
@@ -205,8 +205,8 @@ class GrpoFunctions(PolicyGradient):
                 for d, tokens in zip(documents, rewards, strict=True)
             ]
         )
-        found = torch.stack([self._of_group(n, scores, torch.tensor(groups)) for n in range(len(groups))])
-        spread = [found[n].expand(len(tokens)) for n, tokens in enumerate(rewards)]
+        of_group = [self._of_group(n, scores, torch.tensor(groups)) for n in range(len(groups))]
+        spread = [of_group[n].expand(len(tokens)) for n, tokens in enumerate(rewards)]
         return {"advantage": whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
 
     def _of_group(self, n: int, scores: Tensor, groups: Tensor) -> Tensor:
@@ -262,7 +262,8 @@ class PpoFunctions(PolicyGradient):
     def _critic(self, output: Tensor, document: Document, totals: Mapping[str, float], stable: torch.dtype) -> Term:
         values = values_of(output, document, stable=stable)
         old, wanted = (of_targets(document, name, stable) for name in ("value", "return"))
-        near = old + (values - old).clamp(-self.objective.cliprange_value, self.objective.cliprange_value)
+        cliprange = self.objective.cliprange_value
+        near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
         free, bounded = (values - wanted).square(), (near - wanted).square()
         loss = self.weight(len(values), totals) * torch.maximum(free, bounded).sum() / 2
         clipped = (bounded > free).to(stable).sum() / totals["token_count"]

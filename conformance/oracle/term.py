@@ -67,9 +67,7 @@ class RolloutFunctions(OracleFunctions, Protocol):
         ...
 
 
-def target_logprobs(
-    logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float = 1.0
-) -> Tensor:
+def target_logprobs(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float = 1.0) -> Tensor:
     """log p of the document's target tokens in order, (targets,) in ``stable``, of softmax(logits / temperature).
 
     ``logits`` is (T, V); token i is predicted by the logits at i - 1.

@@ -150,6 +150,7 @@ class DeepspeedTrainable:
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
+        self.engine.train(loss is not None)
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:

@@ -165,6 +165,8 @@ class MegatronTrainable:
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
         micro_batches = self._shard(inputs)
+        for chunk in self.chunks:
+            chunk.train(loss is not None)
         found: dict[int, Outputs] = {}
 
         def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:

@@ -6,7 +6,6 @@ float64 in, float64 out. Names and conventions are verl's (conformance/rl.py); t
 against verl, TRL and OpenRLHF.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,27 +111,22 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clipran
     return torch.maximum(free, clipped) / 2, clipped > free
 
 
-def token_weights(lengths: Sequence[int], mode: LossAggMode, *, scale_factor: float | None = None) -> list[float]:
-    """The weight of each token of a document, so that the loss of a mini-batch is sum(weight * loss of the token).
+def token_weights(
+    lengths: Tensor, mode: LossAggMode, *, tokens: float, sequences: float, scale_factor: float | None = None
+) -> Tensor:
+    """The weight of each token, so that the loss of a mini-batch is the sum of weight * loss of the token.
 
-    ``lengths``: response tokens of every document of the whole mini-batch, on all ranks; those without a token count
-    nowhere, and have weight 0. With T tokens in N documents, n of them in this one: ``token-mean`` 1 / T,
+    ``lengths``: of any shape, how many response tokens the token's document has. ``tokens``, ``sequences``: T tokens in
+    N documents that have any, of the whole mini-batch on all ranks. With n = length: ``token-mean`` 1 / T,
     ``seq-mean-token-sum`` 1 / N, ``seq-mean-token-mean`` 1 / (N n), ``seq-mean-token-sum-norm`` 1 / (N scale_factor).
     DAPO, arXiv 2503.14476, section 3.3; Dr. GRPO, arXiv 2503.20783, section 3.2; verl's ``agg_loss``.
     """
     assert (scale_factor is not None) == (mode == "seq-mean-token-sum-norm")
-    tokens, sequences = sum(lengths), sum(length > 0 for length in lengths)
-
-    def weight(length: int) -> float:
-        if not length:
-            return 0.0
-        if mode == "token-mean":
-            return 1 / tokens
-        if mode == "seq-mean-token-mean":
-            return 1 / (sequences * length)
-        return 1 / (sequences * (scale_factor or 1.0))
-
-    return [weight(length) for length in lengths]
+    if mode == "token-mean":
+        return torch.full_like(lengths, 1 / tokens)
+    if mode == "seq-mean-token-mean":
+        return 1 / (sequences * lengths.clamp(min=1))
+    return torch.full_like(lengths, 1 / (sequences * (scale_factor or 1.0)))
 
 
 def sequence_mean(numbers: Tensor, *, mask: Tensor, documents: Tensor) -> Tensor:
