@@ -173,9 +173,9 @@ def openrlhf_estimate(
 
 
 def openrlhf_policy(
-    case: Rollout, new: Documents, objective: PolicyGradient, *, threshold: float | None = None
+    case: Rollout, new: Documents, objective: PolicyGradient, *, threshold: float | None = None, lowest: float = 0.0
 ) -> Tensor:
-    """The policy loss, with truncated importance sampling up to ``threshold``."""
+    """The policy loss, with importance weights clipped to ``lowest`` and ``threshold``."""
     padded = Padded.of(case)
     function = openrlhf().loss.PolicyLoss(
         clip_eps_low=objective.clip_ratio_low,
@@ -185,7 +185,7 @@ def openrlhf_policy(
         policy_loss_type="gspo" if objective.loss_mode == "gspo" else "ppo",
         is_correction_level="off" if threshold is None else "token",
         is_correction_mode="clip",
-        is_correction_threshold=(0.0, threshold),
+        is_correction_threshold=(lowest, threshold),
     )
     loss: Tensor = function(
         padded(new),
@@ -229,7 +229,10 @@ def openrlhf_actor_loss(
         aux_loss=False,
         actor_scheduler=SimpleNamespace(get_last_lr=lambda: [0.0]),
         actor_loss_fn=openrlhf().loss.PolicyLoss(
-            objective.clip_ratio_low, objective.clip_ratio_high, objective.clip_ratio_c
+            objective.clip_ratio_low,
+            objective.clip_ratio_high,
+            objective.clip_ratio_c,
+            token_level_loss=objective.loss_agg_mode == "token-mean",
         ),
         strategy=SimpleNamespace(
             ring_attn_group=None,
@@ -342,8 +345,11 @@ def trl_loss(
     entropy: Documents | None = None,
     weights: Documents | None = None,
     max_completion_length: float = 1.0,
+    accumulation: int = 1,
+    use_bias_correction_kl: bool = False,
 ) -> Tensor:
-    """The GRPO trainer's loss, of one micro-batch. Advantages are those of each response's first token."""
+    """The GRPO trainer's loss of one micro-batch, or for ``rloo`` that of the RLOO trainer. Advantages are those of
+    each response's first token."""
     padded = Padded.of(case)
     self = _trainer(
         case,
@@ -356,9 +362,11 @@ def trl_loss(
         entropy_coef=objective.entropy_coeff,
         _entropy_bonus_enabled=objective.entropy_coeff > 0,
         use_vllm=weights is not None,
+        current_gradient_accumulation_steps=accumulation,
     )
+    self.args.use_bias_correction_kl = use_bias_correction_kl
     self.args.delta = objective.clip_ratio_c if objective.loss_mode == "vanilla" else None
-    entropies = padded(entropy if entropy is not None else new).detach() if entropy is None else padded(entropy)
+    entropies = padded(case.old if entropy is None else entropy)
     self._get_per_token_logps_and_entropies = lambda *arguments, **named: (padded(new), entropies, None)
     self.accelerator.sync_gradients = True
     width = padded.mask.shape[1]
@@ -370,12 +378,13 @@ def trl_loss(
         "completion_mask": padded.mask,
         "advantages": first(case.advantages),
         "old_per_token_logps": padded(case.old),
+        "old_logps": torch.stack([document.sum() for document in case.old]),
         "ref_per_token_logps": padded(case.reference),
         "num_items_in_batch": padded.mask.sum(),
         "importance_sampling_ratio": None if weights is None else padded(weights),
     }
     with float64_by_default():
-        loss: Tensor = trl().loss(self, None, inputs)
+        loss: Tensor = (trl().rloo_loss if loss_type == "rloo" else trl().loss)(self, None, inputs)
     return loss
 
 
