@@ -215,6 +215,20 @@ def _packed_losses(
     return back(terms.losses), back(terms.clipped), back(terms.clipped_lower)
 
 
+def each_document(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> OfDocuments:
+    """The policy losses of a side whose ``function`` takes the 1-D tensors of one document, and ``objective``."""
+
+    def of_documents(
+        new: Documents, old: Documents, advantages: Documents, *, objective: PolicyGradient
+    ) -> tuple[Documents, Documents, Documents]:
+        found = [function(*each, objective=objective) for each in zip(new, old, advantages, strict=True)]
+        losses, clipped, lower = zip(*found, strict=True)
+        return list(losses), list(clipped), list(lower)
+
+    return of_documents
+
+
+# Another side: Side(name=..., estimate=lambda of, objective: ..., policy_losses=each_document(...), ...), into SIDES.
 IMPL = Side(
     name="impl",
     estimate=_estimate,

@@ -138,6 +138,16 @@ def verl_without_a_scale_factor() -> tuple[float, float]:
     return ours, aggregated(EMPTY, "seq-mean-token-sum-norm", mask)
 
 
+@measures("V8")
+def importance_weights_of_verls_default() -> tuple[float, float]:
+    """Two tokens, of which the second one alone has a ratio other than 1; the weight of the first one."""
+    case = case_of([2], sampled=[d(0.0, -0.5)])
+    ratios, mask = (case.old[0] - case.sampled[0])[None], torch.ones(1, 2, dtype=torch.int64)
+    level = defaults("verl")["rollout_is"]
+    theirs, _ = verl().rollout.compute_rollout_correction_weights(ratios, mask, level, 2.0)
+    return float(IMPL.importance_weights(case.old[0], case.sampled[0], threshold=2.0)[0]), float(theirs[0, 0])
+
+
 @measures("T1")
 def deviation_epsilon_of_trl() -> tuple[float, float]:
     return last(estimated(PAIR, Grpo())), float(trl_score(PAIR, trl().score, scale_rewards="group")["advantages"][-1])

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_cases import IMPL, Rollout, each_document, gap, gradients, rollouts, total, with_gradient
+from torch import Tensor
 
 from conformance.rl import Grpo, PolicyGradient, Ppo
 from conformance.validation import UsageError
@@ -30,6 +34,27 @@ def test_what_stands_outside_of_the_mask_reaches_neither_losses_nor_gradients(ob
         (gradient,) = torch.autograd.grad(terms.losses.sum(), logprobs)
         found.append((terms.losses.tolist(), terms.clipped.tolist(), terms.clipped_lower.tolist(), gradient.tolist()))
     assert found[0] == found[1] == found[2]
+
+
+def alone(new: Tensor, old: Tensor, advantages: Tensor, *, objective: PolicyGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """One document, in a row of its own."""
+    mask = torch.ones(1, len(new), dtype=torch.bool)
+    terms = policy_losses(new[None], old[None], advantages[None], mask=mask, documents=mask * 0, objective=objective)
+    return terms.losses[0], terms.clipped[0], terms.clipped_lower[0]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
+    case: Rollout, objective: PolicyGradient
+) -> None:
+    found = []
+    for function in (IMPL.policy_losses, each_document(alone)):
+        new = with_gradient(case.new)
+        losses, clipped, lower = function(new, case.old, case.advantages, objective=objective)
+        slopes = gradients(total(losses, [1.0] * case.count), new)
+        found.append([losses, slopes, [each.double() for each in clipped + lower]])
+    assert all(gap(packed, single) < 1e-13 for packed, single in zip(*found, strict=True))
 
 
 def test_the_mean_of_a_sequence_is_that_of_its_document_in_a_packed_row() -> None:
