@@ -67,12 +67,12 @@ coefficients = st.sampled_from([0.0, 0.05, 1.0])
 
 @st.composite
 def objectives(draw: st.DrawFn, /, modes: tuple[LossAggMode, ...] = MODES, **fixed: Any) -> PolicyGradient:
-    """Clips on both sides, unequal; dual clip beyond them or none."""
+    """Clips on both sides, unequal; dual clip beyond them, within them or none."""
     mode = draw(st.sampled_from(modes))
     chosen: dict[str, Any] = {
         "clip_ratio_low": draw(st.sampled_from([0.05, 0.2, 0.7])),
         "clip_ratio_high": draw(st.sampled_from([0.05, 0.28, 0.9])),
-        "clip_ratio_c": draw(st.sampled_from([None, 2.0, 3.0])),
+        "clip_ratio_c": draw(st.sampled_from([None, 1.5, 2.0, 3.0])),
         "loss_mode": draw(st.sampled_from(["vanilla", "gspo"])),
         "loss_agg_mode": mode,
         "loss_scale_factor": 11.0 if mode == "seq-mean-token-sum-norm" else None,
@@ -424,7 +424,7 @@ def test_policy_losses_of_trl(
     single tokens only with ratios of single tokens: the ratio of a sequence has its gradient in all of them."""
     mode = LOSS_TYPES[loss_type]
     factor = 9.0 if mode == "seq-mean-token-sum-norm" else None
-    objective = replace(objective, loss_agg_mode=mode, loss_scale_factor=factor, kl_loss_coef=0.1)
+    objective = replace(beyond(objective), loss_agg_mode=mode, loss_scale_factor=factor, kl_loss_coef=0.1)
     case = within(case, 10.0)  # of the sequence in gspo
     case = replace(case, reference=near(case.reference, case.new, 2.0))  # k3 is clamped in ours
     new, weights = (
@@ -448,12 +448,18 @@ def test_policy_losses_of_trl(
 @cases(150, case=rollouts(one_advantage=True, empty=False), objective=objectives(("token-mean",), entropy_coeff=0.03))
 def test_entropy_of_trl(side: Side, case: Rollout, objective: PolicyGradient) -> None:
     """The mean over tokens, whatever the aggregation of the loss."""
-    case = within(case, 10.0)
+    case, objective = within(case, 10.0), beyond(objective)
     new, entropy = with_gradient(case.new), with_gradient(random_weights(case))
     theirs = trl_loss(case, new, loss_type="dapo", objective=objective, entropy=entropy)
     mine = policy_total(side, case, new, objective)
     mine = mine - objective.entropy_coeff * total(entropy, token_weights(side, case, objective))
     same_loss(mine, theirs, new + entropy)
+
+
+def beyond(objective: PolicyGradient) -> PolicyGradient:
+    """Dual clip beyond the upper clip: within it, TRL's ``delta`` is something else."""
+    bound = objective.clip_ratio_c
+    return replace(objective, clip_ratio_c=None if bound is None else max(bound, 2.0))
 
 
 def near(documents: Documents, others: Documents, distance: float) -> Documents:
