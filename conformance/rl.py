@@ -33,8 +33,14 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
-# Metrics as verl prints them, and what an error is relative to: a difference of log-probs to their size.
-METRICS = {"ppo_kl": "logprob_scale", "pg_clipfrac": "", "pg_clipfrac_lower": "", "ratio_mean": "", "ratio_max": ""}
+# Metrics as verl prints them.
+METRICS = (
+    Observable(key="ppo_kl", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="approx_kl"),
+    Observable(key="ratio_mean", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="ratio"),
+    Observable(key="ratio_max", stage="policy metrics", kind="scalar", replicated="all ranks", max_of="ratio"),
+    Observable(key="pg_clipfrac", stage="policy metrics", kind="scalar", replicated="all ranks"),
+    Observable(key="pg_clipfrac_lower", stage="policy metrics", kind="scalar", replicated="all ranks"),
+)
 
 
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
@@ -109,7 +115,6 @@ class PolicyGradient:
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
         parts = ["pg_loss", "entropy_loss", *(["kl_loss"] if self.kl_loss_coef else [])]
         # A policy loss cancels: its error is relative to what it is made of.
-        metrics = [replace(scalar(key, "policy metrics"), scale=scale) for key, scale in METRICS.items()]
         return (
             *old,
             *reference,
@@ -117,12 +122,13 @@ class PolicyGradient:
             rows("advantage", "advantages", column="advantages"),
             replace(LOGPROBS, required=True),
             rows("entropy", "entropy"),
+            replace(rows("approx_kl", "ratios"), scale="logprob"),
             rows("ratio", "ratios"),
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
             *(replace(LOSS, key=key, scale="loss_scale", column="", drawn=False) for key in parts),
             replace(LOSS, scale="loss_scale"),
-            *metrics,
+            *METRICS,
             *self.of_critic(),
         )
 

@@ -101,7 +101,9 @@ def _step(
         if not o.applies(step.step):
             continue
         own, ref = named(tensors, o.key), named(reference, o.key)
-        if o.kind in ("scalar", "setting"):
+        if o.mean_of or o.max_of:
+            yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
+        elif o.kind in ("scalar", "setting"):
             yield from _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {})
         elif o.kind == "rows":
             yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
@@ -235,6 +237,17 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         rebuilt = math.sqrt(sum(tensor.double().square().sum().item() for tensor in normed.values()))
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
+
+
+def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:
+    """A mean or a maximum against that of the rows; an error of a mean is relative to the mean size of the numbers."""
+    own, numbers = step.value(o.key), [tensor.double().flatten() for tensor in rows.values()]
+    if own is None or not numbers:
+        return _infinite(o.stage, f"{o.key} (missing)", step.step)
+    every = torch.cat(numbers)
+    rebuilt, unit = (every.mean(), every.abs().mean()) if o.mean_of else (every.max(), every.max())
+    name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
+    return _number(o.stage, name, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
 def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:

@@ -88,13 +88,13 @@ class PolicyGradient:
         return {
             "token_count": sum(lengths),
             "sequence_count": sum(length > 0 for length in lengths),
-            # What a policy loss and a difference of log-probs are made of, and mostly cancel out of.
-            "loss_scale": self._mean_size(batch, "advantage"),
-            "logprob_scale": self._mean_size(batch, "old_logprob"),
+            "loss_scale": self._loss_scale(batch),
         } | self.summary(batch)
 
-    def _mean_size(self, batch: Batch, name: str) -> float:
-        return torch.cat([of_targets(d, name, torch.float64).abs() for d in batch.documents]).mean().item()
+    def _loss_scale(self, batch: Batch) -> float:
+        """What a policy loss is made of and mostly cancels out of: the mean |advantage| of the tokens."""
+        taken = [of_targets(document, "advantage", torch.float64).abs() for document in batch.documents]
+        return torch.cat(taken).mean().item()
 
     def summary(self, batch: Batch) -> dict[str, float]:
         """Numbers of the batch that depend on no forward pass of this step."""
@@ -156,15 +156,17 @@ class PolicyGradient:
             reference = of_targets(document, "reference_logprob", stable)
             parts["kl_loss"] = (weight * divergence(logprobs - reference, o.kl_loss_type)).sum()
             loss = loss + o.kl_loss_coef * parts["kl_loss"]
+        approx_kl = -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart
         means = {
-            "ppo_kl": -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart,
+            "ppo_kl": approx_kl,
             "pg_clipfrac": (bounded < free).to(stable),
             "pg_clipfrac_lower": lower.to(stable),
             "ratio_mean": ratio,
         }
         values = {"loss": loss.item()} | {key: part.item() for key, part in parts.items()}
         values |= {key: (numbers.sum() / count).item() for key, numbers in means.items()}
-        rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage, "old_logprob": old}
+        rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
+        rows |= {"approx_kl": approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:
             del rows["old_logprob"]
         if o.has_reference:

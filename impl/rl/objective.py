@@ -139,8 +139,9 @@ class PolicyGradientFunctions:
             values["kl_loss"] = (weights * kl).sum()
             loss = loss + o.kl_loss_coef * values["kl_loss"]
         apart = columns["old_logprob"] - logprobs.detach()
+        rows["approx_kl"] = apart.clamp(-20, 20) if o.loss_mode == "vanilla" else apart  # as verl has it
         means = {
-            "ppo_kl": apart.clamp(-20, 20) if o.loss_mode == "vanilla" else apart,  # as verl prints it
+            "ppo_kl": rows["approx_kl"],
             "pg_clipfrac": terms.clipped,
             "pg_clipfrac_lower": terms.clipped_lower,
             "ratio_mean": terms.ratio,
