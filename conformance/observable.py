@@ -40,6 +40,8 @@ class Observable:
     norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
     mean_of, max_of: key of the rows of which this scalar is the mean or the largest; it is rebuilt from the rows that
         the cell itself recorded, and judged by that alone: the rows are held against the oracle.
+    made_of: key of the rows that this scalar is a weighted sum of. The error of a sum of N numbers is about theirs over
+        the root of N; one run may be luckier, and is not taken at its word then.
     rowwise: the worst row of each tensor is judged, too.
     rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
     column: the column of the comparison between backends in which it is shown; empty: in none.
@@ -59,6 +61,7 @@ class Observable:
     norm_of: str = ""
     mean_of: str = ""
     max_of: str = ""
+    made_of: str = ""
     rowwise: bool = False
     rebuilt: bool = False
     column: str = ""

@@ -113,8 +113,7 @@ class PolicyGradient:
     def observables(self) -> tuple[Observable, ...]:
         old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
-        parts = ["pg_loss", "entropy_loss", *(["kl_loss"] if self.kl_loss_coef else [])]
-        # A policy loss cancels: its error is relative to what it is made of.
+        parts = {"pg_loss": "ratio", "entropy_loss": "entropy"} | ({"kl_loss": "ratio"} if self.kl_loss_coef else {})
         return (
             *old,
             *reference,
@@ -126,8 +125,12 @@ class PolicyGradient:
             rows("ratio", "ratios"),
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
-            *(replace(LOSS, key=key, scale="loss_scale", column="", drawn=False) for key in parts),
-            replace(LOSS, scale="loss_scale"),
+            # A policy loss cancels: its error is relative to what it is made of.
+            *(
+                replace(LOSS, key=k, scale="loss_scale", made_of=rows, column="", drawn=False)
+                for k, rows in parts.items()
+            ),
+            replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
             *self.of_critic(),
         )
@@ -183,5 +186,5 @@ class Ppo(PolicyGradient):
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
-        loss = replace(LOSS, key="critic.loss", column="critic loss")
+        loss = replace(LOSS, key="critic.loss", column="critic loss", made_of="critic.value")
         return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))

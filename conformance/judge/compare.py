@@ -104,7 +104,9 @@ def _step(
         if o.mean_of or o.max_of:
             yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
         elif o.kind in ("scalar", "setting"):
-            yield from _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {})
+            typical = _of_a_sum(named(tensors, o.made_of), named(reference, o.made_of)) if o.made_of else 0.0
+            for found in _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {}):
+                yield replace(found, typical=typical)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
         elif o.change:
@@ -237,6 +239,14 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         rebuilt = math.sqrt(sum(tensor.double().square().sum().item() for tensor in normed.values()))
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
+
+
+def _of_a_sum(rows: Tensors, reference: Tensors) -> float:
+    """The relative error that a sum of these numbers has if their errors are independent."""
+    if rows.keys() != reference.keys() or not rows:
+        return 0.0
+    x, ref = (torch.cat([of[row].double() for row in reference]) for of in (rows, reference))
+    return finite((x - ref).norm().item() / (ref.norm().item() or 1.0)) / math.sqrt(max(1, len(ref)))
 
 
 def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:
