@@ -113,7 +113,9 @@ class PolicyGradient:
     def observables(self) -> tuple[Observable, ...]:
         old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
-        parts = {"pg_loss": "ratio", "entropy_loss": "entropy"} | ({"kl_loss": "ratio"} if self.kl_loss_coef else {})
+        # A policy loss cancels: its error is relative to what it is made of.
+        part = replace(scalar("", "loss"), scale="loss_scale", made_of="ratio")
+        parts = [replace(part, key=key) for key in ("pg_loss", *(["kl_loss"] if self.kl_loss_coef else []))]
         return (
             *old,
             *reference,

@@ -43,8 +43,8 @@ class Measurement:
 
     scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
     precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
-    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum, the error
-    that it has if those of its parts are independent.
+    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum, its
+    error if those of its parts are independent.
     """
 
     stage: str
