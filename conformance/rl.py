@@ -127,11 +127,8 @@ class PolicyGradient:
             rows("ratio", "ratios"),
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
-            # A policy loss cancels: its error is relative to what it is made of.
-            *(
-                replace(LOSS, key=k, scale="loss_scale", made_of=rows, column="", drawn=False)
-                for k, rows in parts.items()
-            ),
+            *parts,
+            replace(scalar("entropy_loss", "loss"), made_of="entropy"),
             replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
             *self.of_critic(),
