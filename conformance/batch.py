@@ -6,7 +6,7 @@ two backends can never come from the data.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -53,11 +53,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """All rows of one optimizer step, over all ranks and micro-batches. ``max_len`` bounds a row, in tokens."""
+    """All rows of one optimizer step, over all ranks and micro-batches. ``max_len`` bounds a row, in tokens.
+
+    ``rollout``: of a step that begins a roll-out, all its mini-batches, this one first; old log-probs, values and
+    advantages are computed of them before the first update. Empty at other steps and for other objectives.
+    """
 
     step: int
     max_len: int
     rows: tuple[Row, ...]
+    rollout: tuple["Batch", ...] = ()
 
     @property
     def target_count(self) -> int:
@@ -89,7 +94,8 @@ def write_batches(path: Path, batches: Sequence[Batch]) -> None:
     """Freeze batches in a safetensors file: all tokens laid end to end, and where documents, rows and steps end.
 
     tokens, targets: int64 and bool (tokens,). documents: int64 (documents,), tokens of each. rows: documents of each
-    row. steps: rows of each step. column/NAME: float64 (tokens,) or (documents,); every document has the same columns.
+    row. steps: rows of each step. Of a roll-out, only the number of its mini-batches is kept, which are the steps that
+    follow. column/NAME: float64 (tokens,) or (documents,); every document has the same columns.
     """
     import torch  # who only reads a scenario needs no torch
     from safetensors.torch import save_file
@@ -109,7 +115,7 @@ def write_batches(path: Path, batches: Sequence[Batch]) -> None:
         kinds[name] = "document" if single else "token"
         flat = values if single else [number for column in values for number in column]  # type: ignore[union-attr]
         tensors[f"column/{name}"] = torch.tensor(flat, dtype=torch.float64)
-    numbers = [{"step": batch.step, "max_len": batch.max_len} for batch in batches]
+    numbers = [{"step": b.step, "max_len": b.max_len, "rollout": len(b.rollout)} for b in batches]
     # One entry: safetensors writes several in any order, and equal batches have to be equal files.
     save_file(tensors, path, metadata={"batches": json.dumps({"steps": numbers, "columns": kinds})})
 
@@ -130,9 +136,18 @@ def read_batches(path: Path) -> list[Batch]:
         }
         documents.append(Document(tuple(held["tokens"][start:end]), tuple(held["targets"][start:end]), columns))
     rows = [tuple(documents[start:end]) for start, end in _spans(held["rows"])]
-    return [
+    batches = [
         Batch(numbers["step"], numbers["max_len"], tuple(Row(i, row) for i, row in enumerate(rows[start:end])))
         for numbers, (start, end) in zip(metadata["steps"], _spans(held["steps"]), strict=True)
+    ]
+    return with_rollouts(batches, [numbers["rollout"] for numbers in metadata["steps"]])
+
+
+def with_rollouts(batches: Sequence[Batch], mini_batches: Sequence[int]) -> list[Batch]:
+    """The batches, where ``mini_batches[i]`` that begin with batch i are a roll-out; none where it is 0."""
+    return [
+        replace(batch, rollout=tuple(batches[place : place + count]))
+        for place, (batch, count) in enumerate(zip(batches, mini_batches, strict=True))
     ]
 
 

@@ -7,7 +7,6 @@ know is an error before anything runs, never a silent SFT.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass as plain_dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -24,40 +23,26 @@ from conformance.observable import (
     loaded_observables,
     trained_observables,
 )
+from conformance.rl import Grpo, Ppo
+from conformance.role import POLICY, Role
 from conformance.validation import STRICT, UsageError, explain, one_line, shown
-
-Head = Literal["causal", "value"]
-
-
-@plain_dataclass(frozen=True, kw_only=True)
-class Role:
-    """One model of a cell. ``head``: logits over the vocabulary, or one value per token. Frozen unless ``trained``."""
-
-    name: str
-    head: Head = "causal"
-    trained: bool = True
-
-    @property
-    def prefix(self) -> str:
-        """In front of the keys of its observables; the policy's have none."""
-        return "" if self == POLICY else self.name
-
-
-POLICY = Role(name="policy")
 
 
 class Objective(Protocol):
     """What a class of the union has; a frozen pydantic dataclass with a field ``kind``.
 
-    roles: the models of a cell, frozen ones first. The policy, if there is one, is POLICY.
-    columns: names of the batch columns that the losses read (conformance.batch.Document).
+    reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.inputs.rollouts).
     """
 
-    roles: ClassVar[tuple[Role, ...]]
-    columns: ClassVar[tuple[str, ...]]
+    reads: ClassVar[Literal["samples", "rollouts"]]
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The models of a cell, frozen ones first. The policy, if there is one, is POLICY."""
+        ...
 
     def observables(self) -> tuple[Observable, ...]:
         """What is observed of the forward passes and the losses, in causal order; the engine declares the rest."""
@@ -73,8 +58,8 @@ class Sft:
     """Supervised fine-tuning: the mean of -log p over all target tokens of the optimizer step."""
 
     kind: Literal["sft"] = "sft"
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    columns: ClassVar[tuple[str, ...]] = ()
 
     def observables(self) -> tuple[Observable, ...]:
         return (LOGPROBS, TOKEN_COUNT, LOSS)
@@ -83,7 +68,7 @@ class Sft:
         return batches
 
 
-BUILT_IN: dict[str, type[Any]] = {"sft": Sft}
+BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
 
 
 def all_observables(objective: Objective) -> tuple[Observable, ...]:

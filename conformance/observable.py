@@ -38,6 +38,10 @@ class Observable:
     rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
         it may be although nothing is computed.
     norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
+    mean_of, max_of: key of the rows of which this scalar is the mean or the largest; it is rebuilt from the rows that
+        the cell itself recorded, and judged by that alone: the rows are held against the oracle.
+    made_of: key of the rows that this scalar is a weighted sum of. The error of a sum of N numbers is about theirs over
+        the root of N; one run may be luckier, and is not taken at its word then.
     rowwise: the worst row of each tensor is judged, too.
     rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
     column: the column of the comparison between backends in which it is shown; empty: in none.
@@ -55,6 +59,9 @@ class Observable:
     replicated: Replicated = "no"
     rounded: bool = False
     norm_of: str = ""
+    mean_of: str = ""
+    max_of: str = ""
+    made_of: str = ""
     rowwise: bool = False
     rebuilt: bool = False
     column: str = ""

@@ -17,6 +17,7 @@ from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.objectives import FUNCTIONS
+from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
 from impl.trainer import train_step
 
@@ -58,10 +59,13 @@ class StrategyBackend:
             optimizer = scenario.optimizer if role.trained else None
             trainable.prepare(trainable.load_model(weights[role.name]), optimizer, scenario.schedule)
             self.models[role.name] = trainable
+        self.rollouts = Rollouts(self.context, self.models, self.objective)
         resolved = {name: trainable.resolved() for name, trainable in self.models.items()}
         return next(iter(resolved.values())) if len(resolved) == 1 else resolved
 
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        if self.objective.reads == "rollouts":
+            batch = self.rollouts.annotated(batch)
         return train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:

@@ -9,7 +9,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import CausalLMOutput
 
 from conformance.inputs.folder import runs_code
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.validation import UsageError
 
 

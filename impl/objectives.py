@@ -5,39 +5,24 @@ apart from these.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from conformance.batch import Row
+from conformance.batch import Batch, Row
 from conformance.objective import Objective, known_kinds
 from impl.collate import MicroBatch
+from impl.evaluation import Evaluation
 from impl.outputs import Outputs, Wanted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What an objective says of one micro-batch and one model.
-
-    loss: scalar, this micro-batch's part of the model's loss: gradients are those of the sum over data ranks and
-        micro-batches. None for a frozen model.
-    values: scalars by the key of an observable, to be summed over data ranks and micro-batches.
-    rows: (rows, length) by the key of an observable; what stands at the targets is recorded.
-    """
-
-    loss: Tensor | None
-    values: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+from impl.rl.objective import PolicyGradientFunctions
 
 
 class ObjectiveFunctions(Protocol):
-    """``temperature``: by which logits are divided."""
-
-    temperature: float
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+        ...
 
     def wants(self, model: str) -> Wanted:
-        """Outputs that are needed of a model."""
+        """Outputs that are needed of a model; of one of which nothing is, no forward pass is made."""
         ...
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -45,6 +30,10 @@ class ObjectiveFunctions(Protocol):
 
         They are recorded, but for those that ``evaluate`` counts itself under the same key.
         """
+        ...
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        """Numbers of the whole batch that need no forward pass of this step; they are recorded."""
         ...
 
     def evaluate(
@@ -74,6 +63,9 @@ class SftFunctions:
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {"token_count": sum(row.target_count for row in rows)}
 
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
     def evaluate(
         self,
         model: str,
@@ -91,7 +83,11 @@ class SftFunctions:
         return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 
 
-FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {"sft": SftFunctions}
+FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
+    "sft": SftFunctions,
+    "grpo": PolicyGradientFunctions,
+    "ppo": PolicyGradientFunctions,
+}
 
 
 def functions_of(objective: Objective) -> ObjectiveFunctions:

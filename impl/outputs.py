@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from conformance.objective import Head
+from conformance.role import Head
 from impl.collate import MicroBatch
 
 OutputName = Literal["logprobs", "entropy", "values", "targets"]

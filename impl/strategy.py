@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch

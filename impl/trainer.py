@@ -7,11 +7,13 @@ import torch
 
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
-from conformance.objective import Objective, Role
+from conformance.objective import Objective
 from conformance.observable import model_key
+from conformance.role import Role
 from impl.collate import MicroBatch, collate
+from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
-from impl.objectives import Evaluation, ObjectiveFunctions, functions_of
+from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
@@ -29,24 +31,36 @@ def train_step(
     ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet.
     """
     functions = functions_of(objective)
-    micro_batches = context.setup_dataloader(batch)
+    micro_batches, inputs = step_inputs(context, batch)
     totals = step_totals(context, functions, micro_batches)
-    inputs = [collate(rows, multiple_of=context.sequence_multiple).to(context.config.device) for rows in micro_batches]
-    values, sums = dict(totals), defaultdict[str, float](float)
+    values, sums = totals | functions.summary(batch), defaultdict[str, float](float)
+    highest: dict[str, float] = {}
     rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
     for role in objective.roles:
+        if not functions.wants(role.name):
+            continue
         trainable = models[role.name]
         found = _run(trainable, functions, role, inputs, totals, others)
         for micro_batch, mine, evaluation in zip(micro_batches, inputs, found, strict=True):
             for key, value in evaluation.values.items():
                 sums[key] += value.item()
+            for key, value in evaluation.highest.items():
+                highest[key] = max(value.item(), highest.get(key, value.item()))
             for key, numbers in evaluation.rows.items():
                 rows[key] |= target_rows(micro_batch, mine, numbers)
         if role.trained:
             values |= _update(trainable, role, on_gradients)
     values |= {key: context.all_reduce(value) for key, value in sums.items()}  # what was counted outranks the batch's
+    values |= {key: max(context.all_gather(value)) for key, value in highest.items()}
     return StepMetrics(values=values, rows=dict(rows))
+
+
+def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:
+    """This rank's micro-batches of a step, as rows and as tensors."""
+    micro_batches = context.setup_dataloader(batch)
+    device, multiple = context.config.device, context.sequence_multiple
+    return micro_batches, [collate(rows, multiple_of=multiple).to(device) for rows in micro_batches]
 
 
 def step_totals(

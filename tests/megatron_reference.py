@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch, collate
 from impl.models import load_model

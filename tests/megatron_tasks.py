@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conformance.layout import Layout
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.run.exact import exact_tier
 from conformance.scenario import Precision
 from conformance.validation import UsageError

@@ -17,9 +17,9 @@ from torch import Tensor
 from conformance.backend import BackendInfo, NamedTensors, Shard, Support, Supported, TensorKind, Unsupported
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
-from conformance.objective import Head
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.adapter import StrategyBackend
 from impl.collate import MicroBatch

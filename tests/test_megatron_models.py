@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from conformance.inputs.model import prepare_model
 from conformance.layout import Layout
-from conformance.objective import Role
 from conformance.paths import FIXTURES
+from conformance.role import Role
 from conformance.scenario import Precision, load_scenario
 from conformance.validation import UsageError
 from conformance.world import Pool, WorldConfig

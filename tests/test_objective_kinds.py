@@ -15,9 +15,7 @@ from conformance.backend import BackendEntry, Supported
 from conformance.batch import Batch
 from conformance.objective import (
     BUILT_IN,
-    POLICY,
     Objective,
-    Role,
     Sft,
     all_observables,
     objective_to_json,
@@ -25,6 +23,7 @@ from conformance.objective import (
 )
 from conformance.observable import LOGPROBS, LOSS, Observable, stages
 from conformance.paths import FIXTURES
+from conformance.role import POLICY, Role
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import load_scenario, parse_scenario, scenario_to_json
 from conformance.validation import STRICT, UsageError
@@ -36,7 +35,7 @@ class Nobodys:
 
     kind: Literal["test_objective_kinds:Nobodys"] = "test_objective_kinds:Nobodys"
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    columns: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
 
     def observables(self) -> tuple[Observable, ...]:
         return (LOGPROBS, LOSS)

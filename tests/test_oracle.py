@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 import conformance.oracle
 from conformance.batch import Batch, Document, Row
-from conformance.objective import POLICY, Sft
+from conformance.objective import Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights
 from conformance.oracle.run import POLICIES, Model, Observed, PolicyName, observe
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm
 from conformance.paths import FIXTURES
+from conformance.role import POLICY
 from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conformance.inputs.model import prepare_model
-from conformance.objective import Role
 from conformance.oracle.architecture import FULL, SLIDING, read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
+from conformance.role import Role
 from conformance.run.exact import exact_tier
 from conformance.scenario import OptimizerConfig, Scenario
 from impl.models import load_model

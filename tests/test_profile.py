@@ -182,7 +182,7 @@ def test_a_pattern_need_not_name_seed_and_faults() -> None:
 
 
 def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
-    with pytest.raises(UsageError, match=r"no cell matches '\*/gpt2/\*'; ids look like sft-"):
+    with pytest.raises(UsageError, match=r"no cell matches '\*/gpt2/\*'; ids look like grpo"):
         select(cells_of("quick"), ["*/gpt2/*"])
 
 

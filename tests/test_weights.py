@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conformance.inputs.model import INDEX, prepare_model, weight_files
-from conformance.objective import POLICY, Role
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import load_weights
 from conformance.paths import FIXTURES
+from conformance.role import POLICY, Role
 from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
 

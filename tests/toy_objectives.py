@@ -14,12 +14,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
-from conformance.objective import POLICY, Role
 from conformance.observable import LOGPROBS, LOSS, TOKEN_COUNT, Observable
 from conformance.oracle import objectives as oracle
+from conformance.role import CRITIC, POLICY, REFERENCE, Role
 from conformance.validation import STRICT
 from impl import objectives as impl
 from impl.collate import MicroBatch
+from impl.evaluation import Evaluation
 from impl.outputs import Outputs, Wanted
 
 
@@ -46,7 +47,7 @@ class WeightedSft:
     kind: Literal["toy_objectives:WeightedSft"] = "toy_objectives:WeightedSft"
     power: float = 1.0
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    columns: ClassVar[tuple[str, ...]] = ("weight",)
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
 
     def observables(self) -> tuple[Observable, ...]:
         weight = Observable(key="weight_sum", stage="loss", kind="scalar", replicated="all ranks")
@@ -102,6 +103,9 @@ class ImplWeightedSft:
             total += sum(w**self.power for w, target in zip(column, document.targets, strict=True) if target)
         return {"weight_sum": total}
 
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
     def evaluate(
         self,
         model: str,
@@ -110,17 +114,15 @@ class ImplWeightedSft:
         *,
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
-    ) -> impl.Evaluation:
+    ) -> Evaluation:
         assert outputs.logprobs is not None
         assert outputs.entropy is not None
         weights = inputs.columns["weight"].where(inputs.targets, 0) ** self.power
         loss = -(weights * outputs.logprobs).sum() / totals["weight_sum"]
         rows = {"logprob": outputs.logprobs, "entropy": outputs.entropy}
-        return impl.Evaluation(loss=loss, values={"loss": loss}, rows=rows)
+        return Evaluation(loss=loss, values={"loss": loss}, rows=rows)
 
 
-REFERENCE = Role(name="reference", trained=False)
-CRITIC = Role(name="critic", head="value")
 RETURNS = 0.5  # what a return is multiplied with, so that it is of the size of a value
 
 
@@ -130,7 +132,7 @@ class PolicyAndValue:
 
     kind: Literal["toy_objectives:PolicyAndValue"] = "toy_objectives:PolicyAndValue"
     roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY, CRITIC)
-    columns: ClassVar[tuple[str, ...]] = ("return",)
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
 
     def observables(self) -> tuple[Observable, ...]:
         reference = replace(LOGPROBS, key="reference.logprob", stage="reference log-probs", required=True)
@@ -183,6 +185,9 @@ class ImplPolicyAndValue:
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
         return {"token_count": sum(row.target_count for row in rows)}
 
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
     def evaluate(
         self,
         model: str,
@@ -191,21 +196,21 @@ class ImplPolicyAndValue:
         *,
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
-    ) -> impl.Evaluation:
+    ) -> Evaluation:
         count = 2 * totals["token_count"]
         if outputs.values is not None:
             off = (outputs.values - RETURNS * inputs.columns["return"]).where(inputs.targets, 0)
             loss = off.square().sum() / count
-            return impl.Evaluation(loss=loss, values={"critic.loss": loss}, rows={"critic.value": outputs.values})
+            return Evaluation(loss=loss, values={"critic.loss": loss}, rows={"critic.value": outputs.values})
         assert outputs.logprobs is not None
         if model == "reference":
-            return impl.Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
+            return Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
         known = others["reference"].logprobs
         assert known is not None
         assert outputs.targets is not None
         loss = (outputs.logprobs - known).square().sum() / count
         values = {"loss": loss, "token_count": outputs.targets.sum()}
-        return impl.Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
+        return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 
 
 oracle.FUNCTIONS |= {

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from conformance.inputs.folder import NOT_COPIED, check_folder
-from conformance.objective import Head, Role
 from conformance.paths import resolve
 from conformance.reading import read_json
+from conformance.role import Head, Role
 from conformance.scenario import Scenario
 from conformance.validation import UsageError, one_line, shown
 

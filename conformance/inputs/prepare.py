@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.batch import write_batches
+from conformance.batch import Batch, write_batches
 from conformance.inputs.documents import build_batches
 from conformance.inputs.folder import check_folder, runs_code
 from conformance.inputs.model import prepare_model, weight_shapes
+from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import check_shapes, parameter_shapes
@@ -59,8 +60,14 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
         batches = folder / f"batches-{short_key(used, objective_to_json(scenario.objective))}.safetensors"
         if not batches.exists():
             with complete_or_nothing(batches) as file:
-                write_batches(file, scenario.objective.annotate(build_batches(scenario, source)))
+                write_batches(file, scenario.objective.annotate(batches_of(scenario, source)))
     return FrozenInputs(models=models, batches=batches)
+
+
+def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
+    """The batches of a scenario for the Hugging Face folder ``model``, from what its objective reads."""
+    build = {"samples": build_batches, "rollouts": build_rollouts}[scenario.objective.reads]
+    return build(scenario, model)
 
 
 def check_frozen(scenario: Scenario) -> None:

@@ -25,7 +25,14 @@ def read_samples(config: DataConfig) -> list[tuple[str, str]]:
 
     Raises UsageError that names the file, and the line or the number of the sample.
     """
-    path = resolve(config.path)
+    return [
+        (_text(record, config.input_key, place), _text(record, config.output_key, place))
+        for place, record in read_records(resolve(config.path))
+    ]
+
+
+def read_records(path: Path) -> list[tuple[Place, dict[str, Any]]]:
+    """The records of a data set, and where each of them stands. Raises UsageError that names the file."""
     if path.is_dir():
         records = _numbered(path, _read_dataset(path))
     elif path.suffix == ".jsonl":
@@ -39,9 +46,7 @@ def read_samples(config: DataConfig) -> list[tuple[str, str]]:
         )
     if not records:
         raise UsageError(f"{path} is empty; it needs at least one sample")
-    return [
-        (_text(record, config.input_key, place), _text(record, config.output_key, place)) for place, record in records
-    ]
+    return records
 
 
 def _text(record: dict[str, Any], key: str, place: Place) -> str:

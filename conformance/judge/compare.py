@@ -101,8 +101,12 @@ def _step(
         if not o.applies(step.step):
             continue
         own, ref = named(tensors, o.key), named(reference, o.key)
-        if o.kind in ("scalar", "setting"):
-            yield from _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {})
+        if o.mean_of or o.max_of:
+            yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
+        elif o.kind in ("scalar", "setting"):
+            typical = _of_a_sum(named(tensors, o.made_of), named(reference, o.made_of)) if o.made_of else 0.0
+            for found in _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {}):
+                yield replace(found, typical=typical)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
         elif o.change:
@@ -235,6 +239,25 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         rebuilt = math.sqrt(sum(tensor.double().square().sum().item() for tensor in normed.values()))
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
+
+
+def _of_a_sum(rows: Tensors, reference: Tensors) -> float:
+    """The relative error that a sum of these numbers has if their errors are independent."""
+    if rows.keys() != reference.keys() or not rows:
+        return 0.0
+    x, ref = (torch.cat([of[row].double() for row in reference]) for of in (rows, reference))
+    return finite((x - ref).norm().item() / (ref.norm().item() or 1.0)) / math.sqrt(max(1, len(ref)))
+
+
+def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:
+    """A mean or a maximum against that of the rows; an error of a mean is relative to the mean size of the numbers."""
+    own, numbers = step.value(o.key), [tensor.double().flatten() for tensor in rows.values()]
+    if own is None or not numbers:
+        return _infinite(o.stage, f"{o.key} (missing)", step.step)
+    every = torch.cat(numbers)
+    rebuilt, unit = (every.mean(), every.abs().mean()) if o.mean_of else (every.max(), every.max())
+    name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
+    return _number(o.stage, name, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
 def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:

@@ -7,8 +7,8 @@
   on the same data; what a library's precision policy adds shows.
 
 One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
-its largest over the steps; for a tensor no less than the median of its stage at that step, and for a scalar no less
-than SCALAR_ROUNDINGS roundings of float32.
+its largest over the steps; for a tensor no less than the median of its stage at that step, for a scalar no less than
+SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens no less than what their errors make of it.
 """
 
 import math
@@ -43,7 +43,8 @@ class Measurement:
 
     scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
     precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
-    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle.
+    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum, its
+    error if those of its parts are independent.
     """
 
     stage: str
@@ -57,6 +58,7 @@ class Measurement:
     where: str = ""
     scale: float | None = None
     replica: bool = False
+    typical: float = 0.0
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -104,7 +106,7 @@ def allowed_errors(
     for q in noise:
         # A worst row is an extreme of few, so the noise of one is that of the worst of all tensors.
         tensor = OF_ROWS if q.of_row else q.tensor
-        largest[q.stage, tensor] = max(largest[q.stage, tensor], q.error)
+        largest[q.stage, tensor] = max(largest[q.stage, tensor], q.error, q.typical)
     bounds = {}
     for q in quantities:
         if q.fixed is not None:

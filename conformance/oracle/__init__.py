@@ -5,7 +5,7 @@ transformers' modelling code. It is slow and plain on purpose, and meant to be r
 
     architecture.py   config.json -> what the model is; refuses what it does not know
     forward.py        tokens -> logits, or values
-    objectives.py     logits of a document -> what it adds to the loss
+    term.py           what a document adds to a loss; objectives.py, rl.py: SFT, GRPO and PPO
     training.py       clipping, SGD, AdamW
     run.py            a scenario -> a record
 """

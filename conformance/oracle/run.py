@@ -9,8 +9,8 @@ import contextlib
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 import conformance
-from conformance.batch import Batch
-from conformance.objective import Objective, Role, all_observables
+from conformance.batch import Batch, Document
+from conformance.objective import Objective, all_observables
 from conformance.observable import model_key
 from conformance.oracle.architecture import Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
-from conformance.oracle.objectives import functions_of
+from conformance.oracle.objectives import functions_of, rollout_functions_of
+from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
 from conformance.record.tensors import RecordWriter
+from conformance.role import Role
 from conformance.scenario import Scenario, scenario_to_json
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16"]
@@ -119,7 +121,7 @@ def _train(
     started = time.perf_counter()
     writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
     began = 0  # step at which the schedule began
-    for step, batch in enumerate(batches[: scenario.steps]):
+    for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy)):
         step_started = time.perf_counter()
         if step == 0 or step in restarts:
             began = step
@@ -143,6 +145,42 @@ def _train(
     writer.finish({"seconds": time.perf_counter() - started})
 
 
+def annotated(
+    batches: Sequence[Batch], models: Sequence[Model], objective: Objective, policy: Policy
+) -> Iterator[Batch]:
+    """The batches, one when it is asked for; those of a roll-out with the columns that are computed of it as a whole,
+    by the weights that the models have when its first one is asked for. Its mini-batches go round, epoch by epoch."""
+    if objective.reads == "samples":
+        yield from batches
+        return
+    known: list[Batch] = []
+    first = 0
+    for batch in batches:
+        if batch.rollout:
+            known, first = look_ahead(batch.rollout, models, rollout_functions_of(objective), policy), batch.step
+        yield replace(batch, rows=known[(batch.step - first) % len(known)].rows)
+
+
+@torch.no_grad()
+def look_ahead(
+    batches: Sequence[Batch], models: Sequence[Model], functions: RolloutFunctions, policy: Policy
+) -> list[Batch]:
+    """The mini-batches of a roll-out with all their columns."""
+
+    def look(model: Model, document: Document) -> Tensor:
+        if not any(document.targets):
+            return torch.zeros(0, dtype=policy.stable)
+        output = forward(torch.tensor(document.tokens), model.weights, model.architecture, policy)
+        return functions.look(model.role.name, output, document, stable=policy.stable)
+
+    found = {
+        model.role.name: [[look(model, document) for document in batch.documents] for batch in batches]
+        for model in models
+        if functions.looks(model.role.name)
+    }
+    return functions.annotate(batches, found, stable=policy.stable)
+
+
 def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy: Policy) -> Observed:
     """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights.
 
@@ -155,13 +193,16 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     scale = FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0
     values: dict[str, float] = defaultdict(float, totals)
+    highest: dict[str, float] = {}
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    # What a frozen model says of a roll-out stands in its columns.
+    running = [m for m in models if m.role.trained or objective.reads == "samples"]
     for row in batch.rows:
         parts: dict[str, list[Tensor]] = defaultdict(list)
         # A document without targets adds nothing to any loss, whatever it holds.
         for document in (d for d in row.documents if any(d.targets)):
             others: dict[str, Tensor] = {}
-            for model in models:
+            for model in running:
                 name = model.role.name
                 output = forward(torch.tensor(document.tokens), leaves[name], model.architecture, policy)
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
@@ -171,13 +212,15 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
                 others[name] = output.detach()
                 for key, number in term.values.items():
                     values[key] += number
+                for key, number in term.highest.items():
+                    highest[key] = max(number, highest.get(key, number))
                 for key, tensor in term.rows.items():
                     parts[key].append(tensor.detach())
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)
     trained = {m.role.name: {n: leaves[m.role.name][n] for n in m.weights if n in m.trained} for m in models}
     gradients = {name: _gradients(batch.step, leaf, scale, policy) for name, leaf in trained.items() if leaf}
-    return Observed(gradients=gradients, values=dict(values), rows=dict(rows))
+    return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
 
 
 def _gradients(step: int, leaves: Weights, scale: float, policy: Policy) -> Weights:

@@ -13,7 +13,8 @@ from itertools import chain, groupby
 import pandas as pd
 
 from conformance.batch import Batch, Row
-from conformance.inputs.documents import build_batches, load_documents, load_tokenizer
+from conformance.inputs.documents import load_documents, load_tokenizer
+from conformance.inputs.prepare import batches_of
 from conformance.oracle.architecture import read_architecture
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
@@ -118,7 +119,7 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
         alike = list(group)
         scenario = alike[0].scenario
         layouts = {leg.layout for cell in alike for leg in cell.legs}
-        batches = build_batches(scenario, resolve(scenario.model))
+        batches = batches_of(scenario, resolve(scenario.model))
         documents.append(_documents(scenario, batches))
         for tp in sorted({layout.tp for layout in layouts}):
             shards += [shard for padded in (False, True) for shard in _shards(scenario, batches, tp, padded=padded)]
@@ -131,8 +132,10 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
     architecture = read_architecture(folder)
     documents = [document for batch in batches for document in batch.documents]
     lengths = [len(document.tokens) for document in documents]
-    whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
-    cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
+    cut: set[tuple[int, ...]] = set()  # roll-outs are never cut
+    if scenario.objective.reads == "samples":
+        whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
+        cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
     window = min((layer.window for layer in architecture.layers if layer.window), default=0)
     inputs, targets = _inputs(batches), _targets(batches)
     return DocumentReach(

@@ -19,9 +19,10 @@ from conformance import faults
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
-from conformance.objective import Role, all_observables
+from conformance.objective import all_observables
 from conformance.observable import Observable, model_key, unobserved_step
 from conformance.record.tensors import RecordWriter
+from conformance.role import Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.replicas import Replicas, compare
@@ -68,9 +69,13 @@ def run_leg(
             rank.beat("load")
             backend.load(Path(load))
         observer.start(backend, resolved)
-        for batch in read_batches(Path(batches))[first_step : first_step + steps]:
+        trained_on = read_batches(Path(batches))[first_step : first_step + steps]
+        # Evidence is of one step; what a roll-out needs beforehand would hide how a training pass is made.
+        watched = next((batch for batch in trained_on if not batch.rollout), trained_on[0])
+        for batch in trained_on:
             rank.beat(f"step {batch.step}")
-            observer.step(backend, batch, read=batch.step != unobserved_step(first_step, steps))
+            read = batch.step != unobserved_step(first_step, steps)
+            observer.step(backend, batch, read=read, watched=batch is watched)
         if save:
             rank.beat("save")
             _make_folder(rank, Path(save))
@@ -143,7 +148,7 @@ class _Observer:
         self.observables = all_observables(scenario.objective)
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
-        self.watch = Watch()  # of the first step
+        self.watch = Watch()  # of one step
 
     def start(self, backend: Backend, resolved: dict[str, Any]) -> None:
         loaded: dict[str, torch.Tensor] = {}
@@ -154,8 +159,9 @@ class _Observer:
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
             self.writer.loaded(loaded)
 
-    def step(self, backend: Backend, batch: Batch, *, read: bool) -> None:
-        """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out."""
+    def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool) -> None:
+        """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out.
+        ``watched``: this step gives the evidence."""
         first = batch.step == self.first_step
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
@@ -175,7 +181,7 @@ class _Observer:
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
-        with watcher or contextlib.nullcontext(), self.watch if first else contextlib.nullcontext():
+        with watcher or contextlib.nullcontext(), self.watch if watched else contextlib.nullcontext():
             metrics = backend.train_step(batch, on_gradients)
         seconds = time.perf_counter() - started - observing
         if sorted(called) != sorted(trained):

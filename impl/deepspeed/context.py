@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
-from conformance.objective import Head
+from conformance.role import Head
 from impl.deepspeed import process
 from impl.deepspeed.trainable import DeepspeedTrainable
 from impl.ring.attention import RingAttention, RingConfig, kind_of, register

@@ -17,7 +17,7 @@ import transformers
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
 from conformance.backend import NamedTensors, Shard, TensorKind
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
@@ -150,6 +150,7 @@ class DeepspeedTrainable:
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
+        self.engine.train(loss is not None)
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:

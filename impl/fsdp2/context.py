@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
-from conformance.objective import Head
+from conformance.role import Head
 from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.ring.attention import RingAttention, RingConfig, kind_of, register
 from impl.strategy import ContextConfig

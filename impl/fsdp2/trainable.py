@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from conformance.backend import NamedTensors, Shard, TensorKind
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
 from impl.files import write_model
@@ -121,6 +121,7 @@ class Fsdp2Trainable:
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
+        self.model.train(loss is not None)
         outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
         if loss is None:
             # What lies outside of blocks stays whole after a forward pass, for a backward pass that does not come.

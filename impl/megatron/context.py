@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from conformance.batch import Batch, Row
-from conformance.objective import Head
+from conformance.role import Head
 from impl.megatron.placement import placed
 from impl.megatron.process import MODEL_PARALLEL
 from impl.megatron.trainable import MegatronTrainable

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.validation import UsageError
 
 # Architectures whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.inputs.model import weight_files
-from conformance.objective import Head
+from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
@@ -165,6 +165,8 @@ class MegatronTrainable:
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
         micro_batches = self._shard(inputs)
+        for chunk in self.chunks:
+            chunk.train(loss is not None)
         found: dict[int, Outputs] = {}
 
         def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:

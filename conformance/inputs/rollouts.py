@@ -1,0 +1,163 @@
+"""Roll-outs: responses that a policy has sampled, with their rewards, as users keep them in files.
+
+Serves claim 1 for reinforcement learning: what was sampled is frozen, so that two backends that differ cannot blame the
+sampler. A line of a JSONL file is one response::
+
+    {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
+
+Responses of one prompt have the same ``group`` and stand on lines that follow one another. ``logprobs`` are those of
+the engine that sampled, at the objective's temperature. A response may be empty, and one that was cut has no
+end-of-sequence token.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import cycle, groupby
+from pathlib import Path
+from typing import Any
+
+from conformance.batch import Batch, Document, Row, with_rollouts
+from conformance.inputs.samples import read_records
+from conformance.oracle.architecture import read_architecture
+from conformance.paths import resolve
+from conformance.reading import MIB
+from conformance.rl import PolicyGradient
+from conformance.scenario import Scenario
+from conformance.validation import UsageError, shown
+
+Group = list[Document]
+MOST_TOKENS = MIB  # of one response; nothing that is trained on in one piece is longer
+FILLED = 0.8  # share of the room in packed rows that roll-outs are to take, so that whole groups fit
+
+
+def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
+    """Batches for ``scenario.steps`` optimizer steps, and the rest of a last roll-out of which only some are made.
+
+    A roll-out is ``mini_batches`` batches, gone through ``ppo_epochs`` times; it begins with the batch that has them as
+    its ``rollout``. It is made of whole groups, which ``scenario.seed`` shuffles once, and its documents are dealt out
+    so that the responses of one prompt lie in different rows. Unpacked, a row is one document.
+    Raises UsageError for data that do not allow this, and for tokens beyond the model's vocabulary.
+    """
+    objective = scenario.objective
+    assert isinstance(objective, PolicyGradient), "only these read roll-outs"
+    count, data = objective.mini_batches, scenario.data
+    groups = read_groups(scenario, vocabulary=read_architecture(model).vocab_size)
+    random.Random(scenario.seed).shuffle(groups)
+    endless = cycle(groups)
+    rows = count * data.rows
+    per_rollout = count * objective.ppo_epochs
+    batches: list[Batch] = []
+    begins: list[int] = []
+    while len(batches) < scenario.steps:
+        dealt = _packed(endless, rows, data.max_len) if data.packed else _single(endless, rows, scenario)
+        for epoch in range(objective.ppo_epochs):
+            for number in range(count):
+                chosen = dealt[number * data.rows : (number + 1) * data.rows]
+                made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
+                batches.append(Batch(len(batches), data.max_len, made))
+                begins.append(count if epoch == number == 0 else 0)
+    # Of the last roll-out, the first epoch is needed as a whole.
+    last = (scenario.steps - 1) // per_rollout * per_rollout
+    kept = max(scenario.steps, last + count)
+    return with_rollouts(batches[:kept], begins[:kept])
+
+
+def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
+    """The responses of the scenario's data set as documents with columns ``group``, ``reward`` and, of each token,
+    ``rollout_logprob``; a list for each group.
+
+    Raises UsageError that names the file and the line.
+    """
+    path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
+    found = [_document(r, place, scenario.data.max_len, vocabulary) for place, r in read_records(path)]
+    grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
+    if len({key for key, _ in grouped}) < len(grouped):
+        raise UsageError(f"{path}: lines of one group have to follow one another; sort the file by group")
+    return [group for _, group in grouped]
+
+
+def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int) -> Document:
+    prompt, completion = (_tokens(record, key, place, vocabulary) for key in ("prompt_ids", "completion_ids"))
+    if not prompt:
+        raise UsageError(f"{place}: 'prompt_ids' is empty; a response needs at least one token to follow")
+    if len(prompt) + len(completion) > max_len:
+        raise UsageError(
+            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and data.max_len is {max_len}; "
+            f"raise it, or leave the response out: cut, it would have another reward"
+        )
+    logprobs = record.get("logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
+        raise UsageError(
+            f"{place}: 'logprobs' has to be a list of {len(completion)} finite numbers that are not positive, one for "
+            f"each of 'completion_ids', got {shown(logprobs)}"
+        )
+    group, reward = record.get("group"), record.get("reward")
+    if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
+        raise UsageError(f"{place}: 'group' has to be a number from 0 on, got {shown(group)}")
+    if not isinstance(reward, int | float) or not _is_number(reward) or not abs(reward) <= 1e6:
+        raise UsageError(f"{place}: 'reward' has to be a finite number, got {shown(reward)}")
+    return Document(
+        (*prompt, *completion),
+        (False,) * len(prompt) + (True,) * len(completion),
+        {
+            "group": float(group),
+            "reward": float(reward),
+            "rollout_logprob": (0.0,) * len(prompt) + tuple(map(float, logprobs)),
+        },
+    )
+
+
+def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:
+    tokens = record.get(key)
+    if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
+        raise UsageError(f"{place}: {key!r} has to be a list of tokens, got {shown(tokens)}")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise UsageError(
+                f"{place}: {key!r} holds {shown(token)}, which is no token of a vocabulary of {vocabulary}; sample the "
+                f"roll-outs with the tokenizer of this model"
+            )
+    return tokens
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_logprob(value: Any) -> bool:
+    return _is_number(value) and -1e4 < value <= 1e-3  # an engine's own rounding may be above 0
+
+
+def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+    """Whole groups, a row for each response, spread so that a group lies in different parts of the roll-out."""
+    taken: list[Document] = []
+    while len(taken) < rows:
+        taken += next(groups)
+    if len(taken) > rows:
+        raise UsageError(
+            f"a roll-out of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
+            f"{scenario.data.path}; use data.rows that whole groups fill"
+        )
+    random.Random(len(taken)).shuffle(taken)
+    return [(document,) for document in taken]
+
+
+def _packed(groups: Iterator[Group], rows: int, max_len: int) -> list[tuple[Document, ...]]:
+    """Whole groups in rows, the longest first, each into the row with most room; every row holds two or more."""
+    room = rows * max_len
+    taken: list[Document] = []
+    while sum(len(d.tokens) for d in taken) < FILLED * room - max_len or len(taken) < 2 * rows:
+        taken += next(groups)
+    held: list[list[Document]] = [[] for _ in range(rows)]
+    free = [max_len] * rows
+    for document in sorted(taken, key=lambda d: -len(d.tokens)):
+        place = max(range(rows), key=lambda r: (free[r], -r))
+        held[place].append(document)
+        free[place] -= len(document.tokens)
+    if min(free) < 0 or min(map(len, held)) < 2:
+        raise UsageError(
+            f"data.max_len={max_len} does not pack whole groups into {rows} rows with two responses or more in each; "
+            f"raise data.max_len, or use data.packed=false"
+        )
+    return [tuple(row) for row in held]

@@ -1,0 +1,189 @@
+"""Reinforcement learning: GRPO and PPO as configuration, with the names and the defaults of verl.
+
+Serves claim 1 for the losses that are near zero whatever the gradient is. A roll-out is frozen: prompts, responses,
+rewards and the log-probs of the engine that sampled them come from a file. What follows is computed twice and apart
+(impl/rl and conformance/oracle/rl.py), as frameworks do it: log-probs and values of the whole roll-out before its first
+update, rewards and advantages from these, then ``ppo_epochs`` passes over its ``mini_batches``, an update each.
+
+Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the table):
+
+* Denominators are those of the whole mini-batch, on all ranks and in all micro-batches, never means of means.
+* A response without tokens belongs to its group, and to no mean over tokens or sequences.
+* Statistics over tokens (whitening) are those of the whole roll-out.
+"""
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from conformance.batch import Batch
+from conformance.observable import LOGPROBS, LOSS, TOKEN_COUNT, Observable
+from conformance.role import CRITIC, POLICY, REFERENCE, Role
+from conformance.validation import STRICT
+
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e6)]
+Clip = Annotated[float, Field(strict=True, gt=0, le=100)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
+Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+# Metrics as verl prints them.
+METRICS = (
+    Observable(key="ppo_kl", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="approx_kl"),
+    Observable(key="ratio_mean", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="ratio"),
+    Observable(key="ratio_max", stage="policy metrics", kind="scalar", replicated="all ranks", max_of="ratio"),
+    Observable(key="pg_clipfrac", stage="policy metrics", kind="scalar", replicated="all ranks"),
+    Observable(key="pg_clipfrac_lower", stage="policy metrics", kind="scalar", replicated="all ranks"),
+)
+
+
+def rows(key: str, stage: str, *, column: str = "") -> Observable:
+    """A number of each response token that every rank which holds the row has."""
+    return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
+
+
+def scalar(key: str, stage: str) -> Observable:
+    """A number of the whole step."""
+    return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyGradient:
+    """What GRPO and PPO have in common: how a policy is updated from advantages.
+
+    temperature: by which logits are divided for log-probs and entropy, of the policy and of the reference.
+    mini_batches, ppo_epochs: a roll-out is cut into so many updates, and gone through so many times.
+    recompute_old_logprobs: the policy computes the old log-probs of a roll-out before its first update; else they are
+        those of the engine that sampled it.
+    clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high] (Schulman et al., arXiv 1707.06347;
+        two of them: DAPO, arXiv 2503.14476).
+    clip_ratio_c: dual clip (Ye et al., arXiv 1912.09729): with a negative advantage A the loss is at most -A c; None
+        for no such bound.
+    loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
+        the token variant of section 4.3), without dual clip.
+    loss_agg_mode: how losses of tokens become one number: their mean over all tokens; the mean over sequences of their
+        sum, of their mean, or of their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
+    entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
+    kl_loss_coef, kl_loss_type: a KL estimate against the reference is added to the loss (Schulman,
+        http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).
+    kl_coef, kl_penalty: a KL estimate of the old log-probs against the reference is taken off each token's reward.
+    rollout_is_threshold: weights exp(old - sampled log-prob), at most this, are multiplied with the policy loss
+        (truncated importance sampling); None for none.
+    """
+
+    temperature: Positive = 1.0
+    mini_batches: Count = 1
+    ppo_epochs: Count = 1
+    recompute_old_logprobs: bool = True
+    clip_ratio_low: Clip = 0.2
+    clip_ratio_high: Clip = 0.2
+    clip_ratio_c: Annotated[float, Field(strict=True, gt=1, le=1000)] | None = 3.0
+    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: Coefficient = 0.0
+    kl_loss_coef: Coefficient = 0.0
+    kl_loss_type: KlEstimator = "low_var_kl"
+    kl_coef: Coefficient = 0.0
+    kl_penalty: KlEstimator = "kl"
+    rollout_is_threshold: Positive | None = None
+
+    reads: ClassVar[Literal["samples", "rollouts"]] = "rollouts"
+
+    def __post_init__(self) -> None:
+        if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_scale_factor is not None):
+            raise ValueError(
+                "loss_scale_factor is the divisor of loss_agg_mode 'seq-mean-token-sum-norm' and of no other; give both"
+            )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self.kl_coef or self.kl_loss_coef)
+
+    def observables(self) -> tuple[Observable, ...]:
+        old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
+        reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
+        # A policy loss cancels: its error is relative to what it is made of.
+        part = replace(scalar("", "loss"), scale="loss_scale", made_of="ratio")
+        parts = [replace(part, key=key) for key in ("pg_loss", *(["kl_loss"] if self.kl_loss_coef else []))]
+        return (
+            *old,
+            *reference,
+            *self.estimates(),
+            rows("advantage", "advantages", column="advantages"),
+            replace(LOGPROBS, required=True),
+            rows("entropy", "entropy"),
+            replace(rows("approx_kl", "ratios"), scale="logprob"),
+            rows("ratio", "ratios"),
+            TOKEN_COUNT,
+            replace(TOKEN_COUNT, key="sequence_count"),
+            *parts,
+            replace(scalar("entropy_loss", "loss"), made_of="entropy"),
+            replace(LOSS, scale="loss_scale", made_of="ratio"),
+            *METRICS,
+            *self.of_critic(),
+        )
+
+    def estimates(self) -> tuple[Observable, ...]:
+        """What a critic says of a roll-out before its first update."""
+        return ()
+
+    def of_critic(self) -> tuple[Observable, ...]:
+        """What is observed of a critic's update."""
+        return ()
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Grpo(PolicyGradient):
+    """Group-relative policy optimisation (Shao et al., arXiv 2402.03300) and estimators of its kind, without a critic.
+
+    adv_estimator: ``grpo``; ``rloo`` (Ahmadian et al., arXiv 2402.14740); ``reinforce_plus_plus`` and
+        ``reinforce_plus_plus_baseline`` (Hu, arXiv 2501.03262).
+    norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation (n - 1); Dr. GRPO does not.
+    gamma: discount of ``reinforce_plus_plus``.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    adv_estimator: AdvantageEstimator = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    gamma: Discount = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Ppo(PolicyGradient):
+    """Proximal policy optimisation (arXiv 1707.06347) with a critic and generalised advantage estimation
+    (Schulman et al., arXiv 1506.02438).
+
+    gamma, lam: discount, and the weight between one step and the whole return.
+    cliprange_value: the loss of a value is the larger one of itself and of the value clipped to the old value +- this.
+    """
+
+    kind: Literal["ppo"] = "ppo"
+    gamma: Discount = 1.0
+    lam: Discount = 1.0
+    cliprange_value: Positive = 0.5
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (*super().roles, CRITIC)
+
+    def estimates(self) -> tuple[Observable, ...]:
+        explained = scalar("critic.explained_var", "returns")
+        return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
+
+    def of_critic(self) -> tuple[Observable, ...]:
+        loss = replace(LOSS, key="critic.loss", column="critic loss", made_of="critic.value")
+        return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))

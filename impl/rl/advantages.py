@@ -1,0 +1,200 @@
+"""Token rewards, advantages and returns of a whole roll-out, from what is known before its first update.
+
+Pure functions of one process, on lists of responses without padding: float64 in, float64 out. Names and conventions are
+verl's (conformance/rl.py); tests/test_rl_third_opinion.py holds them against verl, TRL and OpenRLHF.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conformance.rl import Grpo, KlEstimator, Ppo
+from conformance.validation import UsageError
+from impl.rl.losses import kl_estimate
+
+STD_EPSILON = 1e-6  # added to a group's standard deviation
+VARIANCE_EPSILON = 1e-8  # added to the variance of what is whitened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What is known of one response of n tokens, n >= 0, before the first update. Tensors are (n,) floats.
+
+    group: number of its prompt. reward: of the whole response. values: the critic's number at the position that
+    predicts token t. Log-probs are those of the tokens that were sampled, under the old policy and the reference.
+    """
+
+    group: int
+    reward: float
+    old_logprobs: Tensor
+    reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Advantages and returns of one response, each (n,), without a gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:
+    """r_t = reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
+
+    KL_t is the estimate of the old log-prob against the reference's (Ziegler et al., arXiv 1909.08593, section 2;
+    Schulman, http://joschu.net/blog/kl-approx.html). Without ``kl_coef`` no reference is needed.
+    """
+    rewards = torch.zeros_like(response.old_logprobs)
+    if len(rewards):
+        rewards[-1] = response.reward
+    if kl_coef:
+        assert response.reference_logprobs is not None, "a penalty needs a reference"
+        rewards -= kl_coef * kl_estimate(response.old_logprobs, response.reference_logprobs, kl_penalty)
+    return rewards
+
+
+def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estimate]:
+    """Advantages and returns of every response of a roll-out, in their order.
+
+    PPO whitens its advantages over all tokens of the roll-out, and its returns come from before that. Raises UsageError
+    where whitening has fewer than two tokens.
+    """
+    with torch.no_grad():
+        rewards = [
+            token_rewards(each, kl_coef=objective.kl_coef, kl_penalty=objective.kl_penalty) for each in responses
+        ]
+        if isinstance(objective, Ppo):
+            return _ppo(responses, rewards, objective)
+        if objective.adv_estimator == "reinforce_plus_plus":
+            return reinforce_plus_plus(rewards, gamma=objective.gamma)
+        lengths = [len(each) for each in rewards]
+        groups = [each.group for each in responses]
+        scores = _scores(responses, rewards)
+        if objective.adv_estimator == "rloo":
+            return _spread(rloo(scores, groups), lengths)
+        if objective.adv_estimator == "reinforce_plus_plus_baseline":
+            return reinforce_plus_plus_baseline(scores, groups, lengths)
+        return _spread(group_advantages(scores, groups, by_std=objective.norm_adv_by_std_in_grpo), lengths)
+
+
+def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> Tensor:
+    """A_i = (R_i - mean R) / (std R + 1e-6) over the group of i: (N,) to (N,).
+
+    The standard deviation is that of n - 1. A group of one has mean 0 and standard deviation 1. Without ``by_std``
+    nothing is divided. GRPO: Shao et al., arXiv 2402.03300, section 4.1.2, whose formula has neither epsilon nor n - 1;
+    both are verl's. Not divided: Dr. GRPO, Liu et al., arXiv 2503.20783, section 3.2.
+    """
+
+    def normalized(members: Tensor) -> Tensor:
+        mean, std = (members.mean(), members.std()) if len(members) > 1 else (0.0, 1.0)
+        return (members - mean) / (std + STD_EPSILON) if by_std else members - mean
+
+    return _of_groups(scores, groups, normalized)
+
+
+def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
+    """A_i = R_i - mean of the other R of its group: (N,) to (N,). Alone in its group, A_i = R_i.
+
+    Ahmadian et al., arXiv 2402.14740, section 3 (RLOO).
+    """
+
+    def left_out(members: Tensor) -> Tensor:
+        others = max(len(members) - 1, 1)
+        return members - (members.sum() - members) / others
+
+    return _of_groups(scores, groups, left_out)
+
+
+def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
+    """G_t = r_t + gamma G_(t+1), and A = G whitened over all tokens of the roll-out. Lists of (n,).
+
+    Hu, arXiv 2501.03262, section 3.
+    """
+    returns = [discounted(each, factor=gamma) for each in rewards]
+    return _estimates(whiten(returns), returns)
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths: Sequence[int]) -> list[Estimate]:
+    """A = R - mean R of the group, for each token of a response, whitened over all tokens; returns are the same.
+
+    ``scores`` (N,), to lists of (n,). A group of one has mean 0. Hu, arXiv 2501.03262, section 3.
+    """
+    centered = group_advantages(scores, groups, by_std=False)
+    whitened = whiten([score.repeat(length) for score, length in zip(centered, lengths, strict=True)])
+    return _estimates(whitened, whitened)
+
+
+def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimate:
+    """A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t, with V_n = A_n = 0; returns A + V.
+
+    All (n,). Schulman et al., arXiv 1506.02438, equation 16.
+    """
+    following = torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
+    advantages = discounted(rewards + gamma * following - values, factor=gamma * lam)
+    return Estimate(advantages=advantages, returns=advantages + values)
+
+
+def discounted(numbers: Tensor, *, factor: float) -> Tensor:
+    """S_t = x_t + factor S_(t+1): (n,) to (n,)."""
+    sums = torch.empty_like(numbers)
+    following = numbers.new_zeros(())
+    for t in reversed(range(len(numbers))):
+        following = numbers[t] + factor * following
+        sums[t] = following
+    return sums
+
+
+def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
+    """(x - mean) / sqrt(var + 1e-8), with mean and variance (n - 1) of all parts together; lists of (n,).
+
+    verl's masked_whiten without the 1e-8 in its mean, which vanishes there when the mask holds integers.
+    Raises UsageError for fewer than two numbers.
+    """
+    numbers = torch.cat(list(parts))
+    if len(numbers) < 2:
+        raise UsageError(
+            f"advantages are whitened over all tokens of a roll-out, and this one has {len(numbers)}; "
+            "give it two response tokens or more"
+        )
+    scale = (numbers.var() + VARIANCE_EPSILON).rsqrt()
+    return [(part - numbers.mean()) * scale for part in parts]
+
+
+def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Ppo) -> list[Estimate]:
+    raw = []
+    for response, of_tokens in zip(responses, rewards, strict=True):
+        assert response.values is not None, "generalised advantage estimation needs a critic's values"
+        raw.append(gae(of_tokens, response.values, gamma=objective.gamma, lam=objective.lam))
+    return _estimates(whiten([each.advantages for each in raw]), [each.returns for each in raw])
+
+
+def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
+    """The sum of each response's token rewards; without tokens its reward, which still counts in its group."""
+    sums = [
+        of_tokens.sum() if len(of_tokens) else of_tokens.new_tensor(response.reward)
+        for response, of_tokens in zip(responses, rewards, strict=True)
+    ]
+    return torch.stack(sums)
+
+
+def _of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function`` of the scores of each group, put back where they were."""
+    numbers = torch.tensor(groups)
+    result = torch.empty_like(scores)
+    for group in sorted(set(groups)):
+        members = numbers == group
+        result[members] = function(scores[members])
+    return result
+
+
+def _spread(scores: Tensor, lengths: Sequence[int]) -> list[Estimate]:
+    """Each response's number for each of its tokens."""
+    parts = [score.repeat(length) for score, length in zip(scores, lengths, strict=True)]
+    return _estimates(parts, parts)
+
+
+def _estimates(advantages: Sequence[Tensor], returns: Sequence[Tensor]) -> list[Estimate]:
+    return [Estimate(advantages=a, returns=r) for a, r in zip(advantages, returns, strict=True)]

@@ -1,0 +1,122 @@
+"""GRPO and PPO: every way of cutting computes what the oracle computes, where the loss says nothing.
+
+The sweep over all families, layouts and precisions is the full profile; here is one cell of each kind.
+"""
+
+import pytest
+import torch
+from cells import assert_honest, cell_of, exhaustive, record_of
+
+from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
+from conformance.record.tensors import StepRecord
+from conformance.rl import PolicyGradient
+from conformance.run.session import Session
+from conformance.scenario import load_scenario
+
+MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios grpo and ppo
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout"),
+    [
+        ("fsdp2", "grpo", "gemma3", "dp2.rep2"),
+        ("fsdp2", "ppo", "llama", "sp2.zigzag"),
+        ("fsdp2", "gspo", "qwen3", "dp2"),
+        ("fsdp2", "grpo-off-policy", "pangu", "dp2"),
+        ("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
+        ("deepspeed", "ppo", "llama", "dp2.zero3"),
+        ("megatron", "grpo", "pangu", "sp2"),
+        ("megatron", "ppo", "qwen3", "pp2.vpp2"),
+        exhaustive("fsdp2", "grpo", "pangu", "tp2.seqpar.losspar"),
+        exhaustive("fsdp2", "ppo", "qwen3", "tp2.plan"),
+        exhaustive("fsdp2", "ppo", "pangu", "dp2.ckpt.offload"),
+        exhaustive("fsdp2", "grpo", "llama", "dp2.sp2.tp2"),
+        exhaustive("deepspeed", "grpo", "qwen3", "dp2.zero0"),
+        exhaustive("deepspeed", "ppo", "pangu", "dp2.zero1"),
+        exhaustive("deepspeed", "gspo", "llama", "tp2.zero1"),
+        exhaustive("deepspeed", "grpo-off-policy", "gemma3", "sp2.zero2"),
+        exhaustive("megatron", "ppo", "pangu", "dp2.zero1.overlap"),
+        exhaustive("megatron", "grpo", "llama", "tp2.seqpar.ckpt"),
+        exhaustive("megatron", "gspo", "qwen3", "tp2.pp2"),
+        exhaustive("megatron", "grpo-off-policy", "pangu", "pp2"),
+    ],
+)
+def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
+    """Over five steps: the mini-batches of a roll-out, its second epoch, and the next roll-out."""
+    steps = MINI_BATCHES * EPOCHS + 1
+    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=24 if "off" in scenario else 12)
+    verdict = assert_honest(session, cell)
+    stages = {"advantages", "log-probs", "ratios", "loss", "policy metrics", "gradients", "clipped update"}
+    if scenario == "ppo":
+        stages |= {"old values", "returns", "values", "critic gradients", "critic clipped update"}
+    if scenario in ("grpo", "ppo"):
+        stages |= {"old log-probs", "reference log-probs"}
+    assert stages <= verdict.worst.keys()
+    if scenario in ("grpo", "ppo"):
+        assert_first_ratio_is_one(session, cell)
+
+
+def assert_first_ratio_is_one(session: Session, cell: Cell) -> None:
+    """At the first update of a roll-out, old log-probs are those of the very policy that is trained."""
+    for step in record_of(session, cell).steps:
+        off = (numbers(step, "ratio") - 1).abs().max().item()
+        begins = step.step % (MINI_BATCHES * EPOCHS) == 0
+        assert off < 1e-13 if begins else off > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout"),
+    [
+        ("fsdp2", "grpo-half", "qwen3", "dp2"),
+        ("deepspeed", "grpo-half", "llama", "dp2.zero1"),
+        ("megatron", "ppo-half", "llama", "dp2.zero1"),
+        exhaustive("fsdp2", "ppo-half", "gemma3", "tp2"),
+        exhaustive("fsdp2", "ppo-half", "pangu", "sp2"),
+        exhaustive("deepspeed", "ppo-half", "qwen3", "dp2.zero3"),
+        exhaustive("megatron", "grpo-half", "qwen3", "tp2.seqpar"),
+    ],
+)
+def test_bf16_is_as_good_as_a_single_process(
+    session: Session, backend: str, scenario: str, model: str, layout: str
+) -> None:
+    verdict = session.run(cell_of(backend, scenario, model, layout, "bf16")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", exhaustive("deepspeed"), exhaustive("megatron")])
+def test_fp32_judges_the_clips_too(session: Session, backend: str) -> None:
+    verdict = session.run(cell_of(backend, "grpo", "llama", "dp2", "fp32")).verdict
+    assert verdict.state == "conforms", verdict.reason
+    metrics = {q.tensor: q for q in verdict.quantities if q.stage == "policy metrics" and q.step == 1}
+    assert metrics["pg_clipfrac"].ratio <= 1
+
+
+@pytest.mark.parametrize("scenario", ["grpo", "grpo-off-policy", "gspo", "ppo"])
+def test_the_scenarios_reach_what_they_are_about(session: Session, scenario: str) -> None:
+    """Clips on both sides and the dual clip, where they are configured, in what the oracle itself has recorded."""
+    rows = 24 if "off" in scenario else 12
+    cell = cell_of("fsdp2", scenario, "llama", "dp1", "exact", steps=3, rows=rows)
+    assert_honest(session, cell)
+    steps = record_of(session, cell).steps
+    ratios = [numbers(step, "ratio") for step in steps]
+    objective = load_scenario(
+        FIXTURES / "scenarios" / f"{scenario}.toml", model="models/llama", precision="exact"
+    ).objective
+    assert isinstance(objective, PolicyGradient)
+    low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
+    assert any((ratio < low).any() and (ratio > high).any() for ratio in ratios)
+    assert any(step.value("pg_clipfrac") for step in steps)
+    if scenario == "grpo-off-policy":
+        assert all(step.value("pg_clipfrac_lower") for step in steps)
+    if scenario == "ppo":
+        assert any(step.value("critic.clipfrac") for step in steps)
+    advantages = numbers(steps[0], "advantage")
+    assert (advantages < 0).any()
+    if scenario != "ppo":
+        assert (advantages == 0).any()  # a group of equal rewards
+
+
+def numbers(step: StepRecord, key: str) -> torch.Tensor:
+    """All rows of an observable at a step."""
+    return torch.cat([tensor for name, tensor in step.tensors().items() if name.startswith(f"{key}/")])
