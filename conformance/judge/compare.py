@@ -104,8 +104,9 @@ def _step(
         if o.mean_of or o.max_of:
             yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
         elif o.kind in ("scalar", "setting"):
-            typical = _of_a_sum(named(tensors, o.made_of), named(reference, o.made_of)) if o.made_of else 0.0
-            for found in _scalar(o, step, oracle, named(tensors, o.norm_of) if o.norm_of else {}):
+            parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
+            typical = _of_a_sum(parts, named(reference, o.norm_of or o.made_of), by_element=bool(o.made_of))
+            for found in _scalar(o, step, oracle, parts if o.norm_of else {}):
                 yield replace(found, typical=typical)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
@@ -241,12 +242,15 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
 
 
-def _of_a_sum(rows: Tensors, reference: Tensors) -> float:
-    """The relative error that a sum of these numbers has if their errors are independent."""
-    if rows.keys() != reference.keys() or not rows:
+def _of_a_sum(parts: Tensors, reference: Tensors, *, by_element: bool) -> float:
+    """The relative error that a sum of these numbers has, or a norm of these tensors, if the errors of its parts are
+    independent: theirs over the root of how many they are. ``by_element``: each number is a part, else each tensor."""
+    if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
         return 0.0
-    x, ref = (torch.cat([of[row].double() for row in reference]) for of in (rows, reference))
-    return finite((x - ref).norm().item() / (ref.norm().item() or 1.0)) / math.sqrt(max(1, len(ref)))
+    squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]
+    norm = math.sqrt(sum(ref.double().square().sum().item() for ref in reference.values()))
+    count = sum(ref.numel() for ref in reference.values()) if by_element else len(reference)
+    return finite(math.sqrt(sum(squares)) / (norm or 1.0)) / math.sqrt(max(1, count))
 
 
 def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:

@@ -8,7 +8,8 @@
 
 One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
 its largest over the steps; for a tensor no less than the median of its stage at that step, for a scalar no less than
-SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens no less than what their errors make of it.
+SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than
+what errors of its parts make of it.
 """
 
 import math
