@@ -158,14 +158,13 @@ def _in_micro_batches(
     for part in (rows[: len(rows) // 3], rows[len(rows) // 3 :]):
         if not part:
             continue
-        with float64_by_default():
-            inputs = collate(part)
         count = sum(len(row.documents) for row in part)
-        taken = {name: laid_out(documents[:count], inputs) for name, documents in left.items()}
+        with float64_by_default():  # as in the exact tier
+            inputs = collate(part)
+            taken = {name: laid_out(documents[:count], inputs) for name, documents in left.items()}
+            given = Outputs(**taken, targets=inputs.targets.double())
+            found = functions.evaluate(model, given, inputs, totals=totals, others={})
         left = {name: documents[count:] for name, documents in left.items()}
-        found = functions.evaluate(
-            model, Outputs(**taken, targets=inputs.targets.double()), inputs, totals=totals, others={}
-        )
         assert found.loss is not None
         loss = loss + found.loss
         for key, value in found.values.items():

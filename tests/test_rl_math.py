@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from rl_cases import Rollout, cases, gap, gradients, rollouts, total, with_gradient
-from rl_sides import IMPL, each_document
+from rl_sides import IMPL, ORACLE, each_document
 from torch import Tensor
 
 from conformance.rl import Grpo, LossAggMode, PolicyGradient, Ppo
@@ -56,6 +56,15 @@ def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
         slopes = gradients(total(losses, [1.0] * case.count), new)
         found.append([losses, slopes, [each.double() for each in clipped + lower]])
     assert all(gap(packed, single) < 1e-13 for packed, single in zip(*found, strict=True))
+
+
+@cases(300, case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+def test_both_sides_have_the_same_metrics(case: Rollout, objective: PolicyGradient) -> None:
+    """Those that no library prints, too."""
+    found = [side.policy(case, case.new, case.old, objective, case.old)[1] for side in (IMPL, ORACLE)]
+    found += [side.critic(case, case.values, Ppo())[1] for side in (IMPL, ORACLE)]
+    for mine, oracles in (found[:2], found[2:]):
+        assert oracles == pytest.approx({key: mine[key] for key in oracles}, rel=1e-12, abs=1e-12)
 
 
 def test_the_mean_of_a_sequence_is_that_of_its_document_in_a_packed_row() -> None:
