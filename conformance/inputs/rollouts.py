@@ -1,7 +1,7 @@
 """Roll-outs: responses that a policy has sampled, with their rewards, as users keep them in files.
 
 Serves claim 1 for reinforcement learning: what was sampled is frozen, so that two backends that differ cannot blame the
-sampler. A line of a JSONL file is one response::
+sampler. A line of a JSONL file, or a record of a Parquet file or of a data set on disk, is one response::
 
     {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
 
