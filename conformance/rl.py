@@ -107,6 +107,10 @@ class PolicyGradient:
         return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
 
     @property
+    def steps_per_rollout(self) -> int:
+        return self.mini_batches * self.ppo_epochs
+
+    @property
     def has_reference(self) -> bool:
         return bool(self.kl_coef or self.kl_loss_coef)
 
