@@ -177,5 +177,5 @@ class Ppo(PolicyGradient):
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
-        loss = replace(LOSS, key="critic.loss", column="critic loss")
+        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss")
         return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))
