@@ -77,7 +77,13 @@ LAYOUTS = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
 CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vocabulary
 OF_CUT = {"local-softmax-gradient", "label-holders-only"}
 # What depends on how ranks are arranged, or on a function that each backend has for itself.
-ON_EACH_BACKEND = {*OF_CUT, "metrics-of-one-rank", "mean-of-micro-batch", "temperature-not-in-training", "mask-lost"}
+ON_EACH_BACKEND = {
+    *OF_CUT,
+    "metrics-of-one-rank",
+    "mean-of-micro-batch",
+    "temperature-not-in-training",
+    "values-off-by-one",
+}
 
 
 def layout_of(backend: str, name: str) -> str | None:

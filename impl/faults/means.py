@@ -104,7 +104,7 @@ MEANS_FAULTS = (
     Fault(
         name="sequence-mean-for-token-mean",
         summary="the mean over tokens is a mean over sequences of means, so short responses weigh more",
-        source="https://github.com/huggingface/trl/issues/3187",
+        source="arXiv 2503.14476, section 3.3, on what a mean over sequences does to long responses",
         seam="token_weights",
         stage="loss",
         loss_blind=False,
@@ -114,7 +114,7 @@ MEANS_FAULTS = (
     Fault(
         name="token-mean-for-sequence-mean",
         summary="the mean over sequences of means is a mean over tokens, so long responses weigh more",
-        source="https://github.com/hiyouga/EasyR1/issues/212",
+        source="https://github.com/huggingface/trl/issues/3187",
         seam="token_weights",
         stage="loss",
         loss_blind=False,

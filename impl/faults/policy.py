@@ -122,7 +122,7 @@ POLICY_FAULTS = (
     Fault(
         name="temperature-not-in-training",
         summary="log-probs of the update are not at the temperature of sampling",
-        source="https://github.com/verl-project/verl/issues/3133",
+        source="https://github.com/verl-project/verl/pull/3133",
         seam="forward_backward",
         stage="log-probs",
         loss_blind=False,
@@ -162,7 +162,7 @@ POLICY_FAULTS = (
     Fault(
         name="gspo-without-length",
         summary="the ratio of a sequence is the product of its tokens' ratios, not their geometric mean",
-        source="arXiv 2507.18071, equation 7: the exponent 1 / |y|",
+        source="arXiv 2507.18071, equation 7: the exponent is 1 over the length",
         seam="sequence_mean",
         stage="ratios",
         loss_blind=True,

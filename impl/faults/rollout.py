@@ -129,7 +129,7 @@ ROLLOUT_FAULTS = (
     Fault(
         name="temperature-not-in-looks",
         summary="old log-probs are not at the temperature of sampling",
-        source="https://github.com/OpenRLHF/OpenRLHF/issues/857",
+        source="https://github.com/OpenRLHF/OpenRLHF/pull/857",
         seam="look",
         stage="old log-probs",
         loss_blind=False,
@@ -179,7 +179,7 @@ ROLLOUT_FAULTS = (
     Fault(
         name="deviation-left-out",
         summary="advantages of a group are not divided by its standard deviation",
-        source="https://github.com/OpenRLHF/OpenRLHF/issues/1250",
+        source="arXiv 2402.03300, section 4.1.2: rewards less their mean, over their standard deviation",
         seam="group_advantages",
         stage="advantages",
         loss_blind=False,
