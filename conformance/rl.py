@@ -189,5 +189,5 @@ class Ppo(PolicyGradient):
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
-        loss = replace(LOSS, key="critic.loss", column="critic loss", made_of="critic.value")
+        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
         return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))
