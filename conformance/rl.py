@@ -107,6 +107,10 @@ class PolicyGradient:
         return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
 
     @property
+    def steps_per_rollout(self) -> int:
+        return self.mini_batches * self.ppo_epochs
+
+    @property
     def has_reference(self) -> bool:
         return bool(self.kl_coef or self.kl_loss_coef)
 
@@ -185,5 +189,5 @@ class Ppo(PolicyGradient):
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
-        loss = replace(LOSS, key="critic.loss", column="critic loss", made_of="critic.value")
+        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
         return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))

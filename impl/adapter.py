@@ -21,6 +21,38 @@ from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
 from impl.trainer import train_step
 
+# Seams that are the same on all backends, and what a function there means: impl/faults/catalogue.py.
+RL_SEAMS = {
+    "look_ahead": "impl.rollouts:look_ahead",
+    "look": "impl.rollouts:look",
+    "annotated": "impl.rollouts:Rollouts.annotated",
+    "token_rewards": "impl.rl.advantages:token_rewards",
+    "kl_in_reward": "impl.rl.advantages:kl_estimate",
+    "of_groups": "impl.rl.advantages:of_groups",
+    "group_advantages": "impl.rl.advantages:group_advantages",
+    "group_deviation": "impl.rl.advantages:group_deviation",
+    "rloo": "impl.rl.advantages:rloo",
+    "of_responses": "impl.rl.advantages:of_responses",
+    "next_values": "impl.rl.advantages:next_values",
+    "whiten": "impl.rl.advantages:whiten",
+    "importance_weights": "impl.rl.objective:importance_weights",
+    "evaluate": "impl.rl.objective:PolicyGradientFunctions.evaluate",
+    "loss_weights": "impl.rl.objective:loss_weights",
+    "token_weights": "impl.rl.objective:token_weights",
+    "policy_losses": "impl.rl.objective:policy_losses",
+    "dual_clipped": "impl.rl.losses:dual_clipped",
+    "sequence_mean": "impl.rl.losses:sequence_mean",
+    "kl_in_loss": "impl.rl.objective:kl_estimate",
+    "actor_loss": "impl.rl.objective:actor_loss",
+    "value_losses": "impl.rl.objective:value_losses",
+    "of_all_ranks": "impl.trainer:of_all_ranks",
+}
+# Of backends whose logits stay cut along the vocabulary.
+VOCABULARY_SEAMS = {
+    "through_softmax": "impl.outputs:through_softmax_",
+    "through_label": "impl.outputs:through_label_",
+}
+
 
 class StrategyBackend:
     """Adapter over ``get_context(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""

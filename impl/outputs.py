@@ -141,15 +141,32 @@ class _TokenStatistics(torch.autograd.Function):
         target = labels >= 0
         of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.where(target, 0)
         s = _scaled(logits, ctx.temperature).sub_(highest[..., None])
-        if of_entropy is None:
-            gradient = s.sub_(log_total[..., None]).exp_().mul_(-of_logprob[..., None])
-        else:
-            p = (s - log_total[..., None]).exp_()
-            weighted = _finite_(s).sub_(mean[..., None]).mul_(p)  # first by p, which is 0 where s is far below
-            gradient = p.mul_(-of_logprob[..., None]).sub_(weighted.mul_(of_entropy.where(target, 0)[..., None]))
+        of_entropy = None if of_entropy is None else of_entropy.where(target, 0)
+        gradient = through_softmax_(s, log_total, mean, of_logprob, of_entropy)
         index, held = _own(labels, ctx.start, logits.shape[-1])
-        gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
+        through_label_(gradient, of_logprob, index=index, held=held)
         return gradient[..., : logits.shape[-1]].div_(ctx.temperature).to(logits.dtype), *(None,) * 5
+
+
+def through_softmax_(
+    s: Tensor, log_total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
+) -> Tensor:
+    """The gradient that reaches ``s`` by way of the softmax over the whole vocabulary; ``s`` is overwritten.
+
+    ``s`` (..., V): this rank's logits less the highest of all. ``log_total`` and ``mean`` (...,): of all ranks, log sum
+    exp(s) and sum p s. ``of_logprob``, ``of_entropy`` (...,): the gradients of log-probs and entropy.
+    """
+    if of_entropy is None:
+        return s.sub_(log_total[..., None]).exp_().mul_(-of_logprob[..., None])
+    assert mean is not None
+    p = (s - log_total[..., None]).exp_()
+    weighted = _finite_(s).sub_(mean[..., None]).mul_(p)  # first by p, which is 0 where s is far below
+    return p.mul_(-of_logprob[..., None]).sub_(weighted.mul_(of_entropy[..., None]))
+
+
+def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held: Tensor) -> None:
+    """Add to ``gradient`` (..., V) what reaches the own logit of each label: number ``index``, where held."""
+    gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -51,9 +51,14 @@ def train_step(
                 rows[key] |= target_rows(micro_batch, mine, numbers)
         if role.trained:
             values |= _update(trainable, role, on_gradients)
-    values |= {key: context.all_reduce(value) for key, value in sums.items()}  # what was counted outranks the batch's
-    values |= {key: max(context.all_gather(value)) for key, value in highest.items()}
+    values |= of_all_ranks(context, sums, highest)  # what was counted outranks the batch's
     return StepMetrics(values=values, rows=dict(rows))
+
+
+def of_all_ranks(context: Context, sums: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of the whole step, from this rank's sums and largest numbers."""
+    together = {key: context.all_reduce(value) for key, value in sums.items()}
+    return together | {key: max(context.all_gather(value)) for key, value in highest.items()}
 
 
 def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:

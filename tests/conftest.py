@@ -17,6 +17,7 @@ from conformance.scenario import Precision, load_scenario
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
     "test_faults",
+    "test_faults_rl",
     "test_cells_megatron",
     "test_cells_deepspeed",
     "test_cells_fsdp2",

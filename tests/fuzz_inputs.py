@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from conformance.inputs.documents import load_documents
 from conformance.inputs.prepare import prepare_inputs
+from conformance.inputs.rollouts import build_rollouts
 from conformance.layout import AXES, OPTIONS, Layout
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import forward, load_weights
@@ -224,6 +225,42 @@ def jsonl_file(case: Case) -> Use:
     return file.name, use
 
 
+def rollout_file(case: Case) -> Use:
+    rng, file = case.rng, case.given / "data.jsonl"
+    lines: list[Any] = [
+        {"group": i // 2, "prompt_ids": [1, 4], "completion_ids": [7] * i, "logprobs": [-1.5] * i, "reward": i / 2}
+        for i in range(8)
+    ]
+    packed, place, way = rng.random() < 0.5, rng.randrange(8), rng.randrange(5)
+    if way == 0:
+        rng.shuffle(lines)
+    elif way == 1:
+        lines[place][rng.choice(sorted(lines[place]))] = rng.choice((10**400, [10**400], [[7]], [400], 0.5, "7", None))
+    elif way <= 3:
+        lines[place] = mutate_json(rng, lines[place])
+    data = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    file.write_bytes(mutate_bytes(rng, data) if way == 4 else data)
+    shape = {"path": str(file), "packed": packed, "rows": rng.choice((1, 2, 4, 4)), "max_len": rng.choice((9, 40, 96))}
+    objective = {"kind": rng.choice(("grpo", "ppo")), "mini_batches": rng.choice((1, 2))}
+
+    def use() -> None:
+        values = {"name": "any", "model": str(FIXTURES / "models" / "llama"), "precision": "fp32", "steps": 3}
+        scenario = parse_scenario(
+            {**values, "optimizer": {"name": "sgd", "lr": 0.1}, "data": shape, "objective": objective}
+        )
+        try:
+            batches = build_rollouts(scenario, Path(scenario.model))
+        except UsageError as error:
+            if any(word in str(error) for word in ("line ", "lines of", "is empty", "data.max_len", "roll-out of ")):
+                raise
+            raise AssertionError(f"no line is named: {error}") from None
+        assert batches[0].rollout
+        assert all(len(batch.rows) == scenario.data.rows and batch.target_count > 1 for batch in batches)
+        assert all(row.length <= scenario.data.max_len for batch in batches for row in batch.rows)
+
+    return file.name, use
+
+
 def model_folder(case: Case) -> Path:
     """A whole model, small data beside it."""
     folder = case.given / "model"
@@ -343,6 +380,7 @@ KINDS: dict[str, Callable[[Case], Use]] = {
     "layout": layout_text,
     "profile": profile_file,
     "data": jsonl_file,
+    "rollouts": rollout_file,
     "config": config_file,
     "weights": weights_file,
     "tokenizer": tokenizer_files,

@@ -1,21 +1,25 @@
-"""Random roll-outs, the sides that are held against the libraries, and the layouts in which these want their numbers.
+"""Random roll-outs, and the layouts in which functions want their numbers.
 
-Documents are lists of 1-D float64 tensors, one for each response. A side takes and gives such lists, however it lays
-tokens out itself.
+Documents are lists of 1-D float64 tensors, one for each response.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import pytest
 import torch
+from cells import exhaustive
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.rl import Grpo, LossAggMode, PolicyGradient, Ppo
-from impl.rl import advantages, losses
+from impl.rl.advantages import Response
 
 Documents = list[Tensor]
+PHASES = (Phase.generate, Phase.shrink)
+FEW = 30  # random cases of each test, in the fast run
 GARBAGE = 3.25  # stands where nothing may be looked at
 
 
@@ -93,9 +97,28 @@ def rollouts(
     )
 
 
-def responses(case: Rollout) -> list[advantages.Response]:
+def cases(number: int, **strategies: Any) -> Callable[[Any], Any]:
+    """A test of FEW random cases in the fast run and of ``number`` in the exhaustive one, the same ones every time."""
+
+    def decorate(function: Any) -> Any:
+        shown = inspect.signature(given(**strategies)(function))  # what is left for pytest to give
+        parameters = [*shown.parameters.values(), inspect.Parameter("count", inspect.Parameter.KEYWORD_ONLY)]
+
+        def test(*, count: int, **others: Any) -> None:
+            chosen = settings(max_examples=count, deadline=None, derandomize=True, phases=PHASES)
+            chosen(given(**strategies)(function))(**others)
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        test.pytestmark = getattr(function, "pytestmark", [])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("count", [FEW, exhaustive(number)])(test)
+
+    return decorate
+
+
+def responses(case: Rollout) -> list[Response]:
     return [
-        advantages.Response(group=group, reward=reward, old_logprobs=old, reference_logprobs=reference, values=values)
+        Response(group=group, reward=reward, old_logprobs=old, reference_logprobs=reference, values=values)
         for group, reward, old, reference, values in zip(
             case.groups, case.rewards, case.old, case.reference, case.old_values, strict=True
         )
@@ -159,92 +182,9 @@ def pack(lengths: Sequence[int], generator: torch.Generator) -> tuple[Tensor, Te
     )
 
 
-# Sides
-
-
-class OfDocuments(Protocol):
-    """(losses, clipped, clipped by dual clip) of each token."""
-
-    def __call__(
-        self, new: Documents, old: Documents, advantages: Documents, *, objective: PolicyGradient
-    ) -> tuple[Documents, Documents, Documents]: ...
-
-
-class Weights(Protocol):
-    def __call__(
-        self, lengths: Sequence[int], mode: LossAggMode, *, scale_factor: float | None = None
-    ) -> list[float]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """Functions of our own that are held against the libraries; the last three work on tensors of any shape.
-
-    estimate: (advantages, returns) of the responses of a roll-out, in order.
-    """
-
-    name: str
-    estimate: Callable[[list[advantages.Response], Grpo | Ppo], tuple[Documents, Documents]]
-    token_rewards: Callable[..., Tensor]
-    policy_losses: OfDocuments
-    token_weights: Weights
-    importance_weights: Callable[..., Tensor]
-    kl_estimate: Callable[..., Tensor]
-    value_losses: Callable[..., tuple[Tensor, Tensor]]
-
-
-def _estimate(of: list[advantages.Response], objective: Grpo | Ppo) -> tuple[Documents, Documents]:
-    found = advantages.estimate(of, objective)
-    return [each.advantages for each in found], [each.returns for each in found]
-
-
-def _packed_losses(
-    new: Documents, old: Documents, advantages: Documents, *, objective: PolicyGradient
-) -> tuple[Documents, Documents, Documents]:
-    """In packed rows; the other tests have one document in a row."""
-    lengths = [len(document) for document in new]
-    generator = torch.Generator().manual_seed(len(lengths) + sum(lengths))
-    mask, documents, layout = pack(lengths, generator)
-    terms = losses.policy_losses(
-        layout(new), layout(old), layout(advantages), mask=mask, documents=documents, objective=objective
-    )
-
-    def back(matrix: Tensor) -> Documents:
-        return list(matrix[mask].split(lengths))
-
-    return back(terms.losses), back(terms.clipped), back(terms.clipped_lower)
-
-
-def each_document(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> OfDocuments:
-    """The policy losses of a side whose ``function`` takes the 1-D tensors of one document, and ``objective``."""
-
-    def of_documents(
-        new: Documents, old: Documents, advantages: Documents, *, objective: PolicyGradient
-    ) -> tuple[Documents, Documents, Documents]:
-        found = [function(*each, objective=objective) for each in zip(new, old, advantages, strict=True)]
-        losses, clipped, lower = zip(*found, strict=True)
-        return list(losses), list(clipped), list(lower)
-
-    return of_documents
-
-
-# Another side: Side(name=..., estimate=lambda of, objective: ..., policy_losses=each_document(...), ...), into SIDES.
-IMPL = Side(
-    name="impl",
-    estimate=_estimate,
-    token_rewards=advantages.token_rewards,
-    policy_losses=_packed_losses,
-    token_weights=losses.token_weights,
-    importance_weights=losses.importance_weights,
-    kl_estimate=losses.kl_estimate,
-    value_losses=losses.value_losses,
-)
-SIDES = [IMPL]
-
-
-def total(parts: Documents, weights: Sequence[float]) -> Tensor:
+def total(parts: Documents, weights: Sequence[float | Tensor]) -> Tensor:
     """The loss of a mini-batch: the weighted sum over all tokens."""
-    return sum((part.sum() * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros(()))
+    return sum(((part * weight).sum() for part, weight in zip(parts, weights, strict=True)), torch.zeros(()))
 
 
 def with_gradient(documents: Documents) -> Documents:

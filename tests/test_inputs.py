@@ -102,11 +102,11 @@ def test_what_is_frozen_is_what_was_built(tmp_path: Path) -> None:
 
 
 def test_the_objective_fills_in_its_columns_before_batches_are_frozen(tmp_path: Path) -> None:
-    for objective in (toy_objectives.WeightedSft(), toy_objectives.PolicyAndValue()):
+    for objective, column in ((toy_objectives.WeightedSft(), "weight"), (toy_objectives.PolicyAndValue(), "return")):
         frozen = read_batches(prepare_inputs(scenario(objective), tmp_path).batches)
         assert frozen == objective.annotate(build_batches(scenario(), FIXTURES / "models" / "llama"))
         for batch in frozen:
-            assert all(tuple(document.columns) == objective.columns for document in batch.documents)
+            assert all(tuple(document.columns) == (column,) for document in batch.documents)
 
 
 def test_every_role_has_a_folder_of_its_own(tmp_path: Path) -> None:

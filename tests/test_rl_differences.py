@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from rl_calls import openrlhf_actor_loss, openrlhf_estimate, openrlhf_policy, trl_loss, trl_score, verl_estimate
-from rl_cases import IMPL, Documents, Rollout, gradients, responses, total, with_gradient
+from rl_cases import Documents, Rollout, gradients, responses, total, with_gradient
 from rl_libraries import openrlhf, root, trl, verl
+from rl_sides import IMPL, weights_of
 from torch import Tensor
 
 from conformance.rl import Grpo, PolicyGradient, Ppo
@@ -60,7 +61,7 @@ def estimated(case: Rollout, objective: Grpo | Ppo) -> Documents:
 
 def loss_of(case: Rollout, objective: PolicyGradient, new: Documents | None = None) -> Tensor:
     losses, _, _ = IMPL.policy_losses(new or case.new, case.old, case.advantages, objective=objective)
-    weights = IMPL.token_weights(case.lengths, objective.loss_agg_mode, scale_factor=objective.loss_scale_factor)
+    weights = weights_of(IMPL, case.lengths, objective.loss_agg_mode, scale_factor=objective.loss_scale_factor)
     return total(losses, weights)
 
 
@@ -88,7 +89,7 @@ def aggregated(case: Rollout, mode: str, mask: Tensor, **info: Any) -> float:
 def masked_mean_epsilon() -> tuple[float, float]:
     mask = torch.ones(1, 1, dtype=torch.float64)
     assert aggregated(EMPTY, "seq-mean-token-mean", mask.long()) == 1.0  # 1 + 1e-8 is 1 in float32
-    return IMPL.token_weights([1], "seq-mean-token-mean")[0], aggregated(EMPTY, "seq-mean-token-mean", mask)
+    return float(weights_of(IMPL, [1], "seq-mean-token-mean")[0]), aggregated(EMPTY, "seq-mean-token-mean", mask)
 
 
 @measures("V2")
@@ -110,7 +111,7 @@ def a_group_of_one_in_float32() -> tuple[float, float]:
 @measures("V4")
 def empty_responses_in_verls_mini_batch() -> tuple[float, float]:
     mask = torch.tensor([[1], [0]])
-    ours = IMPL.token_weights([1, 0], "seq-mean-token-sum")[0]
+    ours = float(weights_of(IMPL, [1, 0], "seq-mean-token-sum")[0])
     assert aggregated(EMPTY, "seq-mean-token-sum", mask) == ours  # where no size of the mini-batch is handed in
     return ours, aggregated(EMPTY, "seq-mean-token-sum", mask, global_batch_size=2)
 
@@ -134,7 +135,7 @@ def vectorized_grpo_in_float32() -> tuple[float, float]:
 def verl_without_a_scale_factor() -> tuple[float, float]:
     """Ours has to be given; it is 1 here. Theirs is the width of the padded batch, 4."""
     mask = torch.tensor([[1, 0, 0, 0]])
-    ours = IMPL.token_weights([1], "seq-mean-token-sum-norm", scale_factor=1.0)[0]
+    ours = float(weights_of(IMPL, [1], "seq-mean-token-sum-norm", scale_factor=1.0)[0])
     return ours, aggregated(EMPTY, "seq-mean-token-sum-norm", mask)
 
 
@@ -211,7 +212,7 @@ def entropy_of_trl() -> tuple[float, float]:
     """An entropy of 1 in a response of one token, of 0 in one of three."""
     case = case_of([1, 3])
     entropy = [d(1.0), d(0.0, 0.0, 0.0)]
-    weights = IMPL.token_weights(case.lengths, "seq-mean-token-mean")
+    weights = weights_of(IMPL, case.lengths, "seq-mean-token-mean")
     objective = replace(FREE, entropy_coeff=1.0)
     theirs = trl_loss(case, case.new, loss_type="grpo", objective=objective, entropy=entropy)
     return float(-total(entropy, weights)), float(theirs)
@@ -293,7 +294,9 @@ def values_between_responses_in_openrlhf() -> tuple[float, float]:
     """The advantage of the first of two tokens with another's, which is not the response's, between them; lam 0."""
     values, mask = d(0.0, 5.0, 1.0)[None], torch.tensor([[1, 0, 1]])
     case = case_of([2], old_values=[d(0.0, 1.0)])
-    raw = IMPL.estimate(responses(case), Ppo(lam=0.0))[1][0] - case.old_values[0]
+    returns = IMPL.estimate(responses(case), Ppo(lam=0.0))[1]
+    assert returns is not None
+    raw = returns[0] - case.old_values[0]
     theirs, _ = openrlhf().maker.get_advantages_and_returns(None, values, torch.zeros_like(values), mask, 1.0, 0.0)
     return float(raw[0]), float(theirs[0, 0])
 
@@ -325,7 +328,7 @@ def entropy_of_openrlhf() -> tuple[float, float]:
     entropy = [d(1.0), d(0.0, 0.0, 0.0)]
     objective = replace(FREE, entropy_coeff=1.0, loss_agg_mode="seq-mean-token-mean")
     theirs = openrlhf_actor_loss(case, case.new, entropy, objective, estimator="k3")
-    return float(-total(entropy, IMPL.token_weights(case.lengths, "seq-mean-token-mean"))), float(theirs)
+    return float(-total(entropy, weights_of(IMPL, case.lengths, "seq-mean-token-mean"))), float(theirs)
 
 
 @pytest.mark.parametrize("line", MEASUREMENTS)

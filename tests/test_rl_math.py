@@ -1,13 +1,15 @@
 """What no library says of advantages and losses: packing, what stands in padding, dtypes, and edges of a roll-out."""
 
+from typing import get_args
+
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_cases import IMPL, Rollout, each_document, gap, gradients, rollouts, total, with_gradient
+from rl_cases import Rollout, cases, gap, gradients, rollouts, total, with_gradient
+from rl_sides import IMPL, ORACLE, each_document
 from torch import Tensor
 
-from conformance.rl import Grpo, PolicyGradient, Ppo
+from conformance.rl import Grpo, LossAggMode, PolicyGradient, Ppo
 from conformance.validation import UsageError
 from impl.rl.advantages import Response, estimate
 from impl.rl.losses import importance_weights, policy_losses, sequence_mean, token_weights
@@ -43,8 +45,7 @@ def alone(new: Tensor, old: Tensor, advantages: Tensor, *, objective: PolicyGrad
     return terms.losses[0], terms.clipped[0], terms.clipped_lower[0]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+@cases(300, case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
 def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
     case: Rollout, objective: PolicyGradient
 ) -> None:
@@ -57,6 +58,15 @@ def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
     assert all(gap(packed, single) < 1e-13 for packed, single in zip(*found, strict=True))
 
 
+@cases(300, case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+def test_both_sides_have_the_same_metrics(case: Rollout, objective: PolicyGradient) -> None:
+    """Those that no library prints, too."""
+    found = [side.policy(case, case.new, case.old, objective, case.old)[1] for side in (IMPL, ORACLE)]
+    found += [side.critic(case, case.values, Ppo())[1] for side in (IMPL, ORACLE)]
+    for mine, oracles in (found[:2], found[2:]):
+        assert oracles == pytest.approx({key: mine[key] for key in oracles}, rel=1e-12, abs=1e-12)
+
+
 def test_the_mean_of_a_sequence_is_that_of_its_document_in_a_packed_row() -> None:
     numbers = torch.tensor([[1.0, 2.0, 4.0, 8.0, NAN], [3.0, 5.0, 7.0, NAN, NAN]], requires_grad=True)
     mask = torch.tensor([[True, True, True, False, False], [True, True, True, False, False]])
@@ -67,10 +77,13 @@ def test_the_mean_of_a_sequence_is_that_of_its_document_in_a_packed_row() -> Non
     assert gradient.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0], [0.0] * 5]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_weights_of_tokens_that_are_not_there_are_0(mode: str) -> None:
-    assert token_weights([0, 0], mode) == [0.0, 0.0]  # type: ignore[arg-type]
-    assert token_weights([0, 2], mode)[0] == 0  # type: ignore[arg-type]
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_weights_are_finite_where_a_document_has_no_token(mode: LossAggMode) -> None:
+    """Padding stands there, and what is infinite times a mask of 0 would be no number."""
+    factor = 2.0 if mode == "seq-mean-token-sum-norm" else None
+    weights = token_weights(torch.tensor([[0.0, 4.0]]), mode, tokens=4, sequences=1, scale_factor=factor)
+    assert weights.tolist()[0][1] == {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": 0.5}.get(mode, 0.25)
+    assert weights.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,13 +5,11 @@ something is divided by a spread that may be next to nothing. Where a library ha
 test puts the difference in by hand and says so; docs/objectives.md lists them, tests/test_rl_differences.py measures.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rl_calls import (
     first,
@@ -25,40 +23,17 @@ from rl_calls import (
     verl_policy,
     verl_rewards,
 )
-from rl_cases import (
-    SIDES,
-    Documents,
-    Padded,
-    Rollout,
-    Side,
-    gap,
-    gradients,
-    responses,
-    rollouts,
-    total,
-    with_gradient,
-)
+from rl_cases import Documents, Padded, Rollout, cases, gap, gradients, responses, rollouts, total, with_gradient
 from rl_libraries import NoFloat32, openrlhf, trl, verl
+from rl_sides import SIDES, Side, weights_of
 from torch import Tensor
 
 from conformance.rl import Grpo, KlEstimator, LossAggMode, PolicyGradient, Ppo
 
 TOLERANCE = 1e-12
-PHASES = (Phase.generate, Phase.shrink)
 KINDS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 pytestmark = pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
-
-
-def cases(number: int, **strategies: Any) -> Callable[[Any], Any]:
-    """``number`` random cases, the same ones in every run."""
-
-    def decorate(function: Any) -> Any:
-        return settings(max_examples=number, deadline=None, derandomize=True, phases=PHASES)(
-            given(**strategies)(function)
-        )
-
-    return decorate
 
 
 discounts = st.sampled_from([0.0, 0.9, 1.0])
@@ -113,8 +88,8 @@ def policy_total(
     return total(losses, token_weights(side, case, objective))
 
 
-def token_weights(side: Side, case: Rollout, objective: PolicyGradient) -> list[float]:
-    return side.token_weights(case.lengths, objective.loss_agg_mode, scale_factor=objective.loss_scale_factor)
+def token_weights(side: Side, case: Rollout, objective: PolicyGradient) -> Documents:
+    return weights_of(side, case.lengths, objective.loss_agg_mode, scale_factor=objective.loss_scale_factor)
 
 
 def random_weights(case: Rollout) -> Documents:
@@ -149,8 +124,10 @@ def test_group_estimators_of_verl(
     padded = Padded.of(case)
     scores = verl_rewards(case, padded, kl_coef=coefficient, kl_penalty=kind).sum(-1)
     condition = of_groups(case, scores) if by_std else 1 + float(scores.abs().max())
-    for mine, other in zip(side.estimate(responses(case), objective), theirs, strict=True):
-        agree(mine, other, condition=condition)
+    advantages, returns = side.estimate(responses(case), objective)
+    agree(advantages, theirs[0], condition=condition)
+    if returns is not None:
+        agree(returns, theirs[1], condition=condition)
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"])
@@ -170,15 +147,16 @@ def test_whitened_estimators_of_verl(
     objective = Ppo(lam=lam, **shared) if name == "gae" else Grpo(adv_estimator=name, **shared)
     advantages, returns = side.estimate(responses(case), objective)
     theirs = verl_estimate(case, objective, holes=holes)
-    raw = returns
+    raw = theirs[1]
     if name == "gae":
-        raw = [r - v for r, v in zip(returns, case.old_values, strict=True)]
+        raw = [r - v for r, v in zip(raw, case.old_values, strict=True)]
     elif name == "reinforce_plus_plus_baseline":
         centered = Grpo(norm_adv_by_std_in_grpo=False, kl_coef=coefficient, kl_penalty=kind)
         raw = side.estimate(responses(case), centered)[0]
     condition = of_tokens(raw) * (1 + max(abs(reward) for reward in case.rewards))
     agree(advantages, theirs[0], condition=condition)
-    agree(returns, theirs[1], condition=condition)
+    if returns is not None:
+        agree(returns, theirs[1], condition=condition)
 
 
 @cases(700, case=rollouts(), objective=objectives(), holes=st.booleans())
@@ -186,6 +164,10 @@ def test_policy_losses_of_verl(side: Side, case: Rollout, objective: PolicyGradi
     new, weights = with_gradient(case.new), random_weights(case)
     theirs, metrics = verl_policy(case, new, objective, holes=holes, weights=weights)
     same_loss(policy_total(side, case, new, objective, weights), theirs, new)
+    found = side.policy(case, new, case.old, replace(objective, rollout_is_threshold=1.0), weights)[1]
+    assert set(metrics) <= {f"actor/{key}" for key in found}
+    for name, value in metrics.items():
+        assert found[name.removeprefix("actor/")] == pytest.approx(value, rel=1e-7, abs=1e-7), name
     _, clipped, lower = side.policy_losses(new, case.old, case.advantages, objective=objective)
     for mine, name in ((clipped, "actor/pg_clipfrac"), (lower, "actor/pg_clipfrac_lower")):
         assert int(sum(each.sum() for each in mine)) == pytest.approx(metrics[name] * case.tokens, abs=1e-3)
@@ -213,11 +195,8 @@ def test_the_actors_loss_of_verl(
         padded(case.old) - padded(case.sampled), padded.mask, "token", threshold
     )
     agree(weights, padded.back(theirs))
-    mine = policy_total(side, case, new, objective, weights)
-    each = token_weights(side, case, objective)
-    mine = mine - objective.entropy_coeff * total(entropy, each)
-    estimates = [side.kl_estimate(n, r, kind) for n, r in zip(new, case.reference, strict=True)]
-    mine = mine + objective.kl_loss_coef * total(estimates, each)
+    objective = replace(objective, rollout_is_threshold=threshold)
+    mine, _ = side.policy(case, new, entropy, objective, weights)
     same_loss(mine, verl_actor_loss(case, new, entropy, objective, weights), new + entropy)
 
 
@@ -236,23 +215,33 @@ def test_value_losses_of_verl(side: Side, case: Rollout, mode: LossAggMode, clip
     padded = Padded.of(case, holes=holes)
     factor = 5.0 if mode == "seq-mean-token-sum-norm" else None
     values = with_gradient(case.values)
-    theirs, fraction = verl().core.compute_value_loss(
-        padded(values),
-        padded(case.advantages),
-        padded(case.old_values),
-        padded.mask,
-        cliprange,
-        loss_agg_mode=mode,
-        loss_scale_factor=factor,
-    )
+
+    def loss_of_verl() -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = verl().core.compute_value_loss(
+            padded(values),
+            padded(case.advantages),
+            padded(case.old_values),
+            padded.mask,
+            cliprange,
+            loss_agg_mode=mode,
+            loss_scale_factor=factor,
+        )
+        return found
+
+    theirs, fraction = loss_of_verl()
     found = [
         side.value_losses(v, o, r, cliprange=cliprange)
         for v, o, r in zip(values, case.old_values, case.advantages, strict=True)
     ]
-    weights = side.token_weights(case.lengths, mode, scale_factor=factor)
+    weights = weights_of(side, case.lengths, mode, scale_factor=factor)
     same_loss(total([loss for loss, _ in found], weights), theirs, values)
     clipped = int(sum(each.sum() for _, each in found))
     assert clipped == pytest.approx(float(fraction) * case.tokens, abs=1e-3)
+    loss, numbers = side.critic(
+        case, values, Ppo(cliprange_value=cliprange, loss_agg_mode=mode, loss_scale_factor=factor)
+    )
+    same_loss(loss, loss_of_verl()[0], values)
+    assert numbers["critic.clipfrac"] * case.tokens == pytest.approx(clipped)
 
 
 # OpenRLHF
@@ -293,7 +282,7 @@ def test_whitened_estimators_of_openrlhf(side: Side, estimator: str, case: Rollo
     raw = theirs[1]
     if estimator == "gae":
         raw = [r - v for r, v in zip(raw, case.old_values, strict=True)]
-    if not baseline:
+    if returns is not None and not baseline:
         agree(returns, theirs[1])
     numbers = torch.cat(raw)
     factor = (numbers.var() + 1e-8).rsqrt() / numbers.var(correction=0).clamp(min=1e-8).rsqrt()
@@ -365,7 +354,7 @@ def test_value_losses_of_openrlhf(side: Side, case: Rollout, mode: LossAggMode, 
         side.value_losses(v, o, r, cliprange=cliprange)[0]
         for v, o, r in zip(values, case.old_values, case.advantages, strict=True)
     ]
-    same_loss(total(found, side.token_weights(case.lengths, mode)), theirs, values)
+    same_loss(total(found, weights_of(side, case.lengths, mode)), theirs, values)
 
 
 # TRL

@@ -1,7 +1,7 @@
 """Roll-outs: responses that a policy has sampled, with their rewards, as users keep them in files.
 
 Serves claim 1 for reinforcement learning: what was sampled is frozen, so that two backends that differ cannot blame the
-sampler. A line of a JSONL file is one response::
+sampler. A line of a JSONL file, or a record of a Parquet file or of a data set on disk, is one response::
 
     {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
 
@@ -10,12 +10,12 @@ the engine that sampled, at the objective's temperature. A response may be empty
 end-of-sequence token.
 """
 
-import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from conformance.batch import Batch, Document, Row, with_rollouts
 from conformance.inputs.samples import read_records
@@ -36,7 +36,8 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
 
     A roll-out is ``mini_batches`` batches, gone through ``ppo_epochs`` times; it begins with the batch that has them as
     its ``rollout``. It is made of whole groups, which ``scenario.seed`` shuffles once, and its documents are dealt out
-    so that the responses of one prompt lie in different rows. Unpacked, a row is one document.
+    so that the responses of one prompt lie in different rows. Groups come round again when they run out. Unpacked, a
+    row is one document.
     Raises UsageError for data that do not allow this, and for tokens beyond the model's vocabulary.
     """
     objective = scenario.objective
@@ -44,21 +45,21 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     count, data = objective.mini_batches, scenario.data
     groups = read_groups(scenario, vocabulary=read_architecture(model).vocab_size)
     random.Random(scenario.seed).shuffle(groups)
-    endless = cycle(groups)
+    endless = _endless(groups)
     rows = count * data.rows
-    per_rollout = count * objective.ppo_epochs
     batches: list[Batch] = []
     begins: list[int] = []
     while len(batches) < scenario.steps:
-        dealt = _packed(endless, rows, data.max_len) if data.packed else _single(endless, rows, scenario)
+        dealt = _packed(endless, rows, scenario) if data.packed else _single(endless, rows, scenario)
+        mini_batches = [dealt[start : start + data.rows] for start in range(0, rows, data.rows)]
+        _check_tokens(mini_batches, data.path)
         for epoch in range(objective.ppo_epochs):
-            for number in range(count):
-                chosen = dealt[number * data.rows : (number + 1) * data.rows]
+            for number, chosen in enumerate(mini_batches):
                 made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
                 batches.append(Batch(len(batches), data.max_len, made))
                 begins.append(count if epoch == number == 0 else 0)
     # Of the last roll-out, the first epoch is needed as a whole.
-    last = (scenario.steps - 1) // per_rollout * per_rollout
+    last = (scenario.steps - 1) // objective.steps_per_rollout * objective.steps_per_rollout
     kept = max(scenario.steps, last + count)
     return with_rollouts(batches[:kept], begins[:kept])
 
@@ -70,7 +71,15 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     Raises UsageError that names the file and the line.
     """
     path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
-    found = [_document(r, place, scenario.data.max_len, vocabulary) for place, r in read_records(path)]
+    records = read_records(path)
+    place, first = records[0]
+    if not first.keys() & {"prompt_ids", "completion_ids"}:
+        raise UsageError(
+            f"{place}: no roll-out, which the objective {scenario.objective.kind!r} reads; found "
+            f"{shown([*first])}; give --data (data.path) a file of responses with group, "
+            f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
+        )
+    found = [_document(r, place, scenario.data.max_len, vocabulary) for place, r in records]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
     if len({key for key, _ in grouped}) < len(grouped):
         raise UsageError(f"{path}: lines of one group have to follow one another; sort the file by group")
@@ -89,14 +98,14 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
     logprobs = record.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
         raise UsageError(
-            f"{place}: 'logprobs' has to be a list of {len(completion)} finite numbers that are not positive, one for "
+            f"{place}: 'logprobs' has to be a list of {len(completion)} numbers from -1e4 to 0, one for "
             f"each of 'completion_ids', got {shown(logprobs)}"
         )
     group, reward = record.get("group"), record.get("reward")
     if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
         raise UsageError(f"{place}: 'group' has to be a number from 0 on, got {shown(group)}")
-    if not isinstance(reward, int | float) or not _is_number(reward) or not abs(reward) <= 1e6:
-        raise UsageError(f"{place}: 'reward' has to be a finite number, got {shown(reward)}")
+    if not _is_number(reward, -1e6, 1e6):
+        raise UsageError(f"{place}: 'reward' has to be a number between -1e6 and 1e6, got {shown(reward)}")
     return Document(
         (*prompt, *completion),
         (False,) * len(prompt) + (True,) * len(completion),
@@ -121,12 +130,29 @@ def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> li
     return tokens
 
 
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+def _is_number(value: Any, lowest: float, highest: float) -> TypeGuard[float]:
+    return not isinstance(value, bool) and isinstance(value, int | float) and lowest <= value <= highest
 
 
 def _is_logprob(value: Any) -> bool:
-    return _is_number(value) and -1e4 < value <= 1e-3  # an engine's own rounding may be above 0
+    return _is_number(value, -1e4, 1e-3)  # an engine's own rounding may be above 0
+
+
+def _endless(groups: list[Group]) -> Iterator[Group]:
+    """Round and round, and numbered as they come: a group that comes again is not compared with itself."""
+    for number, group in enumerate(cycle(groups)):
+        yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
+
+
+def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> None:
+    """Advantages are whitened, and a critic's explained variance is taken, over tokens: of one there is no variance."""
+    for number, chosen in enumerate(mini_batches, start=1):
+        count = sum(sum(document.targets) for documents in chosen for document in documents)
+        if count < 2:
+            raise UsageError(
+                f"mini-batch {number} of a roll-out of {path} has {count} tokens in its responses, and means and "
+                f"variances over tokens need two or more; raise data.rows, or leave empty responses out"
+            )
 
 
 def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
@@ -143,8 +169,9 @@ def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tupl
     return [(document,) for document in taken]
 
 
-def _packed(groups: Iterator[Group], rows: int, max_len: int) -> list[tuple[Document, ...]]:
+def _packed(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
     """Whole groups in rows, the longest first, each into the row with most room; every row holds two or more."""
+    max_len = scenario.data.max_len
     room = rows * max_len
     taken: list[Document] = []
     while sum(len(d.tokens) for d in taken) < FILLED * room - max_len or len(taken) < 2 * rows:
@@ -157,7 +184,7 @@ def _packed(groups: Iterator[Group], rows: int, max_len: int) -> list[tuple[Docu
         free[place] -= len(document.tokens)
     if min(free) < 0 or min(map(len, held)) < 2:
         raise UsageError(
-            f"data.max_len={max_len} does not pack whole groups into {rows} rows with two responses or more in each; "
-            f"raise data.max_len, or use data.packed=false"
+            f"data.max_len={max_len} does not pack whole groups of {scenario.data.path} into {rows} rows with two "
+            f"responses or more in each; raise data.max_len, or use data.packed=false"
         )
     return [tuple(row) for row in held]

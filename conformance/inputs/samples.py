@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from conformance.paths import resolve
 from conformance.reading import MIB, check_file, not_utf8, parse_json
 from conformance.scenario import DataConfig
@@ -51,6 +49,11 @@ def read_records(path: Path) -> list[tuple[Place, dict[str, Any]]]:
 
 def _text(record: dict[str, Any], key: str, place: Place) -> str:
     if key not in record:
+        if record.keys() >= {"prompt_ids", "completion_ids"}:
+            raise UsageError(
+                f"{place}: a roll-out, and this objective reads pairs of texts; give --data (data.path) such a file, "
+                f"or use a scenario whose objective is 'grpo' or 'ppo'"
+            )
         raise UsageError(
             f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
             f"set data.input_key and data.output_key"
@@ -100,12 +103,14 @@ def _read_jsonl(path: Path) -> list[tuple[Place, dict[str, Any]]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     check_file(path)
     try:
-        frame = pd.read_parquet(path)
+        from pyarrow import parquet  # an optional package
     except ImportError:
         raise UsageError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
-    except Exception as error:  # pyarrow and pandas raise what they like at a broken file
+    try:
+        records: list[dict[str, Any]] = parquet.ParquetFile(path).read().to_pylist()
+    except Exception as error:  # pyarrow raises what it likes at a broken file
         raise UsageError(f"{path} is no Parquet file that can be read: {one_line(error)}") from None
-    return [{str(key): value for key, value in record.items()} for record in frame.to_dict("records")]
+    return records
 
 
 def _read_dataset(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance import rl
 from conformance.batch import Batch, Document
 from conformance.oracle.term import Term, target_logprobs, target_positions
 from conformance.rl import Grpo, Ppo
@@ -22,7 +23,7 @@ Responses = list[list[Tensor]]  # by mini-batch and document: a number for each 
 class PolicyGradient:
     """What GRPO and PPO have in common."""
 
-    def __init__(self, objective: Grpo | Ppo) -> None:
+    def __init__(self, objective: rl.PolicyGradient) -> None:
         self.objective = objective
 
     # --- before the first update of a roll-out ------------------------------------------------------------------------
@@ -37,18 +38,19 @@ class PolicyGradient:
 
     def annotate(self, batches: Sequence[Batch], found: Mapping[str, Responses], *, stable: torch.dtype) -> list[Batch]:
         flat = [document for batch in batches for document in batch.documents]
-        known = {model: [numbers for batch in outputs for numbers in batch] for model, outputs in found.items()}
+        known: dict[str, list[Any]] = {
+            model: [numbers for batch in outputs for numbers in batch] for model, outputs in found.items()
+        }
         sampled = [of_targets(d, "rollout_logprob", stable) for d in flat]
         old = known.get(POLICY.name, sampled)
         columns: dict[str, list[Tensor]] = {"old_logprob": old}
         if self.objective.rollout_is_threshold is not None:
             cap = self.objective.rollout_is_threshold
-            columns["importance"] = [
-                (o - s).clamp(-20, 20).exp().clamp(max=cap) for o, s in zip(old, sampled, strict=True)
-            ]
+            columns["importance"] = [importance(o, s, cap) for o, s in zip(old, sampled, strict=True)]
         if REFERENCE.name in known:
             columns["reference_logprob"] = known[REFERENCE.name]
-        rewards = [self._rewards(d, n, columns, stable) for n, d in enumerate(flat)]
+        references = known.get(REFERENCE.name, [None] * len(flat))
+        rewards = [self.rewards(one_number(d, "reward"), o, r) for d, o, r in zip(flat, old, references, strict=True)]
         groups = [int(one_number(d, "group")) for d in flat]
         columns |= self.advantages(flat, rewards, groups, known.get(CRITIC.name, []), stable)
         annotated = iter(
@@ -60,14 +62,14 @@ class PolicyGradient:
             for b in batches
         ]
 
-    def _rewards(self, document: Document, n: int, columns: Mapping[str, list[Tensor]], stable: torch.dtype) -> Tensor:
+    def rewards(self, reward: float, old: Tensor, reference: Tensor | None) -> Tensor:
         """Of each token, (targets,): the response's at its last token, less the penalty of each token's own."""
-        rewards = torch.zeros(sum(document.targets), dtype=stable)
+        rewards = torch.zeros_like(old)
         if len(rewards):
-            rewards[-1] = one_number(document, "reward")
-            if self.objective.kl_coef:
-                apart = columns["old_logprob"][n] - columns["reference_logprob"][n]
-                rewards = rewards - self.objective.kl_coef * divergence(apart, self.objective.kl_penalty)
+            rewards[-1] = reward
+        if self.objective.kl_coef:
+            assert reference is not None
+            rewards = rewards - self.objective.kl_coef * divergence(old - reference, self.objective.kl_penalty)
         return rewards
 
     def advantages(
@@ -111,8 +113,11 @@ class PolicyGradient:
         stable: torch.dtype,
     ) -> Term:
         if model == CRITIC.name:
-            return self._critic(output, document, totals, stable)
-        return self._policy(output, document, totals, stable)
+            return self.of_critic(values_of(output, document, stable=stable), document, totals)
+        temperature = self.objective.temperature
+        logprobs = target_logprobs(output, document, stable=stable, temperature=temperature)
+        entropy = entropies(output, document, stable=stable, temperature=temperature)
+        return self.of_policy(logprobs, entropy, document, totals)
 
     def weight(self, length: int, totals: Mapping[str, float]) -> float:
         """What the loss of each token of a response of this length is multiplied with."""
@@ -128,25 +133,11 @@ class PolicyGradient:
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor
 
-    def _policy(self, output: Tensor, document: Document, totals: Mapping[str, float], stable: torch.dtype) -> Term:
-        o = self.objective
-        logprobs = target_logprobs(output, document, stable=stable, temperature=o.temperature)
-        entropy = entropies(output, document, stable=stable, temperature=o.temperature)
+    def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        """From log-probs and entropies of the response's tokens, (targets,) both."""
+        o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        apart = logprobs - old
-        if o.loss_mode == "gspo":
-            # The sequence's ratio, with the gradient of each token's own (arXiv 2507.18071, equation 14).
-            ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
-        else:
-            ratio = apart.clamp(-20, 20).exp()
-        free = ratio * advantage
-        bounded = ratio.clamp(1 - o.clip_ratio_low, 1 + o.clip_ratio_high) * advantage
-        gain = torch.minimum(free, bounded)
-        lower = torch.zeros_like(gain, dtype=torch.bool)
-        if o.loss_mode == "vanilla" and o.clip_ratio_c is not None:
-            lower = (advantage < 0) & (gain < o.clip_ratio_c * advantage)
-            gain = torch.where(advantage < 0, torch.maximum(gain, o.clip_ratio_c * advantage), gain)
-        losses = -gain
+        losses, ratio, clipped, lower = surrogate(logprobs, old, advantage, objective=o)
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
         weight, count = self.weight(len(losses), totals), totals["token_count"]
@@ -156,10 +147,11 @@ class PolicyGradient:
             reference = of_targets(document, "reference_logprob", stable)
             parts["kl_loss"] = (weight * divergence(logprobs - reference, o.kl_loss_type)).sum()
             loss = loss + o.kl_loss_coef * parts["kl_loss"]
+        apart = logprobs - old
         approx_kl = -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart
         means = {
             "ppo_kl": approx_kl,
-            "pg_clipfrac": (bounded < free).to(stable),
+            "pg_clipfrac": clipped.to(stable),
             "pg_clipfrac_lower": lower.to(stable),
             "ratio_mean": ratio,
         }
@@ -173,7 +165,8 @@ class PolicyGradient:
             rows["reference.logprob"] = of_targets(document, "reference_logprob", stable)
         return Term(loss=loss, values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
 
-    def _critic(self, output: Tensor, document: Document, totals: Mapping[str, float], stable: torch.dtype) -> Term:
+    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        """From the critic's numbers of the response's tokens, (targets,)."""
         raise NotImplementedError
 
 
@@ -261,17 +254,51 @@ class PpoFunctions(PolicyGradient):
         )
         return {"critic.explained_var": (1 - (returns - values).var() / (returns.var() + 1e-5)).item()}
 
-    def _critic(self, output: Tensor, document: Document, totals: Mapping[str, float], stable: torch.dtype) -> Term:
-        values = values_of(output, document, stable=stable)
-        old, wanted = (of_targets(document, name, stable) for name in ("value", "return"))
-        cliprange = self.objective.cliprange_value
-        near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
-        free, bounded = (values - wanted).square(), (near - wanted).square()
-        loss = self.weight(len(values), totals) * torch.maximum(free, bounded).sum() / 2
-        clipped = (bounded > free).to(stable).sum() / totals["token_count"]
-        numbers = {"critic.loss": loss.item(), "critic.clipfrac": clipped.item()}
+    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        old, wanted = (of_targets(document, name, values.dtype) for name in ("value", "return"))
+        losses, clipped = value_losses(values, old, wanted, cliprange=self.objective.cliprange_value)
+        loss = self.weight(len(values), totals) * losses.sum()
+        share = clipped.to(values.dtype).sum() / totals["token_count"]
+        numbers = {"critic.loss": loss.item(), "critic.clipfrac": share.item()}
         rows = {"critic.value": values, "critic.old_value": old, "return": wanted}
         return Term(loss=loss, values=numbers, rows=rows)
+
+
+def surrogate(
+    logprobs: Tensor, old: Tensor, advantage: Tensor, *, objective: rl.PolicyGradient
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each token of one response: its loss, its ratio, whether the clip took from it, and whether dual clip did.
+
+    arXiv 1707.06347, equation 7, whose objective is a gain; dual clip: arXiv 1912.09729, equation 5.
+    """
+    apart = logprobs - old
+    if objective.loss_mode == "gspo":
+        # The sequence's ratio, with the gradient of each token's own (arXiv 2507.18071, equation 14).
+        ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    else:
+        ratio = apart.clamp(-20, 20).exp()
+    free = ratio * advantage
+    bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
+    gain = torch.minimum(free, bounded)
+    lower = torch.zeros_like(gain, dtype=torch.bool)
+    if objective.loss_mode == "vanilla" and objective.clip_ratio_c is not None:
+        least = objective.clip_ratio_c * advantage
+        lower = (advantage < 0) & (gain < least)
+        gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
+    return -gain, ratio, bounded < free, lower
+
+
+def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Of each token: half the larger square of the value's and the clipped value's error, and whether it is the
+    clipped one's."""
+    near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
+    free, bounded = (values - wanted).square(), (near - wanted).square()
+    return torch.maximum(free, bounded) / 2, bounded > free
+
+
+def importance(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """Truncated weights of tokens that another policy has sampled."""
+    return (old - sampled).clamp(-20, 20).exp().clamp(max=cap)
 
 
 def divergence(apart: Tensor, kind: str) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Literal
 from conformance.backend import BackendEntry
 from conformance.layout import Layout
 from conformance.record.coverage import TO
+from conformance.rl import PolicyGradient
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 
@@ -66,6 +67,15 @@ class Cell:
                 f"the legs of {name} have {total} steps and scenario {self.scenario.name} has {self.scenario.steps}; "
                 f"change one of them, or leave out the steps of the last leg"
             )
+        objective = self.scenario.objective
+        if isinstance(objective, PolicyGradient):
+            for number, step in enumerate(self.first_steps, start=1):
+                if step % (each := objective.steps_per_rollout):
+                    raise UsageError(
+                        f"leg {number} of {name} begins at step {step} of scenario {self.scenario.name}, in the middle "
+                        f"of a roll-out; give the legs before it steps in multiples of {each}, which is mini_batches "
+                        f"times ppo_epochs"
+                    )
         if self.legs[-1].save:
             raise UsageError(f"the last leg of {name} saves for nobody; add a leg, or leave out its save")
         for before, after in pairwise(self.legs):

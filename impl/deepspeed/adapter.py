@@ -6,7 +6,7 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.adapter import StrategyBackend
+from impl.adapter import RL_SEAMS, StrategyBackend
 from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
@@ -68,6 +68,9 @@ class DeepspeedBackend(StrategyBackend):
         *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
+        **RL_SEAMS,
+        "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
+        "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",

@@ -31,6 +31,33 @@ layer_numbers       (part of a model) -> numbers of its layers in the whole mode
 reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
 reduce_tie          (...): sums gradients of a tied pair that lies on two pipeline stages, in place
 counts_in_norm      (parameter, group) -> whether this rank is the one that counts it in the global norm
+look_ahead          (context, models, objective, mini-batches) -> mini-batches with the columns of a whole roll-out
+look                (context, trainable, mini-batch, want, temperature) -> what this rank finds of its rows, by index
+annotated           (roll-outs, batch) -> the batch of a step with its columns
+token_rewards       (response, *, kl_coef, kl_penalty) -> the reward of each token
+kl_in_reward        (logprobs, reference, kind) -> estimates, for the penalty in the reward
+kl_in_loss          the same, for the loss
+of_groups           (scores, groups, function) -> what the function makes of the scores of each group
+group_advantages    (scores, groups, *, by_std) -> advantages of responses
+group_deviation     (scores of a group) -> its standard deviation
+rloo                (scores, groups) -> advantages of responses
+of_responses        (rewards, values, *, gamma, lam) -> advantages and returns of each response
+next_values         (values) -> the value after each token
+whiten              (lists of numbers) -> the same, whitened over all of them
+importance_weights  (old log-probs, sampled ones, *, threshold) -> weights of tokens
+evaluate            (functions, model, outputs, inputs, *, totals, others) -> what an objective says of a micro-batch
+loss_weights        (inputs, objective, totals) -> weights of losses, 0 outside of the mask
+token_weights       (lengths, mode, *, tokens, sequences, scale_factor) -> the same without the mask
+policy_losses       (logprobs, old, advantages, *, mask, documents, objective) -> losses and ratios of tokens
+dual_clipped        (losses, advantages, *, bound) -> losses that are bounded where the advantage is negative
+sequence_mean       (numbers, *, mask, documents) -> at each token, the mean over its response
+actor_loss          (objective, *, pg_loss, entropy_loss, kl_loss=None) -> what the policy minimises
+value_losses        (values, old, returns, *, cliprange) -> losses of tokens, and which were clipped
+of_all_ranks        (context, sums, highest) -> numbers of the whole step
+forward_backward    (trainable, inputs, *, want, temperature, loss) -> outputs of all micro-batches
+outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
+through_softmax     (shifted logits, log sum, mean, gradients) -> the logits' gradient by way of the softmax
+through_label       (gradient, of_logprob, *, index, held): adds the gradient of each label's own logit
 ==================  ===================================================================================
 """
 
@@ -41,9 +68,12 @@ import torch
 
 from conformance.faults.fault import Fault, Function
 from impl.faults.engine import ENGINE_FAULTS
+from impl.faults.means import MEANS_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from impl.faults.optimizer import OPTIMIZER_FAULTS
+from impl.faults.policy import POLICY_FAULTS
 from impl.faults.ring import RING_FAULTS
+from impl.faults.rollout import ROLLOUT_FAULTS
 
 
 def _dropped_o_bias(load_model: Function) -> Function:
@@ -212,4 +242,5 @@ _FAULTS = (
     ),
 )
 
-CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *OPTIMIZER_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS)
+RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS)
+CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *OPTIMIZER_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS, *RL_FAULTS)

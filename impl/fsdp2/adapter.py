@@ -5,7 +5,7 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.adapter import StrategyBackend
+from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
 
 
@@ -37,6 +37,10 @@ class Fsdp2Backend(StrategyBackend):
         *RING_DIFFERENCES,
     )
     seams: ClassVar[dict[str, str]] = {
+        **RL_SEAMS,
+        **VOCABULARY_SEAMS,
+        "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
+        "outputs_of": "impl.fsdp2.trainable:outputs_of",
         "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",

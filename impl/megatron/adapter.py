@@ -8,7 +8,7 @@ from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.adapter import StrategyBackend
+from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
@@ -55,6 +55,10 @@ class MegatronBackend(StrategyBackend):
         ),
     )
     seams: ClassVar[dict[str, str]] = {
+        **RL_SEAMS,
+        **VOCABULARY_SEAMS,
+        "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
+        "outputs_of": "impl.megatron.trainable:outputs_of",
         "load_model": "impl.megatron.trainable:MegatronTrainable.load_model",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",

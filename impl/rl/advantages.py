@@ -89,10 +89,15 @@ def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> 
     """
 
     def normalized(members: Tensor) -> Tensor:
-        mean, std = (members.mean(), members.std()) if len(members) > 1 else (0.0, 1.0)
-        return (members - mean) / (std + STD_EPSILON) if by_std else members - mean
+        centered = members - members.mean() if len(members) > 1 else members
+        return centered / (group_deviation(members) + STD_EPSILON) if by_std else centered
 
-    return _of_groups(scores, groups, normalized)
+    return of_groups(scores, groups, normalized)
+
+
+def group_deviation(members: Tensor) -> Tensor:
+    """The standard deviation of n - 1, or 1 for a group of one: (n,) to ()."""
+    return members.std() if len(members) > 1 else members.new_ones(())
 
 
 def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
@@ -105,7 +110,7 @@ def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
         others = max(len(members) - 1, 1)
         return members - (members.sum() - members) / others
 
-    return _of_groups(scores, groups, left_out)
+    return of_groups(scores, groups, left_out)
 
 
 def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
@@ -132,9 +137,13 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimat
 
     All (n,). Schulman et al., arXiv 1506.02438, equation 16.
     """
-    following = torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
-    advantages = discounted(rewards + gamma * following - values, factor=gamma * lam)
+    advantages = discounted(rewards + gamma * next_values(values) - values, factor=gamma * lam)
     return Estimate(advantages=advantages, returns=advantages + values)
+
+
+def next_values(values: Tensor) -> Tensor:
+    """V_(t+1), and 0 after the last token, where the response has ended: (n,) to (n,)."""
+    return torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
 
 
 def discounted(numbers: Tensor, *, factor: float) -> Tensor:
@@ -163,11 +172,15 @@ def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
     return [(part - numbers.mean()) * scale for part in parts]
 
 
+def of_responses(rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float, lam: float) -> list[Estimate]:
+    """``gae`` of each response by itself. Lists of (n,)."""
+    return [gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
+
+
 def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Ppo) -> list[Estimate]:
-    raw = []
-    for response, of_tokens in zip(responses, rewards, strict=True):
-        assert response.values is not None, "generalised advantage estimation needs a critic's values"
-        raw.append(gae(of_tokens, response.values, gamma=objective.gamma, lam=objective.lam))
+    values = [response.values for response in responses if response.values is not None]
+    assert len(values) == len(responses), "generalised advantage estimation needs a critic's values"
+    raw = of_responses(rewards, values, gamma=objective.gamma, lam=objective.lam)
     return _estimates(whiten([each.advantages for each in raw]), [each.returns for each in raw])
 
 
@@ -180,7 +193,7 @@ def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def _of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
+def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
     """``function`` of the scores of each group, put back where they were."""
     numbers = torch.tensor(groups)
     result = torch.empty_like(scores)

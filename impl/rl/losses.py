@@ -62,15 +62,19 @@ def policy_losses(
     losses = torch.maximum(free, bounded)
     clipped_lower = torch.zeros_like(mask)
     if dual is not None:
-        negative = advantages < 0
-        clipped_lower = negative & (losses > -advantages * dual)
-        losses = torch.minimum(losses, -advantages * dual).where(negative, losses)
+        pessimistic, losses = losses, dual_clipped(losses, advantages, bound=dual)
+        clipped_lower = losses < pessimistic
     return PolicyTerms(
         losses=losses.where(mask, 0),
         ratio=ratio.detach(),
         clipped=(bounded > free) & mask,
         clipped_lower=clipped_lower & mask,
     )
+
+
+def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:
+    """At most -A bound where A < 0: a ratio without end has a loss with one. Any shape."""
+    return torch.minimum(losses, -advantages * bound).where(advantages < 0, losses)
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float) -> Tensor:

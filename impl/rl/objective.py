@@ -99,13 +99,7 @@ class PolicyGradientFunctions:
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
-        weights = token_weights(
-            inputs.columns["length"],
-            self.objective.loss_agg_mode,
-            tokens=totals["token_count"],
-            sequences=totals["sequence_count"],
-            scale_factor=self.objective.loss_scale_factor,
-        ).where(inputs.targets, 0)
+        weights = loss_weights(inputs, self.objective, totals)
         share = inputs.targets / totals["token_count"]
         if model == CRITIC.name:
             assert outputs.values is not None
@@ -128,7 +122,6 @@ class PolicyGradientFunctions:
         )
         losses = terms.losses if o.rollout_is_threshold is None else terms.losses * columns["importance"]
         values = {"pg_loss": (weights * losses).sum(), "entropy_loss": (weights * entropy).sum()}
-        loss = values["pg_loss"] - o.entropy_coeff * values["entropy_loss"]
         rows = {"logprob": logprobs, "entropy": entropy, "ratio": terms.ratio, "advantage": columns["advantage"]}
         if o.recompute_old_logprobs:
             rows["old_logprob"] = columns["old_logprob"]
@@ -137,7 +130,7 @@ class PolicyGradientFunctions:
         if o.kl_loss_coef:
             kl = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
             values["kl_loss"] = (weights * kl).sum()
-            loss = loss + o.kl_loss_coef * values["kl_loss"]
+        loss = actor_loss(o, **values)
         apart = columns["old_logprob"] - logprobs.detach()
         rows["approx_kl"] = apart.clamp(-20, 20) if o.loss_mode == "vanilla" else apart  # as verl has it
         means = {
@@ -158,6 +151,26 @@ class PolicyGradientFunctions:
         numbers = {"critic.loss": loss, "critic.clipfrac": (share * clipped).sum()}
         rows = {"critic.value": values, "critic.old_value": old, "return": returns}
         return Evaluation(loss=loss, values=numbers, rows=rows)
+
+
+def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, float]) -> Tensor:
+    """(rows, length): what the loss of each position is multiplied with, 0 where no response token is predicted."""
+    weights = token_weights(
+        inputs.columns["length"],
+        objective.loss_agg_mode,
+        tokens=totals["token_count"],
+        sequences=totals["sequence_count"],
+        scale_factor=objective.loss_scale_factor,
+    )
+    return weights.where(inputs.targets, 0)
+
+
+def actor_loss(
+    objective: Grpo | Ppo, *, pg_loss: Tensor, entropy_loss: Tensor, kl_loss: Tensor | None = None
+) -> Tensor:
+    """What the policy minimises: a high entropy is wanted, and a high divergence from the reference is not."""
+    loss = pg_loss - objective.entropy_coeff * entropy_loss
+    return loss if kl_loss is None else loss + objective.kl_loss_coef * kl_loss
 
 
 def document_numbers(inputs: MicroBatch) -> Tensor:

@@ -1,0 +1,114 @@
+"""Claim 8 for reinforcement learning: every planted fault is caught at the stage that was predicted.
+
+The usual checks are held beside it: the loss of the first step, and its loss and gradient norm within a percent.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from cells import record_of
+from rl_fault_cells import (
+    LATER,
+    LAYOUTS,
+    LOSS_AND_NORM_BLIND,
+    ROWS,
+    SCENARIOS,
+    cells,
+    in_a_fast_run,
+    layout_of,
+    rl_cell,
+)
+
+from conformance.faults import catalogue
+from conformance.plan.cell import Cell
+from conformance.record.results import VERDICT, read_entry
+from conformance.record.tensors import read_record
+from conformance.run.session import Session
+from impl.faults.catalogue import RL_FAULTS
+
+PERCENT = 0.01
+REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
+PLANTED = [
+    pytest.param(*cell, marks=() if in_a_fast_run(*cell) else pytest.mark.exhaustive, id="-".join(cell))
+    for cell in cells()
+]
+
+
+def planted(backend: str, name: str) -> Cell:
+    layout = layout_of(backend, name)
+    assert layout
+    return rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+
+
+def in_loss_and_norm(session: Session, cell: Cell) -> bool:
+    """Whether a loss or a gradient norm of the first step is more than a percent off."""
+    folder = session.config.out / "cells" / cell.slug
+    oracle = read_entry(folder / VERDICT).oracle
+    assert oracle
+    own, reference = record_of(session, cell).steps[0], read_record(folder / oracle / "float64").steps[0]
+    pairs = [(own.value(key), reference.value(key)) for key in REPORTED]
+    return any(abs(x - y) > PERCENT * abs(y) for x, y in pairs if x is not None and y is not None)
+
+
+@pytest.mark.parametrize(("backend", "name"), PLANTED)
+def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, name: str) -> None:
+    cell, fault = planted(backend, name), catalogue()[name]
+    verdict = session.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == fault.stage, verdict.reason
+    first_loss = next(q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", 0))
+    assert (first_loss.ratio <= 1) == fault.loss_blind
+    assert in_loss_and_norm(session, cell) == (name not in LOSS_AND_NORM_BLIND)
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario", "stage"),
+    [
+        ("local-token-mean", "grpo", "loss"),
+        ("copied-micro-batch", "grpo", "gradients"),
+        ("local-token-mean", "ppo", "loss"),
+    ],
+)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=() if b == "fsdp2" else pytest.mark.exhaustive) for b in LAYOUTS]
+)
+def test_faults_of_sft_are_caught_in_reinforcement_learning(
+    session: Session, backend: str, name: str, scenario: str, stage: str
+) -> None:
+    verdict = session.run(rl_cell(backend, scenario, LAYOUTS[backend], name, steps=1)).verdict
+    assert verdict.first_stage == stage, verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", ROWS)
+@pytest.mark.parametrize(
+    ("backend", "layout"), sorted({(b, layout) for b, name in cells() if (layout := layout_of(b, name))})
+)
+def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, layout: str, scenario: str) -> None:
+    cell = rl_cell(backend, scenario, layout, steps=max(LATER.values()), seed=1)  # apart from cells of other files
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+def test_every_fault_of_reinforcement_learning_is_planted_here() -> None:
+    assert SCENARIOS.keys() == {fault.name for fault in RL_FAULTS}
+    fast = {name for backend, name in cells() if in_a_fast_run(backend, name)}
+    assert fast == SCENARIOS.keys()
+
+
+def test_the_table_of_faults_says_what_is_tested_here() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9-]+)`: (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    answer = {True: "yes", False: "no"}
+    assert rows == [
+        (f.name, f.summary, f.stage, answer[f.loss_blind], answer[f.name in LOSS_AND_NORM_BLIND], f.source)
+        for f in RL_FAULTS
+    ]
+
+
+def test_the_readme_counts_what_the_usual_checks_miss() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    blind = sum(fault.loss_blind for fault in RL_FAULTS)
+    assert f"Of {len(RL_FAULTS)} faults of reinforcement learning ([table](docs/faults.md)) {blind} leave" in readme
+    assert f"and {len(LOSS_AND_NORM_BLIND)} move" in readme
