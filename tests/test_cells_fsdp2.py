@@ -28,7 +28,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
         exhaustive("sft-packed", "llama", "sp2.stride2"),
         exhaustive("sft-packed", "qwen3", "sp3"),
         ("sft-packed", "pangu", "sp2.tp2.seqpar.losspar"),
-        ("sft-packed", "gemma3", "dp2.sp2.ckpt.offload"),
+        exhaustive("sft-packed", "gemma3", "dp2.sp2.ckpt.offload"),
         ("sft-packed", "qwen3", "dp2.sp2.zigzag"),
         ("sft-padded", "llama", "sp2.torchcp"),
         ("sft-sgd", "pangu", "sp2.ring"),

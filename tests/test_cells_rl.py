@@ -20,13 +20,13 @@ MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios grpo and ppo
 @pytest.mark.parametrize(
     ("backend", "scenario", "model", "layout"),
     [
-        ("fsdp2", "grpo", "gemma3", "dp2.rep2"),
+        exhaustive("fsdp2", "grpo", "gemma3", "dp2.rep2"),
         ("fsdp2", "ppo", "llama", "sp2.zigzag"),
         ("fsdp2", "gspo", "qwen3", "dp2"),
         ("fsdp2", "grpo-off-policy", "pangu", "dp2"),
         ("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
-        ("deepspeed", "ppo", "llama", "dp2.zero3"),
-        ("megatron", "grpo", "pangu", "sp2"),
+        exhaustive("deepspeed", "ppo", "llama", "dp2.zero3"),
+        exhaustive("megatron", "grpo", "pangu", "sp2"),
         ("megatron", "ppo", "qwen3", "pp2.vpp2"),
         exhaustive("fsdp2", "grpo", "pangu", "tp2.seqpar.losspar"),
         exhaustive("fsdp2", "ppo", "qwen3", "tp2.plan"),
@@ -69,8 +69,8 @@ def assert_first_ratio_is_one(session: Session, cell: Cell) -> None:
     ("backend", "scenario", "model", "layout"),
     [
         ("fsdp2", "grpo-half", "qwen3", "dp2"),
-        ("deepspeed", "grpo-half", "llama", "dp2.zero1"),
-        ("megatron", "ppo-half", "llama", "dp2.zero1"),
+        exhaustive("deepspeed", "grpo-half", "llama", "dp2.zero1"),
+        exhaustive("megatron", "ppo-half", "llama", "dp2.zero1"),
         exhaustive("fsdp2", "ppo-half", "gemma3", "tp2"),
         exhaustive("fsdp2", "ppo-half", "pangu", "sp2"),
         exhaustive("deepspeed", "ppo-half", "qwen3", "dp2.zero3"),

@@ -173,6 +173,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
     assert json.loads((ran.out / "summary.json").read_text())["unmet"] == ran.summary["unmet"]
 
 
+@pytest.mark.exhaustive
 def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_path: Path) -> None:
     old = earlier(tmp_path / "old.json", dp1="conforms", dp2="unsupported")
     ran = run("Picky", also=("--against", old))

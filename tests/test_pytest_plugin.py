@@ -263,6 +263,7 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester) -> None:
     chosen = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2.rep2/*")
     demanded = ("--parity-require", "*/dp2.rep2/*", "--parity-min-judged", "2")

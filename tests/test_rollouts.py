@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from cells import exhaustive
 
 from conformance import cli
 from conformance.backend import BackendEntry
@@ -351,7 +352,7 @@ def test_the_fixtures_hold_what_they_promise(model: str) -> None:
             assert record["reward"] == made.reward(answer, text)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", *(exhaustive(model) for model in MODELS if model != "llama")])
 @torch.no_grad()
 def test_log_probs_of_the_fixtures_are_those_of_the_sampler(model: str, tmp_path: Path) -> None:
     made, records = maker(), records_of(model)
