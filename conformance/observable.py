@@ -46,6 +46,8 @@ class Observable:
     rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
     column: the column of the comparison between backends in which it is shown; empty: in none.
     drawn: whether reports draw it as a curve over the steps.
+    panel: the part of the report that has this curve; empty: the one that every objective has.
+    title: what stands above the curve; empty: its stage.
     """
 
     key: str
@@ -66,6 +68,13 @@ class Observable:
     rebuilt: bool = False
     column: str = ""
     drawn: bool = False
+    panel: str = ""
+    title: str = ""
+
+    @property
+    def judged_as(self) -> str:
+        """The name of the quantity that judges this number: what follows from rows is judged against the cell's own."""
+        return self.key + AGAINST_REBUILT if self.mean_of or self.max_of else self.key
 
     @property
     def replica_stage(self) -> str:
