@@ -6,7 +6,7 @@ have no list of their own. Serves claim 1 (every quantity is judged where it ari
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
@@ -67,9 +67,10 @@ class Observable:
     rowwise: bool = False
     rebuilt: bool = False
     column: str = ""
-    drawn: bool = False
-    panel: str = ""
-    title: str = ""
+    # How it is shown is no part of what was observed: records of before and after a change of it are judged alike.
+    drawn: bool = field(default=False, compare=False)
+    panel: str = field(default="", compare=False)
+    title: str = field(default="", compare=False)
 
     @property
     def judged_as(self) -> str:

@@ -17,7 +17,7 @@ function charts(cells, panel) {
     [title, "per step", valueChart(cells, title, key)],
     [
       `${title}: error`,
-      tensor === key ? "relative, log axis" : "against the cell's own tokens, log axis",
+      tensor === key ? "relative, log axis" : "against its own tokens, log axis",
       errorChart(cells, title, errorPoints(cells, stage, tensor)),
     ],
   ]);

@@ -16,13 +16,13 @@ function batch(cell) {
   const drawn = [...lines.values()].filter((found) => !isEqual(found));
   const rows = drawn.flatMap((found) => found.map((strip, i) => stripRow(cell, strip, i ? "" : named(strip))));
   const remark = "error / allowed of each token, in the order of the batch; a line where a row begins";
-  const seen = cell.strips.map(({ classes }) => classes).join("");
+  const seen = Object.keys(SPECIALS).filter((kind) => cell.strips.some(({ classes }) => classes.includes(kind)));
+  const specials = seen.map((kind) => legendOf([[make("b", SPECIALS[kind][1]), ` ${SPECIALS[kind][0]}`]]));
   const heads = [left("observable"), "step", make("th.tokens.left", "tokens"), "ratio", make("th.wide", "largest, absolute"), left("worst token")];
   return folded(
     cell.state !== "conforms",
     ["Where in the batch ", make("small", remark)],
-    shadeLegend(cell.legend.shades, "tolerance"),
-    Object.entries(SPECIALS).map(([c, [said, text]]) => seen.includes(c) && text !== said && make("span.legend", make("b", text), ` ${said}`)),
+    make("p", shadeLegend(cell.legend.shades, "tolerance"), specials),
     rows.length > 0 && table("Errors by token", "numbers.strips", heads, rows),
     equal.length > 0 && make("p.note", `Exactly equal in every token: ${equal.join(", ")}.`),
   );
