@@ -1,4 +1,4 @@
-"""Errors by token: the judge keeps where in the batch rows are off, and a reader believes only what fits the verdict."""
+"""Errors by token: the judge keeps where in the batch rows are off; a reader believes only what fits the verdict."""
 
 import json
 import math
