@@ -6,7 +6,7 @@ have no list of their own. Serves claim 1 (every quantity is judged where it ari
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
@@ -46,6 +46,8 @@ class Observable:
     rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
     column: the column of the comparison between backends in which it is shown; empty: in none.
     drawn: whether reports draw it as a curve over the steps.
+    panel: the part of the report that has this curve; empty: the one that every objective has.
+    title: what stands above the curve; empty: its stage.
     """
 
     key: str
@@ -65,7 +67,15 @@ class Observable:
     rowwise: bool = False
     rebuilt: bool = False
     column: str = ""
-    drawn: bool = False
+    # How it is shown is no part of what was observed: records of before and after a change of it are judged alike.
+    drawn: bool = field(default=False, compare=False)
+    panel: str = field(default="", compare=False)
+    title: str = field(default="", compare=False)
+
+    @property
+    def judged_as(self) -> str:
+        """The name of the quantity that judges this number: what follows from rows is judged against the cell's own."""
+        return self.key + AGAINST_REBUILT if self.mean_of or self.max_of else self.key
 
     @property
     def replica_stage(self) -> str:

@@ -33,16 +33,6 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
-# Metrics as verl prints them.
-METRICS = (
-    Observable(key="ppo_kl", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="approx_kl"),
-    Observable(key="ratio_mean", stage="policy metrics", kind="scalar", replicated="all ranks", mean_of="ratio"),
-    Observable(key="ratio_max", stage="policy metrics", kind="scalar", replicated="all ranks", max_of="ratio"),
-    Observable(key="pg_clipfrac", stage="policy metrics", kind="scalar", replicated="all ranks"),
-    Observable(key="pg_clipfrac_lower", stage="policy metrics", kind="scalar", replicated="all ranks"),
-)
-
-
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
     """A number of each response token that every rank which holds the row has."""
     return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
@@ -51,6 +41,22 @@ def rows(key: str, stage: str, *, column: str = "") -> Observable:
 def scalar(key: str, stage: str) -> Observable:
     """A number of the whole step."""
     return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
+
+
+def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
+    """A number of the whole step that reports draw. ``printed``: the name that verl prints, where it is not the key."""
+    title = f"{words} ({printed or key})"
+    return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
+
+
+# Metrics as verl prints them.
+METRICS = (
+    replace(curve("ppo_kl", "policy metrics", "KL to the old policy"), mean_of="approx_kl"),
+    replace(curve("ratio_mean", "policy metrics", "mean ratio"), mean_of="ratio"),
+    replace(curve("ratio_max", "policy metrics", "largest ratio"), max_of="ratio"),
+    curve("pg_clipfrac", "policy metrics", "clip fraction"),
+    curve("pg_clipfrac_lower", "policy metrics", "dual-clip fraction"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -118,8 +124,8 @@ class PolicyGradient:
         old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
         # A policy loss cancels: its error is relative to what it is made of.
-        part = replace(scalar("", "loss"), scale="loss_scale", made_of="ratio")
-        parts = [replace(part, key=key) for key in ("pg_loss", *(["kl_loss"] if self.kl_loss_coef else []))]
+        kl_loss = [curve("kl_loss", "loss", "KL to the reference")] if self.kl_loss_coef else []
+        parts = [replace(part, scale="loss_scale", made_of="ratio") for part in (scalar("pg_loss", "loss"), *kl_loss)]
         return (
             *old,
             *reference,
@@ -132,7 +138,7 @@ class PolicyGradient:
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
             *parts,
-            replace(scalar("entropy_loss", "loss"), made_of="entropy"),
+            replace(curve("entropy_loss", "loss", "entropy"), made_of="entropy"),
             replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
             *self.of_critic(),
@@ -185,9 +191,10 @@ class Ppo(PolicyGradient):
         return (*super().roles, CRITIC)
 
     def estimates(self) -> tuple[Observable, ...]:
-        explained = scalar("critic.explained_var", "returns")
+        explained = curve("critic.explained_var", "returns", "explained variance", printed="vf_explained_var")
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:
         loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
-        return (rows("critic.value", "values"), loss, scalar("critic.clipfrac", "critic metrics"))
+        clipped = curve("critic.clipfrac", "critic metrics", "critic clip fraction", printed="vf_clipfrac")
+        return (rows("critic.value", "values"), loss, clipped)

@@ -4,6 +4,7 @@ Serves claim 1: gradients are judged per parameter, so a dropped bias of one pro
 in front of a layer is a column. Columns run from the embedding through the layers to the head.
 """
 
+import math
 import re
 
 # In the order of a decoder layer; a kind that is not listed comes last, under its own name.
@@ -28,6 +29,15 @@ _NAMES = {
 }
 SHADES = (0.01, 0.1, 0.5, 1.0, 10.0)
 """Upper ends of the classes of colour h1, h2, ... of observed / allowed. The tolerance, 1, is the change of hue."""
+
+
+def shade(error: float, ratio: float) -> str:
+    """The number of the class of colour of an error; ``n`` for NaN and ``i`` for an infinite one."""
+    if not math.isfinite(error):
+        return "n" if math.isnan(error) else "i"
+    if error == 0:
+        return "0"
+    return str(1 + next((number for number, top in enumerate(SHADES) if ratio <= top), len(SHADES)))
 
 
 def locate(name: str) -> tuple[str, str]:

@@ -26,7 +26,8 @@ from reports.load import Report, read_report
 from reports.packing import Shared, cell_data, pack
 
 TEMPLATES = Path(__file__).with_name("templates")
-SCRIPTS = ("make", "words", "data", "curves", "heatmap", "cell", "sides", "page")  # in the order in which they run
+# In the order in which they run.
+SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "cell", "sides", "page")
 
 
 def write_html(out: Path) -> Path:

@@ -10,12 +10,13 @@ import gzip
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from conformance.record.format import Line, dumps
-from conformance.record.results import Quantity
+from conformance.record.results import Quantity, Verdict
 from conformance.record.states import STATES
-from reports.heatmap import KINDS, SHADES, locate
+from reports.heatmap import KINDS, SHADES, locate, shade
 from reports.load import Cell
 from reports.words import first_finding
 
@@ -66,8 +67,9 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
     """Everything that the page shows of one cell when it is opened."""
     entry = cell.entry
     drawn = [o for o in entry.observables if o.drawn]
-    stages = [o.stage for o in drawn]
-    charts = [[o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}", o.stage, o.key] for o in drawn]
+    stages = [o.stage for o in drawn if not o.title]
+    titles = [o.title or (o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}") for o in drawn]
+    charts = [[title, o.stage, o.key, o.judged_as, o.panel] for title, o in zip(titles, drawn, strict=True)]
     tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors"))
     numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
     return {
@@ -78,6 +80,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "charts": shared.value(charts),
         "maps": shared.value(tensors),
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
+        "strips": _strips(entry.verdict, shared),
         "first": _first(cell),
         "series": _series(cell.steps, numbers),
         "legs": [
@@ -108,6 +111,21 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
         steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
         tables.append([shared.string(stage), names, steps, allowed, [_short(q) for q in found]])
     return tables
+
+
+def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
+    """Of each strip what and where it is, which repeats from cell to cell, the classes of colour of its bins, and its
+    largest difference with its place.
+    """
+    judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
+    strips = []
+    for strip in verdict.strips:
+        q = judged[strip.stage, strip.tensor, strip.step]
+        names = shared.string(strip.stage), shared.string(strip.tensor)
+        at = shared.value([*names, strip.step, strip.tokens, strip.starts])
+        classes = [shade(error, replace(q, observed=error).ratio) for error in strip.errors]
+        strips.append([at, "".join(classes), float(f"{strip.max_abs:.2e}"), strip.where])
+    return strips
 
 
 def _short(quantity: Quantity) -> float:

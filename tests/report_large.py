@@ -1,4 +1,7 @@
-"""Writes the output folder of a large run for the tests of the reports: cells and quantities as a nightly has them."""
+"""Writes the output folder of a large run for the tests of the reports: cells and quantities as a nightly has them.
+
+Every tenth scenario is PPO, with the tensors and the tokens of a policy and a critic.
+"""
 
 import random
 from collections.abc import Sequence
@@ -6,10 +9,12 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, write_cell, write_record
+from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, strips_of, write_cell, write_record
 
 from conformance.objective import Sft, all_observables
+from conformance.observable import Observable
 from conformance.record.results import Quantity, Verdict, write_summary
+from conformance.rl import Ppo
 
 NAMES = parameters(5)
 STEPS = 5
@@ -20,8 +25,9 @@ LAYOUTS = (
     *("dp2", "dp4", "dp8", "tp2", "tp4", "dp2.tp2", "dp2.tp4", "dp2.sp2", "sp2.ring", "rep2.dp2", "dp2.pp2"),
     "tp2.pp2.seqpar",
 )
-GROUPS = list(product((f"scenario-{n}" for n in range(10)), MODELS, PRECISIONS))
-OBSERVABLES = all_observables(Sft())
+SCENARIOS = tuple(f"scenario-{n}" for n in range(10))
+GROUPS = [(scenario, model, precision) for model, precision, scenario in product(MODELS, PRECISIONS, SCENARIOS)]
+SFT, PPO = all_observables(Sft()), all_observables(Ppo(kl_loss_coef=0.1))
 
 
 def write_large(out: Path, cells: int) -> Path:
@@ -30,24 +36,27 @@ def write_large(out: Path, cells: int) -> Path:
     entries = []
     numbered = enumerate(islice(product(GROUPS, BACKENDS, LAYOUTS), cells))
     judged: list[Quantity] = []
+    observables = SFT
     for number, ((scenario, model, precision), backend, layout) in numbered:
         if (backend, layout) == (BACKENDS[0], LAYOUTS[0]):  # a new group, with bounds and an oracle of its own
-            judged = _bounds(PRECISIONS[precision], rng)
+            observables = PPO if scenario == SCENARIOS[-1] else SFT
+            judged = _bounds(observables, PRECISIONS[precision], rng)
             oracle = f"oracle/{scenario}-{model}-{precision}"
             header = {"cell": "oracle", "layout": "dp1", "scenario": SCENARIO, "environment": RUN.environment}
-            write_record(out / oracle / "float64", header, OBSERVABLES, curve(model, OBSERVABLES, 0, rng))
+            write_record(out / oracle / "float64", header, observables, curve(model, observables, 0, rng))
         cell, folder = f"{scenario}/{model}/{backend}/{layout}/{precision}", f"cells/{number:04d}"
         resolved = {f"setting {n}": f"{backend} value {n}" for n in range(40)} | {"layout": layout}
         header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}
         header["resolved"] = resolved
-        steps = curve(model, OBSERVABLES, PRECISIONS[precision], rng)
-        write_record(out / folder / "legs/0/record", header, OBSERVABLES, steps)
+        steps = curve(model, observables, PRECISIONS[precision], rng)
+        write_record(out / folder / "legs/0/record", header, observables, steps)
         differs = number % 50 == 49
         quantities = _errors(judged, 3.0 if differs else 0.9, rng)
         verdict = Verdict(
             state="differs" if any(not q.ratio <= 1 for q in quantities) else "conforms",
             reason=f"{len(quantities)} quantities were compared with the oracle",
             quantities=quantities,
+            strips=strips_of(observables, quantities, rng),
         )
         entry = write_cell(
             out,
@@ -55,7 +64,7 @@ def write_large(out: Path, cells: int) -> Path:
             folder=folder,
             records=("legs/0/record",),
             oracle=f"../../{oracle}",
-            observables=OBSERVABLES,
+            observables=observables,
             verdict=verdict,
         )
         entries.append(entry)
@@ -63,9 +72,9 @@ def write_large(out: Path, cells: int) -> Path:
     return out
 
 
-def _bounds(allowed: float, rng: random.Random) -> list[Quantity]:
+def _bounds(observables: Sequence[Observable], allowed: float, rng: random.Random) -> list[Quantity]:
     """What is judged in a group of cells, each quantity with a bound of its own, as noise gives it."""
-    found = quantities_of(OBSERVABLES, NAMES, STEPS, allowed, lambda *_: 0.0)
+    found = quantities_of(observables, NAMES, STEPS, allowed, lambda *_: 0.0)
     return [replace(q, allowed=q.allowed * (1 if allowed < 1e-9 else rng.uniform(0.5, 2))) for q in found]
 
 

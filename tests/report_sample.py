@@ -1,4 +1,4 @@
-"""Writes a complete output folder of ``parity run`` for the tests of the reports: 24 cells, every state.
+"""Writes a complete output folder of ``parity run`` for the tests of the reports: 25 cells, every state.
 
 Verdicts and summary are written by conformance.record.results, records as lines with a real digest, so that the samples
 are what the suite would write. Nothing was trained: errors are drawn at random below what is allowed.
@@ -20,8 +20,9 @@ from conformance.observable import (
     trained_observables,
 )
 from conformance.record import format as record_format
-from conformance.record.results import Entry, Quantity, Run, Verdict, read_entry, write_entry, write_summary
+from conformance.record.results import Entry, Quantity, Run, Strip, Verdict, read_entry, write_entry, write_summary
 from conformance.record.states import ANSWERED, State
+from conformance.rl import Ppo
 
 STEPS = 5
 LAYERS = 3
@@ -35,9 +36,13 @@ PARTLY = "sft-packed/pangu/megatron/tp2/fp32"
 CONFORMS = "sft-packed/qwen3/fsdp2/dp2/fp32"
 RESUMED = "sft-packed/qwen3/deepspeed-to-fsdp2/dp4-to-dp2.tp2/fp32/switch"
 CRITIC = "two-models/qwen3/fsdp2/dp2/fp32/seed1"
+RL = "ppo/qwen3/megatron/dp4/fp32"
+ROWS, TARGETS = 12, 8  # of a step, and of each of its rows
+WRONG_ROW = 5  # of RL, a response whose advantages are wrong
 SPECIAL: dict[str, tuple[State, str]] = {
     DIFFERS: ("differs", "first difference at gradients, step 0, 1 of 42 tensors"),
     LATE: ("differs", "first difference at weights after N steps, step 2, 33 of 42 tensors"),
+    RL: ("differs", "first difference at advantages, step 0, 1 of 1 tensors"),
     CRASHED: (
         "infrastructure",
         "rank 1 of 2 raised RuntimeError in setup: NCCL communicator was aborted; see its log",
@@ -63,6 +68,7 @@ CELLS = (
     "sft-packed/pangu/deepspeed/dp4/exact",
     RESUMED,
     CRITIC,
+    RL,
 )
 LAYER = (
     *("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight"),
@@ -122,6 +128,8 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
     observables = all_observables(Sft())
     if cell == CRITIC:
         observables = (*loaded_observables("critic", trained=True), *observables, *trained_observables("critic"))
+    if cell == RL:
+        observables = all_observables(Ppo(kl_loss_coef=0.1))
     quantities: tuple[Quantity, ...] = ()
     if ran:
         key, noise = f"{scenario}-{model}", 3e-3 if variant[0] == "bf16" else 2e-7
@@ -146,7 +154,9 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         records=tuple(f"legs/{leg}/record" for leg in range(legs)) if ran else (),
         oracle=f"../../oracle/{scenario}-{model}" if ran else None,
         observables=observables,
-        verdict=Verdict(state=state, reason=reason, quantities=quantities),
+        verdict=Verdict(
+            state=state, reason=reason, quantities=quantities, strips=strips_of(observables, quantities, rng)
+        ),
     )
 
 
@@ -193,12 +203,45 @@ def quantities_of(
             bound = o.exact_bound or allowed
             if not o.applies(step):
                 continue
-            for tensor in names if o.kind == "tensors" else (o.key,):
+            for tensor in names if o.kind == "tensors" else (o.judged_as,):
                 yield _quantity(o.stage, tensor, step, bound * error(o, tensor, step), bound)
             if o.norm_of:
                 yield _quantity(o.stage, f"{o.key} against rebuilt", step, 0.1 * allowed, allowed)
             if o.replica_stage and o.kind == "tensors" and step >= 0:
                 yield _quantity(o.replica_stage, f"{o.key}: 82 held by several ranks", step, 0.0, 2.0**-24)
+
+
+def strips_of(
+    observables: Sequence[Observable], quantities: Sequence[Quantity], rng: random.Random
+) -> tuple[Strip, ...]:
+    """What would be kept of the tokens of all rows, two in a bin; what is outside its tolerance is so in WRONG_ROW."""
+    rows = {(o.stage, o.key) for o in observables if o.kind == "rows"}
+    starts = [(row, target) for row in range(ROWS) for target in range(0, TARGETS, 2)]
+    strips = []
+    for q in quantities:
+        if (q.stage, q.tensor) not in rows:
+            continue
+        worst = (WRONG_ROW, 2) if q.ratio > 1 else rng.choice(starts)
+        small = min(q.observed, 0.9 * q.allowed)
+        errors = [float(f"{small * rng.random():.2e}") if at != worst else q.observed for at in starts]
+        if q.ratio > 1:
+            errors = [
+                q.observed / 2 if row == WRONG_ROW and (row, t) != worst else e
+                for (row, t), e in zip(starts, errors, strict=True)
+            ]
+        strips.append(
+            Strip(
+                stage=q.stage,
+                tensor=q.tensor,
+                step=q.step,
+                tokens=ROWS * TARGETS,
+                starts=tuple(starts),
+                errors=tuple(errors),
+                max_abs=q.observed / 40,
+                where=f"row {worst[0]}, target {worst[1]}",
+            )
+        )
+    return tuple(strips)
 
 
 def _quantity(stage: str, tensor: str, step: int, observed: float, allowed: float) -> Quantity:
@@ -224,6 +267,8 @@ def _judged(cell: str, observables: Sequence[Observable], allowed: float, rng: r
             return 6.1e4 * rng.uniform(0.5, 2)
         if cell == LATE and o.stage == "weights after N steps" and step > 1:
             return rng.uniform(0.6, 3.4)
+        if cell == RL and o.key == "advantage" and step < 2:
+            return 4e4 * rng.uniform(0.5, 2)
         if cell == EXPECTED and o.stage == "gradients" and "down_proj" in tensor:
             return rng.uniform(1.1, 6)
         return float(10 ** rng.uniform(-2.5, -0.05))
@@ -310,8 +355,10 @@ def rewrite(out: Path, entries: Sequence[Entry], **run: Any) -> None:
 
 
 def change(out: Path, cell: str, *, verdict: dict[str, Any] | None = None, **fields: Any) -> None:
-    """Change fields of one cell and of its verdict, consistently in both files."""
+    """Change fields of one cell and of its verdict, consistently in both files. Other quantities have no strips."""
     entries = []
+    if verdict and "quantities" in verdict:
+        verdict = {"strips": (), **verdict}
     for entry in entries_of(out):
         if entry.cell == cell:
             entry = replace(entry, verdict=replace(entry.verdict, **(verdict or {})), **fields)

@@ -66,6 +66,17 @@ def test_a_run_that_nobody_touched_conforms(out: Path) -> None:
     assert spoiled(out) == {}
 
 
+def test_how_a_report_shows_it_is_no_part_of_what_was_observed(out: Path) -> None:
+    def shown_otherwise(lines: list[Values]) -> None:
+        first, *others = lines[0]["observables"]
+        del first["panel"], first["title"]  # as an earlier version wrote it
+        for observable in others:
+            observable |= {"drawn": not observable["drawn"], "panel": "elsewhere", "title": "something else"}
+
+    change_lines(out / record_folders(EXACT)[0], shown_otherwise)
+    assert spoiled(out) == {}
+
+
 @pytest.mark.parametrize("other", [FP32, OTHER])
 def test_records_of_two_precisions_or_backends_that_were_swapped_are_of_neither_cell(out: Path, other: str) -> None:
     swap(out, record_folders(EXACT)[0], record_folders(other)[0])

@@ -16,7 +16,12 @@ from report_sample import (
     CRITIC,
     DIFFERS,
     EXPECTED,
+    PARTLY,
     RESUMED,
+    RL,
+    STEPS,
+    TARGETS,
+    WRONG_ROW,
     change,
     entries_of,
     entry_of,
@@ -24,6 +29,8 @@ from report_sample import (
     write_sample,
 )
 
+from conformance.objective import all_observables
+from conformance.rl import Ppo
 from reports import words
 from reports.html import write_html
 
@@ -99,7 +106,7 @@ def test_the_keyboard_filters_walks_opens_and_closes(browser: Browser, address: 
     assert browser.run(FOCUSED) == "filter"
     for letter in "pangu exact":
         browser.press(letter)
-    assert browser.run("document.getElementById('matches').value") == "2 of 24"
+    assert browser.run("document.getElementById('matches').value") == "2 of 25"
     browser.press("ArrowDown")
     assert browser.run(FOCUSED).startswith("sft-packed/pangu/fsdp2/dp2.tp2/exact")
     browser.press("ArrowDown")
@@ -167,6 +174,68 @@ def test_every_observable_that_asks_for_it_has_a_curve_and_an_error(browser: Bro
     maps = browser.run("[...document.querySelectorAll('.maps figcaption')].map((e) => e.innerText)")
     plain = ["gradients", "clipped update", "weights after N steps"]
     assert maps == [*plain, *(f"critic {name}" for name in plain)]
+
+
+STRIPS = """[...document.querySelectorAll('.strip')].map((strip) => {
+  const [name, step] = [...strip.closest('tr').cells].map((cell) => cell.textContent);
+  return [name, step, [...strip.children].map((bin) => [bin.classList[0], bin.textContent, bin.dataset.tip])];
+})"""
+PANELS = "[...document.querySelectorAll('.cell summary h3')].map((e) => e.firstChild.data.trim())"
+
+
+def test_the_strip_of_a_wrong_advantage_is_red_at_the_tokens_of_its_response(browser: Browser, address: str) -> None:
+    open_cell(browser, address, RL)
+    name, red = "", {}
+    for label, step, bins in browser.run(STRIPS):
+        name = label or name
+        red[name, int(step)] = {tip.splitlines()[1] for shade, _, tip in bins if shade in ("h5", "h6")}
+    wrong = {f"2 tokens from row {WRONG_ROW}, target {target}" for target in range(0, TARGETS, 2)}
+    assert {key: found for key, found in red.items() if found} == {("advantages", step): wrong for step in (0, 1)}
+    assert len({name for name, _ in red}) == len(
+        [o for o in all_observables(Ppo(kl_loss_coef=0.1)) if o.kind == "rows"]
+    )
+    worst = browser.run("document.querySelector('.strips .over').closest('tr').lastChild.innerText")
+    assert worst == f"row {WRONG_ROW}, target 2"
+    assert browser.problems == []
+
+
+def test_tokens_that_are_not_numbers_are_drawn_as_such(browser: Browser, out: Path) -> None:
+    verdict = entry_of(out, RL).verdict
+    strip = next(strip for strip in verdict.strips if strip.stage == "values")
+    broken = replace(strip, errors=(math.nan, math.inf, *strip.errors[2:]), max_abs=math.nan)
+    quantities = tuple(
+        replace(q, observed=math.inf) if (q.tensor, q.step) == (strip.tensor, strip.step) else q
+        for q in verdict.quantities
+    )
+    change(out, RL, verdict={"quantities": quantities, "strips": (broken,)})
+    open_cell(browser, write_html(out).as_uri(), RL)
+    [(_, _, bins)] = browser.run(STRIPS)
+    assert [bins[0][:2], bins[1][:2]] == [["h6", "N"], ["h6", "∞"]]
+    assert [tip.splitlines()[-1] for _, _, tip in bins[:2]] == ["NaN", "infinite"]
+    assert not any(text for _, text, _ in bins[2:])
+    assert "N NaN" in text(browser, ".cell section:has(.strip)")
+    assert browser.problems == []
+
+
+def test_curves_of_policy_and_critic_are_in_a_panel_of_their_own(browser: Browser, address: str) -> None:
+    open_cell(browser, address, RL)
+    titles = "[...document.querySelectorAll('details .charts figcaption')].map((e) => e.innerText)"
+    found = browser.run(titles)
+    assert len(found) == 2 * 9
+    assert "clip fraction (pg_clipfrac) per step" in found
+    assert "KL to the old policy (ppo_kl): error against its own tokens, log axis" in found
+    assert count(browser, "details .charts svg .mark, details .charts svg .zero") == 2 * 9 * STEPS
+    assert browser.problems == []
+
+
+def test_what_a_cell_has_not_got_has_no_panel(browser: Browser, address: str) -> None:
+    for cell, found in {
+        RL: {"Policy and critic", "Where in the batch"},
+        CONFORMS: {"Where in the batch"},
+        PARTLY: set(),
+    }.items():
+        open_cell(browser, address, cell)
+        assert {"Policy and critic", "Where in the batch"} & set(browser.run(PANELS)) == found
 
 
 def test_the_curve_of_a_cell_with_legs_says_where_the_next_begins(browser: Browser, address: str) -> None:
@@ -273,7 +342,7 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_page_never_scrolls_sideways(browser: Browser, address: str, width: int, dark: bool) -> None:
-    for cell in (DIFFERS, CRASHED, RESUMED):
+    for cell in (DIFFERS, CRASHED, RESUMED, RL):
         open_cell(browser, address, cell, width=width, dark=dark)
         assert browser.run("document.documentElement.scrollWidth") <= width
 
@@ -300,6 +369,6 @@ CONTRAST = """(() => {
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_all_text_has_the_contrast_that_wcag_asks_for(browser: Browser, address: str, dark: bool) -> None:
-    for cell in (DIFFERS, EXPECTED, CRASHED):
+    for cell in (DIFFERS, EXPECTED, CRASHED, RL):
         open_cell(browser, address, cell, dark=dark)
         assert browser.run(CONTRAST) == []

@@ -18,7 +18,13 @@ from report_sample import (
     CRASHED,
     CRITIC,
     DIFFERS,
+    PARTLY,
     RESUMED,
+    RL,
+    ROWS,
+    STEPS,
+    TARGETS,
+    WRONG_ROW,
     change,
     entries_of,
     entry_of,
@@ -27,9 +33,11 @@ from report_sample import (
     write_sample,
 )
 
+from conformance.objective import all_observables
 from conformance.record.states import STATES
+from conformance.rl import Ppo
 from reports import words
-from reports.heatmap import locate
+from reports.heatmap import SHADES, locate
 from reports.html import write_html
 from reports.junit import write_junit
 from reports.load import read_report
@@ -81,7 +89,7 @@ def unpacked(page: str, cell: str) -> list[tuple[str, str, int, float, float]]:
 
 
 def test_the_first_screen_has_the_verdict_every_count_and_every_cell(sample: Path, page: str) -> None:
-    assert "<h1>2 cells of 24 differ</h1>" in page
+    assert "<h1>3 cells of 25 differ</h1>" in page
     assert (
         f"Start with {DIFFERS}. First difference in gradients: model.layers.1.self_attn.o_proj.bias, at step 0" in page
     )
@@ -166,14 +174,66 @@ def test_rounding_carries_no_quantity_across_its_tolerance(out: Path) -> None:
 def test_what_is_drawn_is_what_the_observables_say(page: str) -> None:
     values = block(page, "shared")["values"]
     plain, critic = cell_block(page, CONFORMS), cell_block(page, CRITIC)
-    assert values[plain["charts"]] == [["loss", "loss", "loss"], ["gradient norm", "gradient norm", "grad_norm"]]
-    assert values[critic["charts"]][2] == ["critic gradient norm", "critic gradient norm", "critic.grad_norm"]
+    norm = "gradient norm"
+    assert values[plain["charts"]] == [["loss", "loss", "loss", "loss", ""], [norm, norm, "grad_norm", "grad_norm", ""]]
+    assert values[critic["charts"]][2] == [f"critic {norm}"] * 2 + ["critic.grad_norm"] * 2 + [""]
     assert values[plain["maps"]] == ["weights", "gradients", "clipped update", "weights after N steps"]
     assert set(values[critic["maps"]]) == {f"{who}{s}" for who in ("", "critic ") for s in values[plain["maps"]]}
     assert critic["series"]["values"].keys() == {
         *plain["series"]["values"],
         *(f"critic.{key}" for key in ("grad_norm", "lr")),
     }
+
+
+def test_scalars_of_a_policy_have_a_panel_with_the_names_that_verl_prints(page: str) -> None:
+    charts = block(page, "shared")["values"][cell_block(page, RL)["charts"]]
+    panel = {key: (title, tensor) for title, _, key, tensor, panel in charts if panel == "Policy and critic"}
+    own = "ppo_kl", "ratio_mean", "ratio_max"  # judged against the cell's own tokens
+    against = ("kl_loss", "entropy_loss", "pg_clipfrac", "pg_clipfrac_lower", "critic.explained_var", "critic.clipfrac")
+    assert panel.keys() == {*own, *against}
+    for key, (title, tensor) in panel.items():
+        assert title.endswith(f"({key.replace('critic.', 'vf_')})")
+        assert tensor == (f"{key} against rebuilt" if key in own else key)
+        assert any(found[1] == tensor for found in unpacked(page, RL))
+    others = {title for title, *_, panel in charts if not panel}
+    assert others == {"loss", "critic loss", "gradient norm", "critic gradient norm"}
+
+
+def strips(page: str, cell: str) -> dict[tuple[str, str, int], tuple[list[list[int]], str, Any, str]]:
+    """By stage, tensor and step the first tokens of the bins, their classes, the largest difference and its place."""
+    shared = block(page, "shared")
+    found = {}
+    for at, classes, largest, where in cell_block(page, cell)["strips"]:
+        stage, tensor, step, tokens, starts = shared["values"][at]
+        assert (tokens, len(classes)) == (ROWS * TARGETS, len(starts))
+        found[shared["strings"][stage], shared["strings"][tensor], step] = starts, classes, largest, where
+    return found
+
+
+def test_the_tokens_whose_advantages_are_wrong_are_the_ones_outside_of_their_tolerance(page: str) -> None:
+    found = strips(page, RL)
+    rows = [o for o in all_observables(Ppo(kl_loss_coef=0.1)) if o.kind == "rows"]
+    assert found.keys() == {(o.stage, o.key, step) for o in rows for step in range(STEPS)}
+    for (stage, _, step), (starts, classes, _, where) in found.items():
+        outside = {row for (row, _), shade in zip(starts, classes, strict=True) if int(shade) > 1 + SHADES.index(1)}
+        wrong = stage == "advantages" and step < 2
+        assert outside == ({WRONG_ROW} if wrong else set())
+        assert where.startswith(f"row {WRONG_ROW}, ") or not wrong
+    assert strips(page, CONFORMS).keys() == {("log-probs", "logprob", step) for step in range(STEPS)}
+    assert strips(page, PARTLY) == {}
+
+
+def test_a_token_that_is_no_number_is_in_the_page_as_that(out: Path) -> None:
+    verdict = entry_of(out, RL).verdict
+    broken = [
+        replace(strip, errors=(math.nan, math.inf, *strip.errors[2:]), max_abs=math.nan) for strip in verdict.strips
+    ]
+    quantities = tuple(replace(q, observed=math.inf) for q in verdict.quantities)
+    change(out, RL, verdict={"quantities": quantities, "strips": tuple(broken)})
+    for _, classes, largest, _ in strips(write_html(out).read_text(encoding="utf-8"), RL).values():
+        assert classes[:2] == "ni"
+        assert classes[2:].isdigit()
+        assert largest == "nan"
 
 
 def test_the_legs_of_a_cell_are_one_curve_and_each_has_its_configuration(page: str) -> None:
@@ -202,7 +262,7 @@ def test_nothing_in_the_folder_can_become_markup(out: Path) -> None:
     entries = [entry for entry in entries_of(out) if entry.cell != DIFFERS]
     entry = entry_of(out, DIFFERS)
     quantities = tuple(replace(q, tensor=q.tensor + HOSTILE, hint=HOSTILE) for q in entry.verdict.quantities)
-    verdict = replace(entry.verdict, reason=HOSTILE, quantities=quantities)
+    verdict = replace(entry.verdict, reason=HOSTILE, quantities=quantities, strips=())
     changed = replace(entry, cell=hostile, model=HOSTILE.replace("/", ""), reproduce=HOSTILE, verdict=verdict)
     rewrite(out, [*entries, changed], command=HOSTILE, environment={HOSTILE: HOSTILE})
     (folder_of(out, CRASHED) / "legs/0/logs/rank-0.log").write_text(HOSTILE)

@@ -309,7 +309,7 @@ def test_what_is_not_a_number_or_not_allowed_is_outside_of_any_tolerance(
 def test_junit_has_one_case_per_cell_with_its_state(sample: Path) -> None:
     root = ET.parse(write_junit(sample)).getroot()
     suite = root[0]
-    expected = {"tests": "24", "failures": "2", "errors": "2", "skipped": "2"}
+    expected = {"tests": "25", "failures": "3", "errors": "2", "skipped": "2"}
     for element in (root, suite):
         assert {key: element.get(key) for key in expected} == expected
     cases = {case.get("name"): case for case in suite.iter("testcase")}
@@ -336,7 +336,7 @@ def test_junit_stays_valid_whatever_a_log_holds(out: Path) -> None:
 
 def test_markdown_puts_failures_first(sample: Path) -> None:
     text = write_markdown(sample).read_text(encoding="utf-8")
-    assert text.startswith("## ❌ 2 cells of 24 differ")
+    assert text.startswith("## ❌ 3 cells of 25 differ")
     order = [text.index(f"### {STATES[state].symbol}") for state in STATES]
     assert order == sorted(order)
     assert "| gradients | `model.layers.1.self_attn.o_proj.bias` | 0 |" in text

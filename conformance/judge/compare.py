@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from conformance.judge.strips import strip_of
 from conformance.judge.tolerance import FLOOR, NORM_ROUNDINGS, OF_ROWS, ROUNDING, ROW_FLOOR, Measurement
 from conformance.layout import Layout
 from conformance.observable import AGAINST_REBUILT, Observable, unobserved_step
@@ -215,14 +216,11 @@ def _rows(
         return
     order = sorted(reference, key=int)
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
-    at = int((x - ref).abs().argmax())
-    for row in order:
-        if at < len(reference[row]):
-            break
-        at -= len(reference[row])
     found = _tensor(stage, key, step, x, ref, floor=0.0)
-    error = finite((x - ref).norm().item() / (unit.norm().item() or 1.0))
-    yield replace(found, error=error, scalar=True, where=f"row {row}, target {at}")
+    norm = unit.norm().item() or 1.0
+    strip = strip_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
+    error = finite((x - ref).norm().item() / norm)
+    yield replace(found, error=error, scalar=True, where=strip.where, strip=strip)
 
 
 def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors) -> Iterator[Measurement]:
@@ -260,8 +258,8 @@ def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:
         return _infinite(o.stage, f"{o.key} (missing)", step.step)
     every = torch.cat(numbers)
     rebuilt, unit = (every.mean(), every.abs().mean()) if o.mean_of else (every.max(), every.max())
-    name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
-    return _number(o.stage, name, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+    bound = NORM_ROUNDINGS * ROUNDING
+    return _number(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
 def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
+from conformance.record.results import Strip
 from conformance.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
@@ -45,7 +46,7 @@ class Measurement:
     scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
     precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
     <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum, its
-    error if those of its parts are independent.
+    error if those of its parts are independent. strip: of rows, the errors of their tokens.
     """
 
     stage: str
@@ -60,6 +61,7 @@ class Measurement:
     scale: float | None = None
     replica: bool = False
     typical: float = 0.0
+    strip: Strip | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:

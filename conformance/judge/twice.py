@@ -4,6 +4,8 @@ What an earlier cell has left in a process may be what differs. A cell that is w
 whoever trains twice in one process meets it.
 """
 
+from dataclasses import replace
+
 from conformance.record.results import Attempt, Verdict
 from conformance.record.states import NO_FAULT, STATES
 
@@ -25,7 +27,8 @@ def in_both(used: Verdict, fresh: Verdict) -> Verdict:
     else:
         said = f"{head}; {otherwise}: {their_head}"
     reason = "\n".join(filter(None, (said, rest)))
-    return Verdict(state=worst.state, reason=reason, quantities=worst.quantities or other.quantities)
+    told = worst if worst.quantities else other
+    return replace(told, state=worst.state, reason=reason)
 
 
 def told_of(used: Attempt, fresh: Attempt) -> tuple[Attempt, Attempt]:

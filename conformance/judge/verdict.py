@@ -80,7 +80,8 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     tokens = {step.step: step.value("token_count") or 1 for step in oracle.steps}
     layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
     quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
-    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities))
+    strips = tuple(m.strip for m in found if m.strip)
+    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips)
     lost, remarks = ([], []) if verdict.findings else unobserved(legs, quantities, observables)
     state: State = "differs" if verdict.findings else "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason=_reason(verdict, lost, remarks))

@@ -26,6 +26,7 @@ from conformance.validation import UsageError, shown
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 2
+BINS = 48  # of a strip, at most
 _NOT_PLAIN = ("verdict", "observables", "other")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
@@ -74,12 +75,40 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strip:
+    """The errors of all tokens of a step, of one quantity that has a number per token (judge/strips.py).
+
+    tokens: how many there are. starts: of each bin, row and target of its first token. errors: the largest of each bin;
+    the worst finite one is the error of the quantity, and what is not finite is NaN or infinite. max_abs, where: the
+    largest absolute difference, and its token.
+    """
+
+    stage: str
+    tensor: str
+    step: int
+    tokens: int
+    starts: tuple[tuple[int, int], ...]
+    errors: tuple[float, ...]
+    max_abs: float
+    where: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.errors) == len(self.starts) <= min(BINS, self.tokens):
+            raise ValueError(f"{len(self.errors)} errors of {len(self.starts)} bins of {self.tokens} tokens")
+        if any(error < 0 for error in self.errors):
+            raise ValueError("an error is negative")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of one cell. ``quantities``: all that was compared, by step and then in causal order."""
+    """What is said of one cell. ``quantities``: all that was compared, by step and then in causal order. ``strips``: of
+    some of them the errors by token, in the same order; none of a cell that an earlier version judged.
+    """
 
     state: State
     reason: str
     quantities: tuple[Quantity, ...] = ()
+    strips: tuple[Strip, ...] = ()
 
     @property
     def findings(self) -> tuple[Quantity, ...]:
@@ -192,6 +221,7 @@ def write_entry(out: Path, entry: Entry) -> None:
         "reason": verdict.reason,
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
+        "strips": [vars(strip) for strip in verdict.strips],
     }
     write_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
 
@@ -316,8 +346,8 @@ def read_entry(file: Path) -> Entry:
     rows: list[dict[str, Any]] = [dict(zip(_COLUMNS, row, strict=True)) for row in table.data]
     known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
     if isinstance(other := known.get("other"), dict):
-        known["other"] = {**other, "verdict": _verdict(other, (), file)}
-    verdict = _verdict(values, tuple(Quantity(**row) for row in rows), file)
+        known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
+    verdict = _verdict(values, tuple(Quantity(**row) for row in rows), values.get("strips", ()), file)
     entry = _typed(_ENTRY, {**known, "verdict": verdict}, file)
     if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
@@ -329,13 +359,27 @@ def read_entry(file: Path) -> Entry:
             f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
             f"{file} was edited; run the cells again"
         )
+    _check_strips(verdict, file)
     return entry
 
 
-def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], file: Path) -> Verdict:
+def _check_strips(verdict: Verdict, file: Path) -> None:
+    """Raises UsageError where a strip is of nothing that was judged, or says more than its quantity does."""
+    judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
+    for strip in verdict.strips:
+        q = judged.get((strip.stage, strip.tensor, strip.step))
+        if q is None or (q.ratio <= 1 and not all(error <= q.allowed for error in strip.errors)):
+            raise UsageError(
+                f"{file} has errors by token of {strip.stage}, step {strip.step}, that do not fit what was judged: it "
+                f"was edited; judge the folder again"
+            )
+
+
+def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: Any, file: Path) -> Verdict:
     if (state := values.get("state")) not in list(STATES):
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
-    return _typed(_VERDICT, {"state": state, "reason": values.get("reason"), "quantities": quantities}, file)
+    held = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
+    return _typed(_VERDICT, held, file)
 
 
 def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:

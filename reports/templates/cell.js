@@ -16,7 +16,8 @@ function drawCell(cell, anchor, previous, next) {
     cell.first && firstDifference(cell),
     Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
     cell.quantities.length ? stages(cell) : null,
-    curves(cell),
+    panels([cell]).map((panel) => curves(cell, panel)),
+    batch(cell),
     maps(cell),
     cell.quantities.length ? worst(cell) : null,
     cell.series.steps.length ? perStep(cell) : null,
@@ -114,21 +115,21 @@ function stages(cell) {
 }
 const power10 = (exponent) => ["10", make("sup", String(exponent).replace("-", "\u2212"))];
 
-function curves(cell) {
-  const drawn = charts([cell]);
+// Curves of one panel; those that only some objectives have are folded.
+function curves(cell, panel) {
+  const drawn = charts([cell], panel);
   if (!drawn.length) return null;
-  const errors = cell.charts.flatMap(([, stage, name]) => errorPoints([cell], stage, name).flat());
+  const own = cell.charts.filter((chart) => chart[4] === panel);
+  const errors = own.flatMap(([, stage, , tensor]) => errorPoints([cell], stage, tensor).flat());
   const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed")];
   if (errors.some((q) => q.observed === 0)) {
     legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor"]);
   }
   if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
   if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);
-  return make(
-    "section",
-    make("h3", "Curves ", legendOf(legend)),
-    make("div.charts", drawn.map(figure)),
-  );
+  const figures = make("div.charts", drawn.map(figure));
+  if (panel) return folded(cell.state !== "conforms", panel, make("p", legendOf(legend)), figures);
+  return make("section", make("h3", "Curves ", legendOf(legend)), figures);
 }
 
 function maps(cell) {

@@ -6,19 +6,27 @@ const SHAPES = ["b0", "b1", "b2", "b3"]; // of backends; a fifth is drawn as the
 const LINES = 12; // of a read-out
 const HOVERS = 60; // read-outs per chart
 
-// [title, remark, drawing] of all that can be drawn of these cells, in one chart together.
-function charts(cells) {
-  const known = new Map(cells.flatMap((cell) => cell.charts.map((chart) => [chart.join("\n"), chart])));
-  const drawn = [...known.values()].flatMap(([title, stage, key]) => [
+// The parts of a report that have curves; the one that every objective has comes first and has no name.
+const panels = (cells) => [...new Set(["", ...cells.flatMap((cell) => cell.charts.map(([, , , , panel]) => panel))])];
+
+// [title, remark, drawing] of all that can be drawn of these cells in a panel, in one chart together.
+function charts(cells, panel) {
+  const own = cells.flatMap((cell) => cell.charts.filter((chart) => chart[4] === panel));
+  const known = new Map(own.map((chart) => [chart.join("\n"), chart]));
+  const drawn = [...known.values()].flatMap(([title, stage, key, tensor]) => [
     [title, "per step", valueChart(cells, title, key)],
-    [`${title}: error`, "relative, log axis", errorChart(cells, title, errorPoints(cells, stage, key))],
+    [
+      `${title}: error`,
+      tensor === key ? "relative, log axis" : "against its own tokens, log axis",
+      errorChart(cells, title, errorPoints(cells, stage, tensor)),
+    ],
   ]);
   return drawn.filter(([, , chart]) => chart);
 }
 
 // The judged quantities that an error chart draws: of each cell, by step.
-const errorPoints = (cells, stage, key) =>
-  cells.map((c) => c.quantities.filter((q) => q.stage === stage && q.tensor === key).sort((a, b) => a.step - b.step));
+const errorPoints = (cells, stage, tensor) =>
+  cells.map((c) => c.quantities.filter((q) => q.stage === stage && q.tensor === tensor).sort((a, b) => a.step - b.step));
 
 function axes(first, last, low, high) {
   const inset = 10, width = WIDTH - LEFT - RIGHT - 2 * inset;

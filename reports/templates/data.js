@@ -39,6 +39,10 @@ async function readCell(number) {
       return judged({ ...at, observed: error, allowed: values[allowed][row] });
     }),
   );
+  cell.strips = cell.strips.map(([at, classes, largest, where]) => {
+    const [stage, tensor, step, tokens, starts] = values[at];
+    return { stage: strings[stage], tensor: strings[tensor], step, tokens, starts, classes, largest: numeric(largest), where };
+  });
   const config = (parts) => new Map(parts.flatMap((part) => values[part].map((pair) => pair.map((i) => strings[i]))));
   for (const leg of cell.legs) leg.config = config(leg.config);
   cell.series = series(cell.series);

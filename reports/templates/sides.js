@@ -6,7 +6,8 @@ async function openSide(details) {
   const cells = await Promise.all(group.drawn.map(readCell));
   const { states, shades } = await shared();
   details.append(
-    ...[members(group, states, shades), between(group), outside(group), groupCurves(cells)].filter((part) => part),
+    ...[members(group, states, shades), between(group), outside(group)].filter((part) => part),
+    ...panels(cells).flatMap((panel) => groupCurves(cells, panel)),
   );
 }
 
@@ -88,11 +89,13 @@ function outside(group) {
 
 const apart = (q) => [number(q.observed), number(q.allowed), make("td", judgedRatio(q))];
 
-function groupCurves(cells) {
-  const drawn = charts(cells);
-  if (!drawn.length) return null;
+function groupCurves(cells, panel) {
+  const drawn = charts(cells, panel);
+  if (!drawn.length) return [];
   const backends = new Map(kinds(cells).map((kind, i) => [cells[i].backend, kind]));
   const legend = [...backends].map(([backend, kind]) => [key(mark(kind, 6, 5)), backend]);
   legend.push(...oracleLegend("allowed against the oracle"));
-  return make("div", make("h3", "Curves ", legendOf(legend)), make("div.charts", drawn.map(figure)));
+  const figures = make("div.charts", drawn.map(figure));
+  if (panel) return [folded(false, panel, make("p", legendOf(legend)), figures)];
+  return [make("div", make("h3", "Curves ", legendOf(legend)), figures)];
 }

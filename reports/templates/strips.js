@@ -1,0 +1,58 @@
+// Strips: where in the batch tokens are off. A line for each observable that has a number per token and each step, in
+// the classes of colour of the heat maps; conformance/judge/strips.py says what the error of a token is.
+const SPECIALS = { n: ["NaN", "N"], i: ["infinite", "∞"] }; // said and drawn
+
+function batch(cell) {
+  if (!cell.strips.length) return null;
+  const lines = new Map(); // of each observable, by step
+  for (const strip of cell.strips) {
+    const name = `${strip.stage}\n${strip.tensor}`;
+    lines.set(name, [...(lines.get(name) ?? []), strip]);
+  }
+  const stages = [...lines.values()].map(([{ stage }]) => stage);
+  const named = ({ stage, tensor }) => (stages.indexOf(stage) === stages.lastIndexOf(stage) ? stage : `${stage}: ${tensor}`);
+  const isEqual = (found) => found.every(({ classes }) => /^0*$/.test(classes));
+  const equal = [...lines.values()].filter(isEqual).map(([strip]) => named(strip));
+  const drawn = [...lines.values()].filter((found) => !isEqual(found));
+  const rows = drawn.flatMap((found) => found.map((strip, i) => stripRow(cell, strip, i ? "" : named(strip))));
+  const remark = "error / allowed of each token, in the order of the batch; a line where a row begins";
+  const seen = Object.keys(SPECIALS).filter((kind) => cell.strips.some(({ classes }) => classes.includes(kind)));
+  const specials = seen.map((kind) => legendOf([[make("b", SPECIALS[kind][1]), ` ${SPECIALS[kind][0]}`]]));
+  const heads = [left("observable"), "step", make("th.tokens.left", "tokens"), "ratio", make("th.wide", "largest, absolute"), left("worst token")];
+  return folded(
+    cell.state !== "conforms",
+    ["Where in the batch ", make("small", remark)],
+    make("p", shadeLegend(cell.legend.shades, "tolerance"), specials),
+    rows.length > 0 && table("Errors by token", "numbers.strips", heads, rows),
+    equal.length > 0 && make("p.note", `Exactly equal in every token: ${equal.join(", ")}.`),
+  );
+}
+
+function stripRow(cell, strip, name) {
+  const q = cell.quantities.find((q) => q.stage === strip.stage && q.tensor === strip.tensor && q.step === strip.step);
+  return make(
+    name ? "tr.begins" : "tr",
+    [make("td.left", name), make("td", String(strip.step)), make("td.tokens", bins(cell, strip)), make("td", judgedRatio(q))],
+    [make("td.wide", number(strip.largest)), make("td.name", q.ratio ? strip.where : "")],
+  );
+}
+
+function bins(cell, { stage, tensor, step, tokens, starts, classes, where }) {
+  const several = new Set(starts.map(([row]) => row)).size <= starts.length / 2; // of more rows, each bin begins one
+  const drawn = starts.map(([row, target], i) => {
+    const [end, start] = [i + 1, i].map((edge) => Math.floor((tokens * edge) / starts.length));
+    const begins = several && i > 0 && starts[i - 1][0] !== row;
+    const [words, text] = said(classes[i], cell.legend.shades);
+    const tip = `${stage}: ${tensor}, ${when(step)}\n${plural(end - start, "token")} from row ${row}, target ${target}\n${words}`;
+    const shade = classes[i] in SPECIALS ? cell.legend.shades.length + 1 : classes[i];
+    return make(begins ? `i.h${shade}.begins` : `i.h${shade}`, { "data-tip": tip }, text);
+  });
+  return make("div.strip", { role: "img", "aria-label": `errors of ${tokens} tokens, the worst at ${where}` }, drawn);
+}
+
+function said(kind, shades) {
+  if (kind in SPECIALS) return SPECIALS[kind];
+  if (kind === "0") return ["exactly equal", ""];
+  const top = shades[kind - 1];
+  return [top ? `at most ${top} × allowed` : `more than ${shades.at(-1)} × allowed`, ""];
+}
