@@ -7,7 +7,7 @@ with their furthest pair, and all pairs are in ``side_by_side.json``.
 from itertools import combinations_with_replacement
 from typing import Any
 
-from conformance.record.results import Quantity
+from conformance.record.verdict import Quantity
 from reports.load import Report
 from reports.side_by_side import PAIRS, Group, Pair
 

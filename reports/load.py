@@ -13,8 +13,9 @@ from typing import Any
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.coverage import Change
 from conformance.record.files import Unreadable, read_end
-from conformance.record.results import SUMMARY, Quantity, Run, inside, read_json, states_of
+from conformance.record.results import SUMMARY, Run, inside, read_json, states_of
 from conformance.record.states import STATES, RunVerdict, State
+from conformance.record.verdict import Quantity
 
 LOG_LINES = 40  # of each rank, counted from the end
 LOG_BYTES = 6000

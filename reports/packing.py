@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.record.format import Line, dumps
-from conformance.record.results import Quantity, Verdict
 from conformance.record.states import STATES
+from conformance.record.verdict import Quantity, Verdict
 from reports.heatmap import KINDS, SHADES, locate, shade
 from reports.load import Cell
 from reports.words import first_finding

@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.record.results import SUMMARY, Listed, Quantity, read_json
+from conformance.record.results import SUMMARY, Listed, read_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
+from conformance.record.verdict import Quantity
 from conformance.validation import UsageError
 from reports.load import Report
 from reports.words import code, number, plain, plural, ratio

@@ -3,8 +3,8 @@
 import math
 import re
 
-from conformance.record.results import Quantity
 from conformance.record.states import ANSWERED, NO_ANSWER, STATES
+from conformance.record.verdict import Quantity
 from reports.load import Cell, Report
 
 

@@ -14,8 +14,8 @@ from conftest import make_cell
 
 from conformance.backend import BackendEntry
 from conformance.plan.cell import Cell
-from conformance.record.results import Verdict
 from conformance.record.tensors import Record, read_record
+from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
 

@@ -10,8 +10,8 @@ import torch
 from conformance.judge.verdict import judge
 from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
-from conformance.record.results import Verdict
 from conformance.record.tensors import Record, RecordWriter, read_record
+from conformance.record.verdict import Verdict
 from conformance.scenario import parse_scenario, scenario_to_json
 
 Values = dict[str, Any]  # a step's values, and its replicas under "replicas"

@@ -13,7 +13,8 @@ from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, strip
 
 from conformance.objective import Sft, all_observables
 from conformance.observable import Observable
-from conformance.record.results import Quantity, Verdict, write_summary
+from conformance.record.results import write_summary
+from conformance.record.verdict import Quantity, Verdict
 from conformance.rl import Ppo
 
 NAMES = parameters(5)

@@ -20,8 +20,9 @@ from conformance.observable import (
     trained_observables,
 )
 from conformance.record import format as record_format
-from conformance.record.results import Entry, Quantity, Run, Strip, Verdict, read_entry, write_entry, write_summary
+from conformance.record.results import Entry, Run, read_entry, write_entry, write_summary
 from conformance.record.states import ANSWERED, State
+from conformance.record.verdict import Quantity, Strip, Verdict
 from conformance.rl import Ppo
 
 STEPS = 5

@@ -15,8 +15,9 @@ from conformance.judge.again import rejudge
 from conformance.objective import all_observables
 from conformance.observable import unobserved_step
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.record.results import Entry, Verdict, write_summary
+from conformance.record.results import Entry, write_summary
 from conformance.record.states import State
+from conformance.record.verdict import Verdict
 from conformance.scenario import Precision
 
 EXACT = "sft-tiny/pangu/fsdp2/dp2/exact"

@@ -16,8 +16,9 @@ from conformance.judge.again import rejudge
 from conformance.layout import Layout
 from conformance.objective import all_observables
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.record.results import Verdict, write_summary
+from conformance.record.results import write_summary
 from conformance.record.tensors import RecordWriter
+from conformance.record.verdict import Verdict
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 
 Values = dict[str, Any]

@@ -14,7 +14,7 @@ from rl_fault_cells import cells as rl_cells
 
 from conformance.backend import Backend
 from conformance.faults import Fault, catalogue, plant
-from conformance.record.results import Verdict
+from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
 from impl.faults.catalogue import RL_FAULTS

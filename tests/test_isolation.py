@@ -13,7 +13,8 @@ from conformance.judge.again import rejudge
 from conformance.judge.twice import in_both, told_of
 from conformance.layout import Layout
 from conformance.plan.cell import Cell, Leg
-from conformance.record.results import Attempt, Quantity, Verdict
+from conformance.record.results import Attempt
+from conformance.record.verdict import Quantity, Verdict
 from conformance.run.session import Session, SessionConfig
 from reports.load import read_report
 

@@ -13,7 +13,7 @@ from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unch
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
 from conformance.observable import stages
-from conformance.record.results import Verdict
+from conformance.record.verdict import Verdict
 
 
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from conformance.judge.again import rejudge
 from conformance.judge.strips import strip_of
 from conformance.judge.twice import in_both
 from conformance.observable import LOGPROBS
-from conformance.record.results import BINS, Verdict, read_entry
+from conformance.record.results import read_entry
+from conformance.record.verdict import BINS, Verdict
 from conformance.validation import UsageError
 
 

@@ -35,8 +35,8 @@ from report_sample import (
     write_sample,
 )
 
-from conformance.record.results import Quantity
 from conformance.record.states import STATES
+from conformance.record.verdict import Quantity
 from conformance.validation import UsageError
 from reports import markdown, words
 from reports.html import write_html

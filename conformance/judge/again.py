@@ -6,8 +6,9 @@ from pathlib import Path
 from conformance.judge.expected import apply_expectation
 from conformance.judge.twice import in_both
 from conformance.judge.verdict import judge_folders
-from conformance.record.results import Attempt, Entry, Verdict, inside, read_run, write_entry, write_summary
+from conformance.record.results import Attempt, Entry, inside, read_run, write_entry, write_summary
 from conformance.record.states import ANSWERED
+from conformance.record.verdict import Verdict
 from conformance.validation import UsageError
 
 GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")

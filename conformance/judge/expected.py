@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.judge.tolerance import OF_ROWS
-from conformance.record.results import Verdict
+from conformance.record.verdict import Verdict
 
 
 def apply_expectation(verdict: Verdict, known: dict[str, Any] | None) -> Verdict:

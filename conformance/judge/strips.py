@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from conformance.observable import Observable
-from conformance.record.results import BINS, Strip
+from conformance.record.verdict import BINS, Strip
 
 
 def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float) -> Strip:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
-from conformance.record.results import Strip
+from conformance.record.verdict import Strip
 from conformance.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12

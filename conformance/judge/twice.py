@@ -6,8 +6,9 @@ whoever trains twice in one process meets it.
 
 from dataclasses import replace
 
-from conformance.record.results import Attempt, Verdict
+from conformance.record.results import Attempt
 from conformance.record.states import NO_FAULT, STATES
+from conformance.record.verdict import Verdict
 
 
 def in_both(used: Verdict, fresh: Verdict) -> Verdict:

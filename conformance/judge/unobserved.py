@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from conformance.layout import Layout
 from conformance.observable import Observable, unobserved_step
-from conformance.record.results import Quantity
 from conformance.record.tensors import Record
+from conformance.record.verdict import Quantity
 
 
 def unobserved(

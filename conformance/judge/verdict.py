@@ -21,9 +21,9 @@ from conformance.judge.unobserved import unobserved
 from conformance.layout import Layout
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
-from conformance.record.results import Quantity, Verdict
 from conformance.record.states import State
 from conformance.record.tensors import Record
+from conformance.record.verdict import Quantity, Verdict
 from conformance.scenario import Scenario, parse_scenario
 
 DEFECT = "the judge failed on these records, which is a defect of the suite"

@@ -12,7 +12,7 @@ import torch
 
 from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Unsupported
 from conformance.plan.cell import Cell, Leg
-from conformance.record.results import Verdict
+from conformance.record.verdict import Verdict
 from conformance.run.environment import model_sizes
 from conformance.validation import UsageError
 from conformance.world import Device

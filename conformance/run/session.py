@@ -24,8 +24,9 @@ from conformance.objective import all_observables
 from conformance.oracle.objectives import functions_of
 from conformance.plan.cell import Cell
 from conformance.record.coverage import Floor
-from conformance.record.results import Attempt, Entry, Run, Verdict, write_entry, write_summary
+from conformance.record.results import Attempt, Entry, Run, write_entry, write_summary
 from conformance.record.states import NOT_STARTED
+from conformance.record.verdict import Verdict
 from conformance.run.environment import environment
 from conformance.run.legs import run_legs, world_config
 from conformance.run.oracles import Oracles
