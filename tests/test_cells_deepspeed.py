@@ -39,9 +39,9 @@ pytest.importorskip("deepspeed")
         exhaustive("sft-packed", "llama", "ulysses2.zero0"),
         exhaustive("sft-sgd", "qwen3", "dp2.ulysses2.zero2"),
         ("sft-packed", "gemma3", "ulysses2.zero3"),
-        ("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
+        exhaustive("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
         exhaustive("sft-sgd", "llama", "tp2.ulysses2.zero1"),
-        ("sft-uneven", "pangu", "dp3.zero1"),
+        exhaustive("sft-uneven", "pangu", "dp3.zero1"),
         exhaustive("sft-uneven", "qwen3", "dp3.zero3"),
         ("sft-frozen", "llama", "dp2.zero2"),
         exhaustive("sft-frozen", "qwen3", "tp2.zero3"),
@@ -57,6 +57,7 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
     assert_is_what_it_says(session, asked)
 
 
+@pytest.mark.exhaustive
 def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("deepspeed", "sft-packed", "qwen3", "dp2.zero1", "exact", steps=5))
 

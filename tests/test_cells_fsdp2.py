@@ -19,7 +19,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
     ("scenario", "model", "layout"),
     [
         exhaustive("sft-packed", "pangu", "tp2.seqpar"),
-        ("sft-packed", "gemma3", "tp2.seqpar.losspar"),
+        exhaustive("sft-packed", "gemma3", "tp2.seqpar.losspar"),
         ("sft-packed", "qwen3", "tp2.plan"),
         exhaustive("sft-packed", "qwen3", "dp2.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.tp2.lastsync"),
@@ -32,7 +32,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
         ("sft-packed", "qwen3", "dp2.sp2.zigzag"),
         ("sft-padded", "llama", "sp2.torchcp"),
         ("sft-sgd", "pangu", "sp2.ring"),
-        ("sft-uneven", "gemma3", "dp3"),
+        exhaustive("sft-uneven", "gemma3", "dp3"),
         ("sft-frozen", "qwen3", "dp2.ckpt"),
         exhaustive("sft-frozen", "qwen3", "dp2.tp2"),
         ("sft-cosine-end", "llama", "dp2"),
@@ -46,6 +46,7 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
     assert_honest(session, cell_of("fsdp2", scenario, model, layout, "exact"))
 
 
+@pytest.mark.exhaustive
 def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "exact", steps=5))
 
@@ -107,8 +108,8 @@ def test_rings_of_eight_ranks(session: Session, model: str, layout: str) -> None
     ("model", "layout", "precision", "stage"),
     [
         ("llama", "sp2.ring.shipped", "fp32", "gradients"),
-        ("qwen3", "sp2.zigzag.shipped", "fp32", "gradients"),
-        ("gemma3", "sp2.ring.shipped", "bf16", "log-probs"),
+        exhaustive("qwen3", "sp2.zigzag.shipped", "fp32", "gradients"),
+        exhaustive("gemma3", "sp2.ring.shipped", "bf16", "log-probs"),
     ],
 )
 def test_rings_as_the_package_ships_them_are_an_expected_difference(

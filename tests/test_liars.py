@@ -18,11 +18,11 @@ def liar(name: str) -> BackendEntry:
     ("name", "layout", "stage"),
     [
         ("OtherRankLoss", "dp2", "loss"),
-        ("OtherRankCount", "dp2", "loss"),
+        exhaustive("OtherRankCount", "dp2", "loss"),
         ("OtherRankNorm", "dp2", "gradient norm"),
-        ("OtherRankRate", "dp2", "clipped update"),
+        exhaustive("OtherRankRate", "dp2", "clipped update"),
         ("OtherRankLogprobs", "tp2", "log-probs"),
-        ("OtherRankIsSilent", "dp2", "gradient norm"),
+        exhaustive("OtherRankIsSilent", "dp2", "gradient norm"),
         ("OtherRankDrifts", "dp2.rep2", "gradient replicas"),
     ],
 )
@@ -36,10 +36,10 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
     ("name", "layout", "claim"),
     [
         ("Fsdp2DropsItsOptions", "dp2.ckpt", "activations are recomputed"),
-        ("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
+        exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
-        ("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         ("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
@@ -48,7 +48,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("DeepspeedRunsStage1", "dp2.zero0", "all ranks update all weights"),
         ("MegatronDropsItsOptions", "tp2.ckpt", "activations are recomputed"),
         exhaustive("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
-        ("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
+        exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
         ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
     ],
 )
@@ -68,7 +68,7 @@ def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
     )
 
 
-@pytest.mark.parametrize("save", ["checkpoint", "export"])
+@pytest.mark.parametrize("save", ["checkpoint", exhaustive("export")])
 def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Handover) -> None:
     assert_honest(session, of_two_legs(BACKENDS["fsdp2"], save))
 
