@@ -119,7 +119,8 @@ def test_old_records_are_judged_again_without_ranks(copy: Path, capsys: pytest.C
     before = read(copy / "summary.json")
     for file in copy.glob("cells/*/verdict.json"):
         if read(file)["records"]:
-            file.write_text(json.dumps(read(file) | {"reason": "", "quantities": {"columns": [], "data": []}}))
+            blank = {"reason": "", "quantities": {"columns": [], "data": []}, "strips": []}
+            file.write_text(json.dumps(read(file) | blank))
     assert cli.main(["judge", str(copy), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"] == before["cells"]
 

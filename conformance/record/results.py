@@ -280,7 +280,7 @@ def _check_strips(verdict: Verdict, file: Path) -> None:
         if q is None or (q.ratio <= 1 and not all(error <= q.allowed for error in strip.errors)):
             raise UsageError(
                 f"{file} has errors by token of {strip.stage}, step {strip.step}, that do not fit what was judged: it "
-                f"was edited; judge the folder again"
+                f"was edited; run the cells again"
             )
 
 
