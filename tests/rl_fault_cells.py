@@ -79,8 +79,6 @@ OF_CUT = {"local-softmax-gradient", "label-holders-only"}
 # What depends on how ranks are arranged, or on a function that each backend has for itself.
 ON_EACH_BACKEND = {
     *OF_CUT,
-    "metrics-of-one-rank",
-    "mean-of-micro-batch",
     "temperature-not-in-training",
     "values-off-by-one",
 }
