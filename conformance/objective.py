@@ -7,6 +7,7 @@ know is an error before anything runs, never a silent SFT.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -62,7 +63,7 @@ class Sft:
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
 
     def observables(self) -> tuple[Observable, ...]:
-        return (LOGPROBS, TOKEN_COUNT, LOSS)
+        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, made_of="logprob"))
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
         return batches

@@ -37,7 +37,8 @@ class Observable:
         others.
     rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
         it may be although nothing is computed.
-    norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared.
+    norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared. Against the
+        oracle's it may be as wrong as they are all together: their errors may point in one direction.
     mean_of, max_of: key of the rows of which this scalar is the mean or the largest; it is rebuilt from the rows that
         the cell itself recorded, and judged by that alone: the rows are held against the oracle.
     made_of: key of the rows that this scalar is a weighted sum of. The error of a sum of N numbers is about theirs over

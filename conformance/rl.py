@@ -126,6 +126,8 @@ class PolicyGradient:
         # A policy loss cancels: its error is relative to what it is made of.
         kl_loss = [curve("kl_loss", "loss", "KL to the reference")] if self.kl_loss_coef else []
         parts = [replace(part, scale="loss_scale", made_of="ratio") for part in (scalar("pg_loss", "loss"), *kl_loss)]
+        entropy = curve("entropy_loss", "loss", "entropy")
+        is_mean = self.loss_agg_mode == "token-mean"
         return (
             *old,
             *reference,
@@ -138,7 +140,7 @@ class PolicyGradient:
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
             *parts,
-            replace(curve("entropy_loss", "loss", "entropy"), made_of="entropy"),
+            replace(entropy, mean_of="entropy") if is_mean else replace(entropy, made_of="entropy"),
             replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
             *self.of_critic(),

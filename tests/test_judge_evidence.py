@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from judge_sample import Change, Tensors, Values, scale, verdict_of, write
+from judge_sample import Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
 from conformance.judge.verdict import judge
 from conformance.record.format import RecordError
@@ -105,3 +105,60 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
     with pytest.raises(RecordError, match=r"off in a .clipped update, step 0., more than can be judged by"):
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=noise)
+
+
+@pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
+@pytest.mark.parametrize("recomputed", [0, 3])
+def test_a_graph_that_is_recorded_in_a_backward_pass_is_a_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int
+) -> None:
+    seen = evidence("exact")
+    seen["products"] += [["float64", "recomputed", recomputed]] if recomputed else []
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout=layout)
+    assert (verdict.state == "conforms") == (("ckpt" in layout) == (recomputed > 0))
+    assert verdict.first_stage in ("", "configuration")
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_reducing_after_the_last_micro_batch_only_adds_to_the_collectives_of_its_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    seen = evidence("exact")
+    scattered = [
+        ("forward", 4),
+        ("backward 0", 4),
+        ("backward 1", 4),
+        ("backward 2", last),
+    ]  # by seqpar, in groups of 2
+    seen["collectives"] += [["reduce_scatter", 2, "float64", where, count] for where, count in scattered]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.seqpar.lastsync")
+    assert verdict.state == ("conforms" if last > 4 else "differs"), verdict.reason
+
+
+def test_a_norm_may_be_as_wrong_as_its_tensors_are_together_and_no_more(tmp_path: Path) -> None:
+    def turned(step: int, values: Values, tensors: Tensors) -> None:
+        """Gradients are off by a thousandth, each at a right angle to itself, so their norm is not."""
+        if step >= 0:
+            for name in "ab":
+                gradient = tensors[f"gradient/{name}"]
+                aside = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                aside -= gradient * (aside * gradient).sum() / gradient.square().sum()
+                tensors[f"gradient/{name}"] = gradient + aside * (1e-3 * gradient.norm() / aside.norm())
+
+    def longer(by: float) -> Change:
+        """Gradients are too long, and the norm follows them."""
+
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            if step >= 0:
+                for name in "ab":
+                    tensors[f"gradient/{name}"] *= 1 + by
+                values["grad_norm"] *= 1 + by
+
+        return change
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", turned, precision="bf16")
+    for by, found in ((2.5e-3, False), (4e-3, True)):
+        verdict = judge([write(tmp_path / str(by), longer(by), precision="bf16")], oracle=oracle, noise=noise)
+        assert ("grad_norm" in {finding.tensor for finding in verdict.findings}) == found, verdict.findings

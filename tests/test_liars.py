@@ -39,6 +39,9 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
+        exhaustive(
+            "Fsdp2DropsItsOptions", "dp2.tp2.seqpar.lastsync", "gradients are reduced after the last micro-batch"
+        ),
         exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         ("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),

@@ -106,7 +106,7 @@ def _step(
             yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
         elif o.kind in ("scalar", "setting"):
             parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
-            typical = _of_a_sum(parts, named(reference, o.norm_of or o.made_of), by_element=bool(o.made_of))
+            typical = _of_parts(parts, named(reference, o.norm_of or o.made_of), independent=bool(o.made_of))
             for found in _scalar(o, step, oracle, parts if o.norm_of else {}):
                 yield replace(found, typical=typical)
         elif o.kind == "rows":
@@ -240,14 +240,15 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
 
 
-def _of_a_sum(parts: Tensors, reference: Tensors, *, by_element: bool) -> float:
-    """The relative error that a sum of these numbers has, or a norm of these tensors, if the errors of its parts are
-    independent: theirs over the root of how many they are. ``by_element``: each number is a part, else each tensor."""
+def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
+    """The relative error of a sum of these numbers if theirs are ``independent``: theirs over the root of how many they
+    are. Else that of a norm of these tensors at most: their errors may point in one direction, as those of gradients
+    do that follow from one wrong digit of a loss."""
     if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
         return 0.0
     squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]
     norm = math.sqrt(sum(ref.double().square().sum().item() for ref in reference.values()))
-    count = sum(ref.numel() for ref in reference.values()) if by_element else len(reference)
+    count = sum(ref.numel() for ref in reference.values()) if independent else 1
     return finite(math.sqrt(sum(squares)) / (norm or 1.0)) / math.sqrt(max(1, count))
 
 

@@ -20,7 +20,8 @@ from conformance.scenario import Precision, Scenario
 
 DTYPES: dict[Precision, str] = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight) and up to 2.4
-# with attention that is written out; recomputing a layer adds nearly 1.
+# with attention that is written out; recomputing a layer adds nearly 1. This tells what a library recomputes inside of
+# its own autograd functions, where no graph is recorded.
 RECOMPUTED = 2.6
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
@@ -70,7 +71,7 @@ class _Seen:
         return {where for rank in self._ranks for *_, where, _ in rank["collectives"]}
 
     def products(self, where: str, dtype: str | None = None) -> int:
-        """Matrix products of all ranks, in forward or backward passes."""
+        """Matrix products of all ranks, in forward, backward or recomputed passes."""
         return sum(
             count
             for rank in self._ranks
@@ -98,6 +99,10 @@ def _anywhere(where: str) -> bool:
     return True
 
 
+def _only(wanted: str) -> Callable[[str], bool]:
+    return lambda where: where == wanted
+
+
 def _claims(
     layout: Layout, seen: _Seen, scenario: Scenario, *, stage: int | None, vocabulary: int, frozen: int
 ) -> Iterator[tuple[str, bool]]:
@@ -106,7 +111,8 @@ def _claims(
         dtype = DTYPES[scenario.precision]
         yield f"products in {dtype}", seen.products("forward", dtype) >= forward / 3
         left_out = frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
-        recomputed = seen.products("backward") + left_out > RECOMPUTED * forward
+        again = seen.products("recomputed")
+        recomputed = again > 0 or seen.products("backward") + left_out > RECOMPUTED * forward
         yield (
             ("activations are recomputed" if "ckpt" in layout.options else "activations are kept"),
             recomputed == ("ckpt" in layout.options),
@@ -138,8 +144,11 @@ def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[t
         yield "gradients are reduced over replicas", reduced > 0
     if "lastsync" in layout.options:
         numbers = sorted(int(where.split()[1]) for where in seen.passes() if where.startswith("backward"))
-        early = seen.most(("reduce_scatter",), data, lambda where: where in {f"backward {n}" for n in numbers[:-1]})
-        yield "gradients are reduced after the last micro-batch only", early == 0
+        *early, last = [seen.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]
+        # Where as many ranks cut activations along the sequence, every backward pass has the collectives of that.
+        of_layers = "seqpar" in layout.options and layout.tp == data
+        text = "gradients are reduced after the last micro-batch only"
+        yield text, all(count < last if of_layers else count == 0 for count in early)
     if "overlap" in layout.options and stage == 1 and alone:
         gathered = seen.most(("all_gather",), data, _forward)
         yield "updated weights are gathered in the forward pass", gathered > 0

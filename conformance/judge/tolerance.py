@@ -8,8 +8,8 @@
 
 One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
 its largest over the steps; for a tensor no less than the median of its stage at that step, for a scalar no less than
-SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than
-what errors of its parts make of it.
+SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than what errors of its
+parts make of it. A norm has a narrower bound beside this one: it is rebuilt from the cell's own tensors.
 """
 
 import math
@@ -45,8 +45,8 @@ class Measurement:
 
     scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
     precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
-    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum, its
-    error if those of its parts are independent. strip: of rows, the errors of their tokens.
+    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum
+    or a norm, what the errors of its parts make of it. strip: of rows, the errors of their tokens.
     """
 
     stage: str

@@ -69,7 +69,7 @@ class _Leak:
 @dataclass(frozen=True, kw_only=True)
 class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
-    products: tuple[tuple[str, Literal["forward", "backward"], Count], ...]
+    products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
 
 

@@ -39,8 +39,10 @@ class Watch(TorchDispatchMode):
 
     A pass is ``forward`` until the autograd engine is called first, ``backward N`` inside its N-th call, else
     ``later``: forward passes of later micro-batches, clipping, the optimizer. ``collectives``: by kind, size of the
-    group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether the engine was running.
-    ``widths``: last dimensions of floating-point tensors (rows, length, width), such as logits, outside of the engine.
+    group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether they are of a ``forward``
+    pass, of a ``backward`` one, or of a forward pass that is ``recomputed`` in a backward one: the engine runs, and a
+    graph is recorded. ``widths``: last dimensions of floating-point tensors (rows, length, width), such as logits,
+    outside of the engine.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,8 @@ class Watch(TorchDispatchMode):
     def _tensor(self, operator: str, result: Tensor) -> None:
         where = self._pass()
         if operator in _PRODUCTS:
-            self.products[_name(result.dtype), "backward" if where.startswith("backward") else "forward"] += 1
+            again = "recomputed" if torch.is_grad_enabled() else "backward"
+            self.products[_name(result.dtype), again if where.startswith("backward") else "forward"] += 1
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
 

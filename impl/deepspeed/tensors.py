@@ -125,7 +125,9 @@ class EngineTensors:
         At ZeRO-3, of its fp32 partition, since the full weight is freed between steps.
         """
         if self._stage == 3:
-            return f"piece {self._place.zero_rank}", safe_get_local_fp32_param(parameter)
+            return f"piece {self._place.zero_rank}", _unpadded(
+                parameter, safe_get_local_fp32_param(parameter), self._place
+            )
         return "full", parameter
 
     def _own_gradient(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor] | None:
@@ -133,7 +135,8 @@ class EngineTensors:
         if self._stage == 0:
             return "full", self._gradient(parameter)
         if self._stage == 3:
-            return f"piece {self._place.zero_rank}", self._unscaled(safe_get_local_grad(parameter))
+            own = _unpadded(parameter, safe_get_local_grad(parameter), self._place)
+            return f"piece {self._place.zero_rank}", self._unscaled(own)
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -177,8 +180,16 @@ def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _own_computed_with(parameter: Any, place: RankPlace) -> tuple[str, torch.Tensor]:
     """(region, tensor) of this rank's piece of that. ``parameter``: with what zero.Init hangs onto it."""
-    cut = hasattr(parameter, "ds_id")
-    return (f"piece {place.zero_rank}", parameter.ds_tensor) if cut else ("full", parameter)
+    if not hasattr(parameter, "ds_id"):
+        return "full", parameter
+    return f"piece {place.zero_rank}", _unpadded(parameter, parameter.ds_tensor, place)
+
+
+def _unpadded(parameter: Any, piece: torch.Tensor, place: RankPlace) -> torch.Tensor:
+    """This rank's piece of a parameter that ZeRO-3 cut, flat, without the padding that makes all pieces equally long:
+    nobody ever writes the padding, so it differs between ranks that hold the same numbers."""
+    flat = piece.flatten()
+    return flat[: max(0, parameter.ds_numel - place.zero_rank * flat.numel())]
 
 
 def cut_count(model: torch.nn.Module) -> int:
