@@ -29,6 +29,7 @@ LONG = (
     "test_fsdp2_models",
     "test_world_failures",
     "test_liars",
+    "test_mutation_score",
     "test_handover",
     "test_hf_trainer",
     "test_ring_attention",

@@ -144,5 +144,16 @@ class DeepspeedRunsStage3(DeepspeedDropsItsOptions):
     stage = 3
 
 
+class DeepspeedRunsStage2(DeepspeedDropsItsOptions):
+    stage = 2
+
+
+class Fsdp2ReplicatesItsWeights(Fsdp2Backend):
+    """Every data rank is a replica, so nothing is cut."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        return super().setup(scenario, dataclasses.replace(layout, rep=layout.dp), *arguments)
+
+
 class MegatronRunsStage0(MegatronDropsItsOptions):
     stage = 0

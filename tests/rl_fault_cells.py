@@ -8,49 +8,10 @@ from typing import Any
 from cells import BACKENDS, cell_of
 
 from conformance.plan.cell import Cell
+from impl.faults.catalogue import RL_FAULTS
+from impl.faults.places import CUT, PLACES
 
-# The cheapest scenario in which each fault changes anything.
-SCENARIOS = {
-    "temperature-not-in-looks": "grpo",
-    "policy-as-reference": "grpo",
-    "old-of-every-update": "grpo",
-    "groups-by-position": "grpo-off-policy",
-    "biased-deviation": "grpo",
-    "deviation-left-out": "grpo",
-    "deviation-in-dr-grpo": "grpo-off-policy",
-    "rloo-with-itself": "gspo",
-    "reward-at-first-token": "ppo",
-    "penalty-added": "ppo",
-    "values-off-by-one": "ppo",
-    "gae-across-documents": "ppo",
-    "bootstrapped-end": "ppo",
-    "whitened-by-response": "ppo",
-    "sequence-mean-for-token-mean": "grpo",
-    "token-mean-for-sequence-mean": "gspo",
-    "mean-of-micro-batch": "grpo",
-    "divided-by-mini-batches": "grpo-off-policy",
-    "padding-in-mean": "grpo",
-    "mask-lost": "ppo",
-    "prompt-trained": "grpo",
-    "mask-off-by-one": "grpo",
-    "metrics-of-one-rank": "grpo",
-    "temperature-not-in-training": "grpo-off-policy",
-    "ratio-inverted": "grpo",
-    "clip-sides-exchanged": "grpo",
-    "dual-clip-of-positive": "grpo-off-policy",
-    "gspo-without-length": "gspo",
-    "importance-not-truncated": "gspo",
-    "importance-inverted": "gspo",
-    "kl-sign": "grpo",
-    "k1-for-k3": "grpo",
-    "kl-subtracted": "grpo-off-policy",
-    "kl-without-gradient": "grpo-off-policy",
-    "entropy-sign": "grpo",
-    "entropy-without-gradient": "grpo",
-    "local-softmax-gradient": "grpo-off-policy",
-    "label-holders-only": "grpo-off-policy",
-    "optimistic-value-clip": "ppo",
-}
+SCENARIOS = {fault.name: PLACES[fault.name].scenario for fault in RL_FAULTS}
 ROWS = {"grpo": 6, "grpo-off-policy": 4, "gspo": 4, "ppo": 6}
 # Steps until a fault shows where one is not enough: from the second update of a roll-out on.
 LATER = {
@@ -73,9 +34,7 @@ LOSS_AND_NORM_BLIND = {
     "entropy-without-gradient",
     "optimistic-value-clip",
 }
-LAYOUTS = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
-CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vocabulary
-OF_CUT = {"local-softmax-gradient", "label-holders-only"}
+OF_CUT = {name for name in SCENARIOS if PLACES[name].layouts == CUT}
 # What depends on how ranks are arranged, or on a function that each backend has for itself.
 ON_EACH_BACKEND = {
     *OF_CUT,
@@ -86,7 +45,7 @@ ON_EACH_BACKEND = {
 
 def layout_of(backend: str, name: str) -> str | None:
     """Where a fault is planted; None if the backend has nothing that it could change."""
-    return CUT.get(backend) if name in OF_CUT else LAYOUTS[backend]
+    return PLACES[name].layouts.get(backend)
 
 
 def cells() -> list[tuple[str, str]]:

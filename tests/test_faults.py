@@ -10,87 +10,24 @@ from typing import Any, ClassVar
 
 import pytest
 from cells import BACKENDS, cell_of
-from rl_fault_cells import cells as rl_cells
 
 from conformance.backend import Backend
 from conformance.faults import Fault, catalogue, plant
 from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
-from impl.faults.catalogue import RL_FAULTS
+from impl.faults.catalogue import CATALOGUE, RL_FAULTS
+from impl.faults.places import PLACES
 
-# The cheapest cell in which each fault changes anything: scenario, model, layout.
-FSDP2 = {
-    "dropped-o-bias": ("sft-padded", "pangu", "dp2"),
-    "leaking-documents": ("sft-packed", "llama", "dp2"),
-    "local-token-mean": ("sft-padded", "pangu", "dp2"),
-    "cleared-gradients": ("sft-packed", "llama", "dp2"),
-    "replicas-counted": ("sft-sgd", "llama", "tp2.seqpar"),
-    "inverted-clip": ("sft-sgd", "llama", "dp2"),
-    "clip-always": ("sft-packed", "llama", "dp2"),
-    "clip-on-one-replica": ("sft-sgd", "llama", "dp2.rep2"),
-    "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
-    "copied-micro-batch": ("sft-packed", "llama", "dp2"),
-    "local-positions": ("sft-packed", "llama", "sp2"),
-    "rolled-labels": ("sft-packed", "llama", "sp2"),
-    "dropped-last-token": ("sft-packed", "llama", "sp2"),
-    "merged-in-bf16": ("sft-packed", "llama", "sp2.ring"),
-    "divided-by-world": ("sft-sgd", "llama", "sp2"),
-    "ring-not-reduced": ("sft-sgd", "llama", "sp2"),
-    "ring-not-counted": ("sft-sgd", "llama", "sp2"),
-    "no-weight-decay": ("sft-packed", "llama", "dp2"),
-    "default-betas": ("sft-packed", "llama", "dp2"),
-    "moments-in-bf16": ("sft-packed", "llama", "dp2"),
-    "summed-in-bf16": ("sft-packed", "llama", "dp2"),
+# By backend and fault: scenario, model, layout.
+CELLS = {
+    backend: {
+        fault.name: (place.scenario, place.model, place.layouts[backend])
+        for fault in CATALOGUE
+        if fault not in RL_FAULTS and backend in (place := PLACES[fault.name]).layouts
+    }
+    for backend in BACKENDS
 }
-DEEPSPEED = {
-    "dropped-o-bias": ("sft-padded", "pangu", "dp2.zero1"),
-    "leaking-documents": ("sft-packed", "llama", "dp2.zero2"),
-    "local-token-mean": ("sft-padded", "pangu", "dp2.zero3"),
-    "copied-micro-batch": ("sft-packed", "llama", "dp2.zero2"),
-    "divided-by-world": ("sft-sgd", "llama", "tp2.zero1"),
-    "ring-not-counted": ("sft-sgd", "llama", "sp2.zero1"),
-    "unreduced-replicas": ("sft-sgd", "llama", "dp2.zero0"),
-    "clip-never": ("sft-sgd", "llama", "dp2.zero3"),
-    "local-positions": ("sft-packed", "llama", "sp2.zero1"),
-    "rolled-labels": ("sft-packed", "llama", "ulysses2.zero2"),
-    "dropped-last-token": ("sft-packed", "llama", "sp2.zero1"),
-    "merged-in-bf16": ("sft-packed", "llama", "sp2.ring.zero1"),
-    "unmarked-shards": ("sft-padded", "llama", "tp2.zero0"),
-    "lost-loss-scale": ("sft-packed", "llama", "dp2.zero0"),
-    "step-at-setup": ("sft-padded", "llama", "dp2.zero0"),
-    "no-weight-decay": ("sft-packed", "llama", "dp2.zero2"),
-    "default-betas": ("sft-packed", "llama", "dp2.zero2"),
-    "moments-in-bf16": ("sft-packed", "llama", "dp2.zero2"),
-    "summed-in-bf16": ("sft-packed", "llama", "dp2.zero2"),
-}
-MEGATRON = {
-    "dropped-o-bias": ("sft-padded", "pangu", "dp2"),
-    "leaking-documents": ("sft-packed", "llama", "tp2"),
-    "local-token-mean": ("sft-padded", "pangu", "dp2.zero1"),
-    "copied-micro-batch": ("sft-packed", "llama", "pp2"),
-    "divided-by-world": ("sft-sgd", "llama", "tp2"),
-    "ring-not-counted": ("sft-sgd", "llama", "sp2"),
-    "unreduced-replicas": ("sft-sgd", "llama", "dp2"),
-    "clip-never": ("sft-sgd", "llama", "dp2"),
-    "schedule-per-micro-batch": ("sft-sgd", "llama", "dp2"),
-    "local-positions": ("sft-packed", "llama", "sp2"),
-    "rolled-labels": ("sft-packed", "llama", "sp2"),
-    "dropped-last-token": ("sft-packed", "llama", "sp2"),
-    "merged-in-bf16": ("sft-packed", "llama", "sp2.ring"),
-    "concatenated-qkv": ("sft-padded", "llama", "dp1"),
-    "o-bias-per-rank": ("sft-padded", "pangu", "tp2"),
-    "batched-p2p": ("sft-packed", "llama", "pp2.vpp2"),
-    "stage-local-layers": ("sft-padded", "llama", "pp2"),
-    "norms-not-summed": ("sft-sgd", "llama", "tp2.seqpar"),
-    "broken-tie": ("sft-sgd", "qwen3", "pp2"),
-    "duplicates-counted": ("sft-sgd", "llama", "tp2"),
-    "no-weight-decay": ("sft-packed", "llama", "dp2"),
-    "default-betas": ("sft-packed", "llama", "dp2"),
-    "moments-in-bf16": ("sft-packed", "llama", "dp2"),
-    "summed-in-bf16": ("sft-packed", "llama", "dp2"),
-}
-CELLS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
 # Faults that only exist in half precision, or that are to be caught there too; others are in the exact tier.
 HALF: dict[str, Precision] = {
     "unmarked-shards": "bf16",
@@ -112,11 +49,11 @@ def planted() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("backend", CELLS)
-def test_every_fault_whose_seam_a_backend_has_has_a_cell_here(backend: str) -> None:
+def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) -> None:
     seams = BACKENDS[backend].load().seams.keys()  # type: ignore[attr-defined]
     assert {fault.seam for fault in catalogue().values()} >= seams
-    here = CELLS[backend].keys() | {name for of, name in rl_cells() if of == backend}
-    assert here == {name for name, fault in catalogue().items() if fault.seam in seams}
+    placed = {name for name, place in PLACES.items() if backend in place.layouts}
+    assert placed == {name for name, fault in catalogue().items() if fault.seam in seams}
 
 
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:

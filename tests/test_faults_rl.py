@@ -10,7 +10,6 @@ import pytest
 from cells import record_of
 from rl_fault_cells import (
     LATER,
-    LAYOUTS,
     LOSS_AND_NORM_BLIND,
     ROWS,
     SCENARIOS,
@@ -26,6 +25,7 @@ from conformance.record.results import VERDICT, read_entry
 from conformance.record.tensors import read_record
 from conformance.run.session import Session
 from impl.faults.catalogue import RL_FAULTS
+from impl.faults.places import RL_LAYOUTS
 
 PERCENT = 0.01
 REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
@@ -71,12 +71,12 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, 
     ],
 )
 @pytest.mark.parametrize(
-    "backend", [pytest.param(b, marks=() if b == "fsdp2" else pytest.mark.exhaustive) for b in LAYOUTS]
+    "backend", [pytest.param(b, marks=() if b == "fsdp2" else pytest.mark.exhaustive) for b in RL_LAYOUTS]
 )
 def test_faults_of_sft_are_caught_in_reinforcement_learning(
     session: Session, backend: str, name: str, scenario: str, stage: str
 ) -> None:
-    verdict = session.run(rl_cell(backend, scenario, LAYOUTS[backend], name, steps=1)).verdict
+    verdict = session.run(rl_cell(backend, scenario, RL_LAYOUTS[backend], name, steps=1)).verdict
     assert verdict.first_stage == stage, verdict.reason
 
 

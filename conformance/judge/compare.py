@@ -177,6 +177,7 @@ def _tensor(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor
         max_abs=finite(difference.max().item() if difference.numel() else 0.0),
         where=place(at, ref),
         scale=((x * ref).sum() / ref.square().sum()).item() if norm else None,
+        broken=_broken(x),
     )
 
 
@@ -197,7 +198,10 @@ def _worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
     error = finite(errors.max().item() if len(errors) else 0.0)
     tensor, where = f"{name} {OF_ROWS}", f"row {at}"
     scale = ((x[at] * ref[at]).sum() / norms[at].square()).item() if len(errors) and norms[at] else None
-    return Measurement(stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True, scale=scale)
+    broken = _broken(x[at]) if len(errors) else ""
+    return Measurement(
+        stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True, scale=scale, broken=broken
+    )
 
 
 def _rows(
@@ -273,6 +277,7 @@ def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: flo
         fixed=fixed,
         max_abs=finite(abs(x - ref)),
         scale=x / ref if ref else None,
+        broken=_broken(torch.tensor(x, dtype=torch.float64)),
     )
 
 
@@ -283,6 +288,10 @@ def _infinite(stage: str, tensor: str, step: int) -> Measurement:
 def place(at: int, tensor: torch.Tensor) -> str:
     """The index of an element, given its number in the flattened tensor."""
     return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]) if tensor.ndim else ""
+
+
+def _broken(x: torch.Tensor) -> str:
+    return "NaN" if x.isnan().any() else "infinite numbers" if x.isinf().any() else ""
 
 
 def finite(error: float) -> float:

@@ -45,8 +45,9 @@ class Measurement:
 
     scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
     precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
-    <x, ref> / <ref, ref>. replica: ranks were compared with each other, not with the oracle. typical: of a sum
-    or a norm, what the errors of its parts make of it. strip: of rows, the errors of their tokens.
+    <x, ref> / <ref, ref>. broken: in words, what x holds that is no number. replica: ranks were compared with each
+    other, not with the oracle. typical: of a sum or a norm, what the errors of its parts make of it. strip: of rows,
+    the errors of their tokens.
     """
 
     stage: str
@@ -59,6 +60,7 @@ class Measurement:
     max_abs: float = 0.0
     where: str = ""
     scale: float | None = None
+    broken: str = ""
     replica: bool = False
     typical: float = 0.0
     strip: Strip | None = None

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from conformance.judge.amplified import Amplified, amplified_noise
 from conformance.judge.belongs import read_records
-from conformance.judge.compare import measure, named
-from conformance.judge.configuration import configurations
+from conformance.judge.compare import measure
+from conformance.judge.configuration import configurations, sizes_of
 from conformance.judge.grain import grains
+from conformance.judge.hints import Facts, backward_place, circumstances, facts_of_steps, hint
 from conformance.judge.rebuild import rebuilt_updates
 from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
 from conformance.judge.unobserved import unobserved
-from conformance.layout import Layout
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
 from conformance.record.states import State
 from conformance.record.tensors import Record
 from conformance.record.verdict import Quantity, Verdict
-from conformance.scenario import Scenario, parse_scenario
+from conformance.scenario import parse_scenario
 
 DEFECT = "the judge failed on these records, which is a defect of the suite"
 
@@ -56,7 +56,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
     gradients = gradient_stages(observables)
     found = [
         *measure(legs, oracle),
-        *configurations(legs, scenario, vocabulary=_vocabulary(oracle), frozen=_frozen_matrices(oracle)),
+        *configurations(legs, scenario, sizes_of(oracle)),
         *rebuilt_updates(legs, oracle, scenario),
         *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
     ]
@@ -76,30 +76,18 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
         drift=amplified.drift,
     )
     order = {stage: i for i, stage in enumerate(stages(observables))}
-    found.sort(key=lambda m: (m.step, order[m.stage]))
-    tokens = {step.step: step.value("token_count") or 1 for step in oracle.steps}
-    layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
-    quantities = [_judged(m, bounds[m.key], scenario, layouts, tokens) for m in found]
+    found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
+    facts = facts_of_steps(legs, oracle, scenario, observables)
+    quantities = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
     strips = tuple(m.strip for m in found if m.strip)
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips)
-    lost, remarks = ([], []) if verdict.findings else unobserved(legs, quantities, observables)
-    state: State = "differs" if verdict.findings else "partly_observed" if lost else "conforms"
-    return replace(verdict, state=state, reason=_reason(verdict, lost, remarks))
-
-
-def _vocabulary(oracle: Record) -> int:
-    """Rows of the policy's embedding."""
-    tensors = named(oracle.loaded.tensors(), "weight")
-    return next((len(tensor) for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")), 0)
-
-
-def _frozen_matrices(oracle: Record) -> int:
-    """Of the policy's linear layers, those that are not trained."""
-    trained = named(oracle.steps[0].tensors(), "gradient") if oracle.steps else {}
-    loaded = named(oracle.loaded.tensors(), "weight").items()
-    return sum(
-        tensor.ndim == 2 and name not in trained and not name.endswith("embed_tokens.weight") for name, tensor in loaded
-    )
+    if verdict.findings:
+        more = circumstances(quantities, legs, observables)
+        return replace(verdict, state="differs", reason=_difference(verdict, more))
+    lost, remarks = unobserved(legs, quantities, observables)
+    more = [f"not observed: {', '.join(lost)}", *remarks] if lost else remarks
+    state: State = "partly_observed" if lost else "conforms"
+    return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
 
 
 def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
@@ -114,68 +102,18 @@ def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Me
     return found
 
 
-def _judged(
-    m: Measurement, allowed: float, scenario: Scenario, layouts: dict[int, Layout], tokens: dict[int, float]
-) -> Quantity:
+def _judged(m: Measurement, allowed: float, facts: Facts) -> Quantity:
+    quantity = Quantity(stage=m.stage, tensor=m.tensor, step=m.step, observed=m.error, allowed=allowed)
     if m.error <= allowed:
-        return Quantity(stage=m.stage, tensor=m.tensor, step=m.step, observed=m.error, allowed=allowed)
-    layout = layouts.get(m.step, next(iter(layouts.values())))
-    return Quantity(
-        stage=m.stage,
-        tensor=m.tensor,
-        step=m.step,
-        observed=m.error,
-        allowed=allowed,
-        max_abs=m.max_abs,
-        where=m.where,
-        hint=hint(m, scenario=scenario, layout=layout, tokens=tokens.get(m.step, 1)),
-    )
+        return quantity
+    return replace(quantity, max_abs=m.max_abs, where=m.where, hint=hint(m, facts))
 
 
-def hint(quantity: Measurement, *, scenario: Scenario, layout: Layout, tokens: float) -> str:
-    """Names a known cause when the quantity is the reference times a number that layout or token count explain.
-
-    ``tokens``: target tokens of the optimizer step.
-    """
-    sizes: dict[str, float] = {
-        "dp": layout.dp,
-        "rep": layout.rep,
-        "tp": layout.tp,
-        "sp": layout.sp,
-        "ulysses": layout.ulysses,
-        "accumulation": scenario.accumulation,
-        "dp x sp": layout.dp * layout.sp,
-        "dp x accumulation": layout.dp * scenario.accumulation,
-        "world size": layout.world_size,
-        "tokens": tokens,
-        "tokens / dp": tokens / layout.dp,
-    }
-    scale = quantity.scale
-    if quantity.replica:
-        return "ranks that should hold the same numbers do not: a reduction over these ranks is missing"
-    if quantity.tensor.rpartition(".")[2] == "lr":
-        return "the learning-rate schedule is at another step"
-    if scale is None or not math.isfinite(scale) or abs(scale - 1) < 1e-6:
-        return ""
-    known = [
-        text
-        for name, size in sizes.items()
-        for text, factor in ((name, size), (f"1/({name})", 1 / size), (f"sqrt({name})", size**0.5))
-        if size > 1 and abs(scale / factor - 1) < 1e-3
-    ]
-    if known:
-        return f"{scale:.4g} times the reference, which is {' or '.join(known)}"
-    return f"{scale:.4g} times the reference" if quantity.scalar else ""
-
-
-def _reason(verdict: Verdict, lost: Sequence[str], remarks: Sequence[str]) -> str:
+def _difference(verdict: Verdict, more: Sequence[str]) -> str:
     quantities, findings = verdict.quantities, verdict.findings
-    if not findings:
-        not_observed = [f"not observed: {', '.join(lost)}"] if lost else []
-        more = "".join(f"; {said}" for said in (*not_observed, *remarks))
-        return f"{len(quantities)} quantities agree with the oracle{more}"
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
     worst = max(same, key=lambda finding: finding.ratio)
-    return f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}"
+    head = f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}"
+    return "; ".join([head, *more])

@@ -71,6 +71,8 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
+    reduced: tuple[tuple[StrictInt, Count], ...] = ()  # records of before have neither
+    held: tuple[tuple[Count, Count], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ the layout (conformance.judge.configuration). The suite's own reading is left ou
 """
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ KINDS = {
     "reduce": "reduce",
     "send": "send",
 }
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
@@ -42,7 +44,9 @@ class Watch(TorchDispatchMode):
     group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether they are of a ``forward``
     pass, of a ``backward`` one, or of a forward pass that is ``recomputed`` in a backward one: the engine runs, and a
     graph is recorded. ``widths``: last dimensions of floating-point tensors (rows, length, width), such as logits,
-    outside of the engine.
+    outside of the engine. ``reduced``: by size of the group, elements that were summed over it. ``held``: how many
+    storages of how many bytes are alive when gradients of the first model have been read, of those that an operator of
+    the step was given or has made, without activations: what was ever seen with three dimensions.
     """
 
     def __init__(self) -> None:
@@ -50,6 +54,9 @@ class Watch(TorchDispatchMode):
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
         self.widths: set[int] = set()
+        self.reduced: Counter[int] = Counter()
+        self.held: Counter[int] = Counter()
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
         self._tasks: dict[int, int] = {}
         self._reading = False
 
@@ -62,6 +69,13 @@ class Watch(TorchDispatchMode):
         finally:
             self._reading = False
 
+    def weigh(self) -> None:
+        """Gradients of a model are ready: see what is alive. Of several models only the first is told, because
+        afterwards the state of its optimizer is there as well."""
+        if not self.held:
+            alive = [ref() for ref, is_activation in self._storages.values() if not is_activation]
+            self.held.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not PLAIN.issuperset(types):
@@ -73,13 +87,26 @@ class Watch(TorchDispatchMode):
                 self._collective(operator.strip("_"), args)
             elif isinstance(result, Tensor):
                 self._tensor(operator, result)
+            self._remember([*args, *kwargs.values(), result])
         return result
+
+    def _remember(self, values: Any) -> None:
+        for tensor in _tensors(values):
+            if type(tensor) in PLAIN and tensor.is_floating_point():
+                storage = tensor.untyped_storage()
+                known, is_activation = self._storages.get(storage._cdata, (None, False))
+                if known is None or known() is not storage:  # the address is used again
+                    known, is_activation = weakref.ref(storage), False
+                self._storages[storage._cdata] = known, is_activation or tensor.ndim > 2
 
     def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
         kind = next((KINDS[stem] for stem in sorted(KINDS, key=len, reverse=True) if operator.startswith(stem)), None)
         tensor = next((t for t in _tensors(args)), None)
         if kind and tensor is not None and (size := _group_size(args)) > 1:
             self.collectives[kind, size, _name(tensor.dtype), self._pass()] += 1
+            if kind in REDUCTIONS and tensor.is_floating_point():
+                # What is summed is the input, and the larger one; an output that is a shard stands beside it.
+                self.reduced[size] += max(sum(t.numel() for t in _tensors([value])) for value in args)
 
     def _tensor(self, operator: str, result: Tensor) -> None:
         where = self._pass()
@@ -101,6 +128,8 @@ class Watch(TorchDispatchMode):
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "widths": sorted(self.widths),
+            "reduced": [[*entry] for entry in sorted(self.reduced.items())],
+            "held": [[*entry] for entry in sorted(self.held.items())],
         }
 
 

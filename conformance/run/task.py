@@ -178,6 +178,8 @@ class _Observer:
                 with self.watch.reading():
                     tensors.update(self._full("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
+                if watched:  # only now has no thread of a collective a buffer of the backward pass any more
+                    self.watch.weigh()
             observing += time.perf_counter() - began
 
         started = time.perf_counter()

@@ -1,0 +1,222 @@
+"""Mutation score: plant every fault of the catalogue on every backend that has its seam, in every tier, and count.
+
+python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
+                                    [--tiers TIER ...]
+
+A fault is planted in its place (impl/faults/places.py), with all steps and rows of the scenario, and, for the tier
+``quick``, in the cells of the quick profile until one catches it. Each cell of a place is run without a fault as well.
+Workers are processes with a session of their own, which take one job after another. OUT/mutation-score.md and .json are
+written at the end; cells that were not as predicted are kept in OUT/workers. The same command with the same OUT goes on
+with what was not run. Give a worker 1.5 cores and 4 GiB of memory.
+
+Exit status: 0 if every fault is caught in some tier on every backend, and cells without one conform; 1 if not; 3 if a
+cell was not run.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from conformance.backend import registered_backends
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
+from conformance.plan.profile import select_cells
+from conformance.plan.selection import Selection
+from conformance.record.format import dumps
+from conformance.record.results import VERDICT, read_entry
+from conformance.record.tensors import read_record
+from conformance.run.environment import environment
+from conformance.run.session import Session, SessionConfig
+from conformance.scenario import Precision, load_scenario
+from impl.faults.catalogue import CATALOGUE
+from impl.faults.places import PLACES, TIERS, Place
+from reports.score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
+
+LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one row is of. ``cells``: one, or all that are tried until one differs; none where the row is BLANK."""
+
+    row: Row
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return "_".join([self.row.fault or self.cells[0].slug, self.row.backend, self.row.tier])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    default = Path("parity-out") / f"mutation-score-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    parser.add_argument("out", type=Path, nargs="?", default=default)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no job is begun (default: none)")
+    parser.add_argument("--faults", nargs="+", default=list(PLACES), choices=list(PLACES), metavar="NAME")
+    parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
+    parser.add_argument("--tiers", nargs="+", default=[*TIERS, QUICK], choices=[*TIERS, QUICK])
+    parser.add_argument("--is_worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    jobs = plan(options.faults, options.backends, options.tiers)
+    if options.is_worker:
+        work(jobs, options.out, until=time.monotonic() + 60 * options.minutes)
+        return 0
+    facts = {"date": f"{datetime.now():%Y-%m-%d}", **environment()}
+    run_workers(jobs, options)
+    score = write_score(options.out, collected(jobs, options.out), facts)
+    print(to_markdown(score, facts).partition("## Every fault")[0])
+    print(options.out / MARKDOWN)
+    return 0 if score.holds else 1 if score.is_complete else 3
+
+
+def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str]) -> list[Job]:
+    """The jobs in an order that lets worlds be used again; long ones of a backend first."""
+    jobs = list(_planted(faults, backends, tiers))
+    honest = {str(cell.plain): cell.plain for job in jobs if job.row.tier != QUICK for cell in job.cells}
+    for name, cell in honest.items():
+        row = Row(fault="", predicted="", backend=cell.backend, tier=cell.scenario.precision, cell=name, state="")
+        jobs.append(Job(row=row, cells=(cell,)))
+    return sorted(jobs, key=lambda job: (job.row.backend, job.row.tier != QUICK, job.row.cell))
+
+
+def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str]) -> Iterator[Job]:
+    quick = select_cells(Selection()) if QUICK in tiers else []
+    for fault in (fault for fault in CATALOGUE if fault.name in faults):
+        place = PLACES[fault.name]
+        for backend in (name for name in backends if name in place.layouts):
+            row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
+            for tier in (tier for tier in TIERS if tier in tiers):
+                if why := place.why_blank(tier):
+                    yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
+                    continue
+                cell = _cell(place, backend, tier, fault.name)
+                yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
+            if cells := tuple(_of_quick(quick, place, backend, fault.name)):
+                yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)
+
+
+def _cell(place: Place, backend: str, tier: Precision, fault: str) -> Cell:
+    file = FIXTURES / "scenarios" / f"{place.scenario_in(tier)}.toml"
+    return Cell.single(
+        scenario=load_scenario(file, model=f"models/{place.model}", precision=tier),
+        backend=registered_backends()[backend],
+        layout=Layout.parse(place.layouts[backend]),
+        faults=(fault,),
+    )
+
+
+def _of_quick(quick: Sequence[Cell], place: Place, backend: str, fault: str) -> Iterator[Cell]:
+    """Cells of the backend, those of the fault's own scenario and small ones first."""
+    reads = _cell(place, backend, "exact", fault).scenario.objective.reads
+    own = [cell for cell in quick if cell.backend == backend]
+    for cell in sorted(own, key=lambda cell: (cell.scenario.name != place.scenario, cell.world_size)):
+        if reads in ("samples", cell.scenario.objective.reads):  # what goes wrong in roll-outs needs some
+            yield dataclasses.replace(cell, faults=(fault,))
+
+
+def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """Have the jobs done that have no row yet."""
+    claims = options.out / "claims"
+    shutil.rmtree(claims, ignore_errors=True)  # of an earlier command; what it did not finish is done again
+    claims.mkdir(parents=True)
+    todo = {job.key for job in jobs if job.cells}
+    done = written_rows(options.out).keys() & todo
+    for key in done:
+        (claims / key).touch()
+    command = [sys.executable, __file__, str(options.out), "--is_worker", "--minutes", str(options.minutes)]
+    for name in ("faults", "backends", "tiers"):
+        command += [f"--{name}", *getattr(options, name)]
+    threads = {"OMP_NUM_THREADS": "1", **os.environ}
+    processes = [subprocess.Popen(command, env=threads) for _ in range(min(options.workers, len(todo - done)))]
+    while running := [process for process in processes if process.poll() is None]:
+        print(f"{len(written_rows(options.out))} of {len(todo)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(timeout=10)
+
+
+def written_rows(out: Path) -> dict[str, Row]:
+    """What workers have written so far, by the jobs' keys."""
+    lines = [json.loads(line) for file in out.glob("workers/*/rows.jsonl") for line in file.read_text().splitlines()]
+    return {line["key"]: TypeAdapter(Row).validate_python(line["row"]) for line in lines}
+
+
+def collected(jobs: Sequence[Job], out: Path) -> list[Row]:
+    """The rows of all jobs; what no worker has come to is not run."""
+    done = written_rows(out)
+    missing = {job.key: dataclasses.replace(job.row, state="not_run") if job.cells else job.row for job in jobs}
+    return [done.get(key, row) for key, row in missing.items()]
+
+
+def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
+    """Do the jobs that no other worker has taken; a line for each."""
+    (out / "workers").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=out / "workers"))
+    with Session(SessionConfig(out=folder / "session")) as session, (folder / "rows.jsonl").open("w") as file:
+        for job in jobs:
+            if time.monotonic() < until and job.cells and _taken(out / "claims" / job.key):
+                row = run(session, job)
+                print(dumps({"key": job.key, "row": vars(row)}), file=file, flush=True)
+
+
+def _taken(claim: Path) -> bool:
+    """Whether this process is the first to ask."""
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def run(session: Session, job: Job) -> Row:
+    """Run the cells of a job until one differs; what it is about is the last one that was run."""
+    row = job.row
+    for cell in job.cells:
+        verdict = (judged := session.run(cell)).verdict
+        row = dataclasses.replace(
+            row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=verdict.reason
+        )
+        if judged.completed and row.tier != QUICK:
+            row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
+        if row.state == "conforms" if not row.fault else row.as_predicted or row.tier == QUICK:
+            shutil.rmtree(session.config.out / "cells" / cell.slug)
+        if row.caught:
+            break
+    return row
+
+
+def _errors(session: Session, cell: Cell, keys: Sequence[str]) -> tuple[float, float]:
+    """Relative errors at the first and at the last step, of the number that is furthest off."""
+    folder = session.config.out / "cells" / cell.slug
+    entry = read_entry(folder / VERDICT)
+    assert entry.oracle
+    own, reference = read_record(folder / entry.records[-1]).steps, read_record(folder / entry.oracle / "float64").steps
+    first, last = (max(_off(own[i].value(k), reference[i].value(k)) for k in keys) for i in (0, -1))
+    return first, last
+
+
+def _off(x: float | None, reference: float | None) -> float:
+    if x is None or reference is None:  # a policy alone has no critic
+        return 0.0
+    error = abs(x - reference) / (abs(reference) or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

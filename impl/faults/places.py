@@ -1,0 +1,139 @@
+"""Where each fault of the catalogue changes something: one cell for each backend that has the seam.
+
+Tests plant faults there, with fewer steps and rows, and benchmarks/mutation_score.py with all of them. A place names a
+scenario and a model of the fixtures, and by backend a layout. Half precision has scenarios of its own for roll-outs,
+whose clips are never reached; ``blank`` says in which precisions a fault changes nothing that could be seen, and why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from conformance.scenario import Precision
+
+TIERS: tuple[Precision, ...] = ("exact", "fp32", "bf16", "fp16")
+
+LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounded"
+OF_HALF = "what it changes runs in half precision only"
+OF_FP16 = "only fp16 has a loss scale"
+NO_SCENARIO = "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO"
+FP16_ELSEWHERE = "fp16 is for what bf16 cannot show"
+
+IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The cheapest cell in which a fault changes anything. ``layouts``: by backend."""
+
+    scenario: str
+    model: str
+    layouts: Mapping[str, str]
+    blank: Mapping[Precision, str] = field(default_factory=dict)
+
+    def scenario_in(self, precision: Precision) -> str:
+        """The scenario of a cell in this precision."""
+        return IN_HALF.get(self.scenario, self.scenario) if precision in ("bf16", "fp16") else self.scenario
+
+    def why_blank(self, precision: Precision) -> str:
+        """Why the fault cannot be seen in this precision; empty if it can be."""
+        if precision == "fp16" and "bf16" not in self.blank:
+            return FP16_ELSEWHERE
+        return self.blank.get(precision, "")
+
+
+def _sft(scenario: str, model: str, *, blank: Mapping[Precision, str] | None = None, **layouts: str) -> Place:
+    return Place(scenario=scenario, model=model, layouts=layouts, blank=blank or {})
+
+
+_ROUNDED: dict[Precision, str] = {"exact": LIFTED}
+_HALF: dict[Precision, str] = {"exact": OF_HALF, "fp32": OF_HALF}
+_FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP16}
+
+_SFT = {
+    "dropped-o-bias": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
+    "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
+    "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),
+    "replicas-counted": _sft("sft-sgd", "llama", fsdp2="tp2.seqpar"),
+    "inverted-clip": _sft("sft-sgd", "llama", fsdp2="dp2"),
+    "clip-always": _sft("sft-packed", "llama", fsdp2="dp2"),
+    "clip-on-one-replica": _sft("sft-sgd", "llama", fsdp2="dp2.rep2"),
+    "schedule-per-micro-batch": _sft("sft-sgd", "llama", fsdp2="dp2", megatron="dp2"),
+    "copied-micro-batch": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+    "unreduced-replicas": _sft("sft-sgd", "llama", deepspeed="dp2.zero0", megatron="dp2"),
+    "clip-never": _sft("sft-sgd", "llama", deepspeed="dp2.zero3", megatron="dp2"),
+    "unmarked-shards": _sft("sft-padded", "llama", deepspeed="tp2.zero0", blank=_HALF),
+    "lost-loss-scale": _sft("sft-packed", "llama", deepspeed="dp2.zero0", blank=_FP16),
+    "step-at-setup": _sft("sft-padded", "llama", deepspeed="dp2.zero0", blank=_HALF),
+    "summed-in-bf16": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", blank=_HALF),
+    "no-weight-decay": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    "default-betas": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    "moments-in-bf16": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", blank=_ROUNDED),
+    "local-positions": _sft("sft-packed", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
+    "rolled-labels": _sft("sft-packed", "llama", fsdp2="sp2", deepspeed="ulysses2.zero2", megatron="sp2"),
+    "dropped-last-token": _sft("sft-packed", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
+    "merged-in-bf16": _sft("sft-packed", "llama", fsdp2="sp2.ring", deepspeed="sp2.ring.zero1", megatron="sp2.ring"),
+    "divided-by-world": _sft("sft-sgd", "llama", fsdp2="sp2", deepspeed="tp2.zero1", megatron="tp2"),
+    "ring-not-reduced": _sft("sft-sgd", "llama", fsdp2="sp2"),
+    "ring-not-counted": _sft("sft-sgd", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
+    "concatenated-qkv": _sft("sft-padded", "llama", megatron="dp1"),
+    "o-bias-per-rank": _sft("sft-padded", "pangu", megatron="tp2"),
+    "batched-p2p": _sft("sft-packed", "llama", megatron="pp2.vpp2"),
+    "stage-local-layers": _sft("sft-padded", "llama", megatron="pp2"),
+    "norms-not-summed": _sft("sft-sgd", "llama", megatron="tp2.seqpar"),
+    "broken-tie": _sft("sft-sgd", "qwen3", megatron="pp2"),
+    "duplicates-counted": _sft("sft-sgd", "llama", megatron="tp2"),
+}
+
+RL_LAYOUTS = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
+CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vocabulary
+
+
+def _rl(scenario: str, layouts: Mapping[str, str] = RL_LAYOUTS, *, half: bool = True) -> Place:
+    blank: dict[Precision, str] = {} if half else {"bf16": NO_SCENARIO, "fp16": NO_SCENARIO}
+    return Place(scenario=scenario, model="llama", layouts=layouts, blank=blank)
+
+
+_RL = {
+    "temperature-not-in-looks": _rl("grpo"),
+    "policy-as-reference": _rl("grpo"),
+    "old-of-every-update": _rl("grpo"),
+    "groups-by-position": _rl("grpo-off-policy"),
+    "biased-deviation": _rl("grpo"),
+    "deviation-left-out": _rl("grpo"),
+    "deviation-in-dr-grpo": _rl("grpo-off-policy", half=False),
+    "rloo-with-itself": _rl("gspo", half=False),
+    "reward-at-first-token": _rl("ppo"),
+    "penalty-added": _rl("ppo"),
+    "values-off-by-one": _rl("ppo"),
+    "gae-across-documents": _rl("ppo"),
+    "bootstrapped-end": _rl("ppo"),
+    "whitened-by-response": _rl("ppo"),
+    "sequence-mean-for-token-mean": _rl("grpo"),
+    "token-mean-for-sequence-mean": _rl("gspo", half=False),
+    "mean-of-micro-batch": _rl("grpo"),
+    "divided-by-mini-batches": _rl("grpo-off-policy"),
+    "padding-in-mean": _rl("grpo"),
+    "mask-lost": _rl("ppo"),
+    "prompt-trained": _rl("grpo"),
+    "mask-off-by-one": _rl("grpo"),
+    "metrics-of-one-rank": _rl("grpo"),
+    "temperature-not-in-training": _rl("grpo-off-policy"),
+    "ratio-inverted": _rl("grpo"),
+    "clip-sides-exchanged": _rl("grpo", half=False),
+    "dual-clip-of-positive": _rl("grpo-off-policy"),
+    "gspo-without-length": _rl("gspo", half=False),
+    "importance-not-truncated": _rl("gspo", half=False),
+    "importance-inverted": _rl("gspo", half=False),
+    "kl-sign": _rl("grpo"),
+    "k1-for-k3": _rl("grpo"),
+    "kl-subtracted": _rl("grpo-off-policy"),
+    "kl-without-gradient": _rl("grpo-off-policy"),
+    "entropy-sign": _rl("grpo"),
+    "entropy-without-gradient": _rl("grpo"),
+    "local-softmax-gradient": _rl("grpo-off-policy", CUT),
+    "label-holders-only": _rl("grpo-off-policy", CUT),
+    "optimistic-value-clip": _rl("ppo", half=False),
+}
+
+PLACES: Mapping[str, Place] = {**_SFT, **_RL}
