@@ -6,6 +6,7 @@ The sweep over all families, layouts and precisions is the full profile; here is
 import pytest
 import torch
 from cells import assert_honest, cell_of, exhaustive, record_of
+from rl_fault_cells import ROWS
 
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
@@ -45,7 +46,7 @@ MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios grpo and ppo
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
     """Over five steps: the mini-batches of a roll-out, its second epoch, and the next roll-out."""
     steps = MINI_BATCHES * EPOCHS + 1
-    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=24 if "off" in scenario else 12)
+    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=ROWS[scenario])
     verdict = assert_honest(session, cell)
     stages = {"advantages", "log-probs", "ratios", "loss", "policy metrics", "gradients", "clipped update"}
     if scenario == "ppo":

@@ -131,7 +131,7 @@ def test_an_overflow_in_fp16_has_no_norm_and_makes_no_update(run_ranks: Any, fol
 
 def test_many_layouts_in_one_process_leave_nothing(run_ranks: Any, folders: Folders) -> None:
     layouts = ["tp2.seqpar", "pp2.vpp2", "sp2", "dp2.zero1"]
-    for held in run_ranks("in_turn", layouts[0], others=(layouts * 3)[1:], folders=folders["qwen3"]):
+    for held in run_ranks("in_turn", layouts[0], others=(layouts * 2)[1:], folders=folders["qwen3"]):
         first, last = held[len(layouts) - 1], held[-1]
         assert last["groups"] == 1  # the default group
         # Threads and sockets of a destroyed group end a little later.
