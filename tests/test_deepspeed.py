@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import HONEST, ROWS, STEPS, cell_of, exhaustive
+from cells import HONEST, cell_of, exhaustive
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
 
@@ -185,9 +185,9 @@ def test_a_saved_model_is_what_was_loaded(pool: Pool, tmp_path: Path, layout: st
     "layout", [exhaustive("dp2.zero1"), "dp2.zero3.shardinit", exhaustive("tp2.zero2"), exhaustive("ulysses2.zero3")]
 )
 def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_path: Path, layout: str) -> None:
-    between = cell_of("deepspeed", "sft-sgd", "qwen3", layout, "fp32", steps=STEPS, rows=ROWS)
+    between = cell_of("deepspeed", "sft-sgd", "qwen3", layout, "fp32")
     plain = "tp2" if "tp2" in layout else "dp2"
-    fsdp2 = cell_of("fsdp2", "sft-sgd", "qwen3", plain, "fp32", steps=STEPS, rows=ROWS)
+    fsdp2 = cell_of("fsdp2", "sft-sgd", "qwen3", plain, "fp32")
     digests = []
     for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
         outcome = train(pool, asked, tmp_path / name, world=f"before {layout}")

@@ -121,8 +121,8 @@ def test_every_fault_whose_seam_a_backend_has_has_a_cell_here(backend: str) -> N
 
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
     more: dict[str, Any] = {"steps": LATER.get(name, 1)}
-    if name == "clip-always":
-        more["rows"] = 24  # of all rows the norm falls below the threshold in five steps
+    if name == "clip-always" or precision == "fp32":
+        more["rows"] = 24  # of all rows the norm falls below the threshold in five steps, and noise is less
     asked = cell_of(backend, *CELLS[backend][name], precision, name, **more)
     verdict = session.run(asked).verdict
     assert verdict.state == "differs", verdict.reason

@@ -153,7 +153,7 @@ def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_bac
 
 
 def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
-    assert "sft-packed/qwen3/fsdp2/dp2.tp2.sp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
+    assert "sft-padded/gemma3/fsdp2/dp2.tp2.sp2/exact" in [str(cell) for cell in cells_of("quick")]
 
 
 def test_the_users_model_and_data_replace_the_profiles_own() -> None:
