@@ -139,6 +139,10 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
     """)
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert [leg.steps for leg in cell.legs] == [cell.scenario.steps] == [2]
+    file.write_text(file.read_text() + "steps = 3\n")
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert cell.scenario.steps == 3, "of a table, in the place of the profile's"
+    file.write_text(file.read_text().removesuffix("steps = 3\n"))
     file.write_text(file.read_text().replace("steps = 2\n", "steps = 99\n", 1))
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert cell.scenario.steps == 5
