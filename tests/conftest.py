@@ -1,4 +1,4 @@
-"""What several test files share: one session, so that worlds are made once, and one cache of the oracle's records."""
+"""What several test files share: one session, and so its worlds, one cache of oracle records, and one browser."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import Browser, running
 
 from conformance.backend import BackendEntry, find_backend
 from conformance.layout import Layout
@@ -63,6 +64,11 @@ def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with Session(SessionConfig(out=tmp_path_factory.mktemp("session"), budget_s=120.0)) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    yield from running(tmp_path_factory.mktemp("profile"))
 
 
 def make_cell(

@@ -118,7 +118,7 @@ def test_what_one_process_cannot_hold_at_a_time_is_refused(pool: Pool, tmp_path:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("llama", "dp2.zero1"),
+        exhaustive("llama", "dp2.zero1"),
         ("pangu", "tp2.zero3"),
         exhaustive("qwen3", "tp2.zero0"),
         ("gemma3", "ulysses2.zero2"),
