@@ -65,9 +65,9 @@ LEAVING = [
     exhaustive("dp2.zero2"),
     exhaustive("dp2.zero3"),
     "dp2.zero3.shardinit",
-    exhaustive("tp2.zero1"),
-    exhaustive("ulysses2.zero2"),
-    "tp2.ulysses2.zero3",
+    "tp2.zero1",
+    "ulysses2.zero2",
+    exhaustive("tp2.ulysses2.zero3"),
 ]
 
 
