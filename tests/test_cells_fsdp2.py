@@ -96,7 +96,7 @@ def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "layout"),
-    product(("pangu", "llama", "qwen3", "gemma3"), ("dp2.sp2.tp2", "sp4.tp2", "sp8", "dp4.sp2")),
+    list(product(("pangu", "llama", "qwen3", "gemma3"), ("dp2.sp2.tp2", "sp4.tp2", "sp8", "dp4.sp2"))),
 )
 def test_rings_of_eight_ranks(session: Session, model: str, layout: str) -> None:
     assert_honest(session, cell_of("fsdp2", "sft-packed", model, layout, "exact", steps=1))
