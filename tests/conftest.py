@@ -1,4 +1,4 @@
-"""What several test files share: one session, so that worlds are made once, and one cache of the oracle's records."""
+"""What several test files share: one session, and so its worlds, one cache of oracle records, and one browser."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import Browser, running
 
 from conformance.backend import BackendEntry, find_backend
 from conformance.layout import Layout
@@ -18,22 +19,32 @@ from conformance.scenario import Precision, load_scenario
 LONG = (
     "test_faults",
     "test_faults_rl",
-    "test_cells_megatron",
     "test_cells_deepspeed",
+    "test_cells_megatron",
     "test_cells_fsdp2",
-    "test_findings",
     "test_pytest_plugin",
-    "test_toy_objectives",
-    "test_deepspeed",
-    "test_megatron_models",
-    "test_fsdp2_models",
-    "test_world_failures",
+    "test_cells_rl",
     "test_liars",
     "test_mutation_score",
+    "test_deepspeed",
+    "test_fsdp2_models",
+    "test_claims",
+    "test_megatron_models",
     "test_handover",
-    "test_hf_trainer",
-    "test_ring_attention",
+    "test_wheel",
+    "test_world_processes",
     "test_cli",
+    "test_cli_stops",
+    "test_toy_objectives",
+    "test_isolation",
+    "test_frozen",
+    "test_oracle_run",
+    "test_fuzz_records",
+    "test_oracle_cache",
+    "test_reports",
+    "test_rl_third_opinion",
+    "test_report_browser",
+    "test_ring_attention",
 )
 
 
@@ -54,6 +65,11 @@ def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with Session(SessionConfig(out=tmp_path_factory.mktemp("session"), budget_s=120.0)) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    yield from running(tmp_path_factory.mktemp("profile"))
 
 
 def make_cell(

@@ -3,16 +3,20 @@
 The sweep over all families, layouts and precisions is the full profile; here is one cell of each kind.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from cells import assert_honest, cell_of, exhaustive, record_of
+from rl_fault_cells import ROWS
 
-from conformance.paths import FIXTURES
+from conformance.batch import read_batches
+from conformance.inputs.prepare import prepare_inputs
+from conformance.oracle.run import run_oracle
 from conformance.plan.cell import Cell
-from conformance.record.tensors import StepRecord
+from conformance.record.tensors import StepRecord, read_record
 from conformance.rl import PolicyGradient
 from conformance.run.session import Session
-from conformance.scenario import load_scenario
 
 MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios grpo and ppo
 
@@ -45,7 +49,7 @@ MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios grpo and ppo
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
     """Over five steps: the mini-batches of a roll-out, its second epoch, and the next roll-out."""
     steps = MINI_BATCHES * EPOCHS + 1
-    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=24 if "off" in scenario else 12)
+    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=ROWS[scenario])
     verdict = assert_honest(session, cell)
     stages = {"advantages", "log-probs", "ratios", "loss", "policy metrics", "gradients", "clipped update"}
     if scenario == "ppo":
@@ -93,16 +97,16 @@ def test_fp32_judges_the_clips_too(session: Session, backend: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["grpo", "grpo-off-policy", "gspo", "ppo"])
-def test_the_scenarios_reach_what_they_are_about(session: Session, scenario: str) -> None:
+def test_the_scenarios_reach_what_they_are_about(tmp_path: Path, scenario: str) -> None:
     """Clips on both sides and the dual clip, where they are configured, in what the oracle itself has recorded."""
     rows = 24 if "off" in scenario else 12
-    cell = cell_of("fsdp2", scenario, "llama", "dp1", "exact", steps=3, rows=rows)
-    assert_honest(session, cell)
-    steps = record_of(session, cell).steps
+    asked = cell_of("fsdp2", scenario, "llama", "dp1", "exact", steps=3, rows=rows).scenario.reference
+    inputs = prepare_inputs(asked, tmp_path)
+    batches, out = read_batches(inputs.batches), tmp_path / "record"
+    run_oracle(scenario=asked, models=inputs.models, batches=batches, out=out, policy_name="float64")
+    steps = read_record(out).steps
     ratios = [numbers(step, "ratio") for step in steps]
-    objective = load_scenario(
-        FIXTURES / "scenarios" / f"{scenario}.toml", model="models/llama", precision="exact"
-    ).objective
+    objective = asked.objective
     assert isinstance(objective, PolicyGradient)
     low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
     assert any((ratio < low).any() and (ratio > high).any() for ratio in ratios)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -317,3 +318,11 @@ def test_leak_watch_sees_what_the_tier_cannot_lift(outside: bool) -> None:
         file * 2
         torch.asarray([THIRD], dtype=torch.float32)
     assert [leak.op for leak in watch.leaks] == ["aten.mul.Tensor", "aten.lift_fresh.default"]
+
+
+def test_the_modes_are_no_code_that_torch_compiles() -> None:
+    counter = CompileCounter()
+    with exact_tier(), LeakWatch():
+        found = torch.compile(lambda x: x.float().sum(), backend=counter)(X)
+    assert found.dtype == torch.float64
+    assert counter.frame_count == 0

@@ -6,7 +6,7 @@ import pytest
 from fuzz_records import check, main
 from run_sample import write_sample_run
 
-SEEDS = 120
+SEEDS, FAST = 120, 60
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sample_run(tmp_path_factory.mktemp("run") / "out")
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=() if n < FAST else pytest.mark.exhaustive) for n in range(0, SEEDS, 10)]
+)
 def test_a_mutated_folder_is_judged_and_reported_and_what_was_spoiled_does_not_conform(
     sample: Path, first: int
 ) -> None:

@@ -57,6 +57,7 @@ def test_training_goes_on_in_another_layout(session: Session, backend: str, befo
     assert max(q.observed for q in assert_honest(session, cell).quantities) < HONEST
 
 
+@pytest.mark.exhaustive  # tests/test_isolation.py shows it of a backend that starts fast
 def test_each_leg_runs_in_processes_of_its_own(session: Session) -> None:
     """What a leg leaves in memory cannot stand in for what it saved."""
     cell = program("sft-packed", "llama", ("fsdp2", "dp2", 1, "checkpoint"), ("fsdp2", "dp2", 2, None))

@@ -1,6 +1,7 @@
 """A cell that is wrong in ranks that had run others is run again in fresh ones, and both are told."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def cell_of(backend: str, seed: int, *faults: str) -> Cell:
     return make_cell("sft-sgd", "llama", "dp2", "fp32", backend=entry, faults=faults, seed=seed, steps=2, rows=12)
 
 
-def run(session: Session, backend: str, *faults: str) -> tuple[Verdict, dict[str, Any]]:
+Ran = tuple[Verdict, dict[str, Any]]
+
+
+def run(session: Session, backend: str, *faults: str) -> Ran:
     """The verdict of a backend's second cell in the same ranks, and its file."""
     session.run(cell_of(backend, 0, *faults))
     second = cell_of(backend, 1, *faults)
@@ -43,8 +47,18 @@ def folder_of(session: Session, cell: Cell) -> Path:
     return session.config.out / "cells" / cell.slug
 
 
-def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session: Session) -> None:
-    verdict, values = run(session, "Leftover")
+@pytest.fixture(scope="module")
+def leftover(session: Session) -> Ran:
+    return run(session, "Leftover")
+
+
+@pytest.fixture(scope="module")
+def breaks(session: Session) -> Ran:
+    return run(session, "Breaks")
+
+
+def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session: Session, leftover: Ran) -> None:
+    verdict, values = leftover
     assert verdict.state == "differs"
     assert verdict.reason.startswith("differs only after other cells: first difference at loss, step 0, ")
     assert "; in fresh ranks conforms: " in verdict.reason
@@ -76,8 +90,8 @@ def test_a_cell_that_differs_in_fresh_ranks_too_says_so(session: Session) -> Non
     assert verdict.reason.endswith("; in fresh ranks, too")
 
 
-def test_a_cell_that_fails_only_after_other_cells_is_no_pass(session: Session) -> None:
-    verdict, values = run(session, "Breaks")
+def test_a_cell_that_fails_only_after_other_cells_is_no_pass(breaks: Ran) -> None:
+    verdict, values = breaks
     assert verdict.state == "infrastructure"
     assert verdict.reason.startswith("fails only after other cells: rank ")
     assert "it is set up already; in fresh ranks conforms: " in verdict.reason.partition("\n")[0]
@@ -90,12 +104,10 @@ def test_a_cell_with_a_planted_fault_is_not_run_twice(session: Session) -> None:
     assert not (folder_of(session, cell_of("Leftover", 1, "inverted-clip")) / "fresh").exists()
 
 
-def test_old_records_of_both_are_judged_again_and_shown(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with Session(SessionConfig(out=out)) as session:
-        for backend in ("Leftover", "Breaks"):
-            run(session, backend)
-        session.write_summary(finished=True)
+@pytest.mark.usefixtures("leftover", "breaks")
+def test_old_records_of_both_are_judged_again_and_shown(session: Session, tmp_path: Path) -> None:
+    session.write_summary(finished=True)
+    out = Path(shutil.copytree(session.config.out, tmp_path / "out"))
     before = {file: json.loads(file.read_text()) for file in out.glob("cells/*/verdict.json")}
     rejudge(out)
     assert before == {file: json.loads(file.read_text()) for file in before}

@@ -1,7 +1,7 @@
 """No backend can talk its way past the judge: each lie with the stage at which it is caught."""
 
 import pytest
-from cells import BACKENDS, STEPS, assert_honest, exhaustive
+from cells import BACKENDS, ROWS, STEPS, assert_honest, exhaustive
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
@@ -27,7 +27,7 @@ def liar(name: str) -> BackendEntry:
     ],
 )
 def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: str) -> None:
-    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS)
+    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS, rows=ROWS)
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
 
@@ -61,7 +61,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
     ],
 )
 def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, claim: str) -> None:
-    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, rows=12)
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, rows=ROWS)
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert f"{layout}: {claim}" in verdict.findings[0].tensor
@@ -69,14 +69,15 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
 
 
 def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
-    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4).scenario
+    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, rows=ROWS).scenario
     legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
     return Cell(
         scenario=scenario, legs=(*legs, Leg(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
     )
 
 
-@pytest.mark.parametrize("save", ["checkpoint", exhaustive("export")])
+@pytest.mark.exhaustive  # cells that resume and programs that hand over show it, too
+@pytest.mark.parametrize("save", ["checkpoint", "export"])
 def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Handover) -> None:
     assert_honest(session, of_two_legs(BACKENDS["fsdp2"], save))
 

@@ -131,7 +131,7 @@ def test_an_overflow_in_fp16_has_no_norm_and_makes_no_update(run_ranks: Any, fol
 
 def test_many_layouts_in_one_process_leave_nothing(run_ranks: Any, folders: Folders) -> None:
     layouts = ["tp2.seqpar", "pp2.vpp2", "sp2", "dp2.zero1"]
-    for held in run_ranks("in_turn", layouts[0], others=(layouts * 3)[1:], folders=folders["qwen3"]):
+    for held in run_ranks("in_turn", layouts[0], others=(layouts * 2)[1:], folders=folders["qwen3"]):
         first, last = held[len(layouts) - 1], held[-1]
         assert last["groups"] == 1  # the default group
         # Threads and sockets of a destroyed group end a little later.
@@ -187,7 +187,7 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
         exhaustive("tp2.seqpar", "pp2.vpp2"),
         exhaustive("pp2", "dp2.zero1"),
         exhaustive("dp2.zero1", "sp2"),
-        ("dp2.zero1.overlap", "tp2.zero1"),
+        exhaustive("dp2.zero1.overlap", "tp2.zero1"),  # cells of tests/test_handover.py do, too
     ],
 )
 def test_training_goes_on_in_another_layout(

@@ -139,6 +139,10 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
     """)
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert [leg.steps for leg in cell.legs] == [cell.scenario.steps] == [2]
+    file.write_text(file.read_text() + "steps = 3\n")
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert cell.scenario.steps == 3, "of a table, in the place of the profile's"
+    file.write_text(file.read_text().removesuffix("steps = 3\n"))
     file.write_text(file.read_text().replace("steps = 2\n", "steps = 99\n", 1))
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert cell.scenario.steps == 5
@@ -153,7 +157,7 @@ def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_bac
 
 
 def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
-    assert "sft-packed/qwen3/fsdp2/dp2.tp2.sp2.lastsync/exact" in [str(cell) for cell in cells_of("quick")]
+    assert "sft-padded/gemma3/fsdp2/dp2.tp2.sp2/exact" in [str(cell) for cell in cells_of("quick")]
 
 
 def test_the_users_model_and_data_replace_the_profiles_own() -> None:

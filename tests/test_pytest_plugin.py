@@ -341,7 +341,14 @@ def test_the_suite_without_its_plugin_says_so(pytester: pytest.Pytester) -> None
     assert "Traceback" not in run.text
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-p", "no:parity")], ids=["alone", "xdist", "no plugin"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="alone"),
+        pytest.param(("-n", "1"), id="xdist", marks=pytest.mark.exhaustive),
+        pytest.param(("-p", "no:parity"), id="no plugin"),
+    ],
+)
 def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "test_theirs.py").write_text(
         "import sys\n"

@@ -3,12 +3,11 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chromium import Browser, running
+from chromium import Browser
 from report_sample import (
     CELLS,
     CONFORMS,
@@ -38,11 +37,6 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 OPENED = "document.querySelector('.cell')?.dataset.cell ?? ''"
 FOCUSED = "document.activeElement.dataset.find ?? document.activeElement.dataset.cell ?? document.activeElement.id"
 TEXT = "document.querySelector('.cell').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    yield from running(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="module")

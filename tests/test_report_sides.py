@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chromium import Browser, running
+from chromium import Browser
 from report_sample import edit
 from side_sample import GROUP, MEMBERS, NAMES, STEPS, cell_id, scaled, write_run
 
@@ -41,11 +40,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(sample: Path, tmp_path: Path) -> Path:
     """A copy of the sample that a test may damage."""
     return Path(shutil.copytree(sample, tmp_path / "out"))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    yield from running(tmp_path_factory.mktemp("profile"))
 
 
 def summary(out: Path) -> str:

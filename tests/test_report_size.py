@@ -5,11 +5,10 @@ The full size runs under the marker ``exhaustive``: python -m pytest -m exhausti
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Browser, running
+from chromium import Browser
 from report_large import write_large
 from report_sample import CELLS, write_sample
 
@@ -18,11 +17,6 @@ from reports.html import write_html
 FULL, FULL_BYTES = 2000, 15_000_000
 QUICK, QUICK_BYTES = 28, 2_000_000
 OPEN_SECONDS = 2.0
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    yield from running(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.mark.parametrize("cells", [100, pytest.param(FULL, marks=pytest.mark.exhaustive)])

@@ -4,20 +4,24 @@ tests/toy_objectives.py has them whole; no other file knows of them.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cells import BACKENDS, HONEST, STEPS, assert_honest, cell_of, exhaustive, record_of
+from cells import BACKENDS, HONEST, ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
+from conftest import make_cell
 
+from conformance.backend import BackendEntry
 from conformance.peers.side_by_side import FILE, write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.record.results import read_json
 from conformance.reporters import write_reports
 from conformance.run.session import Session, SessionConfig
-from conformance.scenario import Precision
 
 WEIGHTED = {"kind": "toy_objectives:WeightedSft", "power": 2.0}
 SEVERAL = {"kind": "toy_objectives:PolicyAndValue"}
-PRECISIONS: tuple[Precision, ...] = ("exact",)
+PLAIN = {  # two backends that start in a moment
+    name.lower(): BackendEntry(name=name.lower(), target=f"plain_backend:{name}") for name in ("Plain", "OtherPlain")
+}
 LAYOUTS = {
     "fsdp2": ("tp2.losspar", "sp2.zigzag", "dp2.tp2.seqpar.losspar"),
     "deepspeed": ("dp2.zero2", "tp2.zero3", "ulysses2.zero1"),
@@ -25,9 +29,9 @@ LAYOUTS = {
 }
 
 
-def weighted(backend: str, layout: str, precision: Precision = "exact") -> Cell:
+def weighted(backend: str, layout: str) -> Cell:
     scenario = "sft-padded" if "zigzag" in layout else "sft-packed"
-    return cell_of(backend, scenario, "llama", layout, precision, name="toy", objective=WEIGHTED)
+    return cell_of(backend, scenario, "llama", layout, "exact", name="toy", objective=WEIGHTED)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +49,23 @@ def test_an_objective_of_ones_own_conforms_with_the_outputs_that_it_asks_for(
     assert any(quantity.tensor == "weight_sum" for quantity in verdict.quantities)
 
 
-@pytest.mark.parametrize("backends", [("fsdp2", "megatron"), exhaustive(tuple(BACKENDS))])
+@pytest.mark.parametrize(("scenario", "backends"), [("sft-sgd", PLAIN), exhaustive("sft-packed", BACKENDS)])
 def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(
-    tmp_path: Path, backends: tuple[str, ...]
+    tmp_path: Path, scenario: str, backends: dict[str, BackendEntry]
 ) -> None:
-    cells = [weighted(backend, "dp2", precision) for backend in backends for precision in PRECISIONS]
+    asked: dict[str, Any] = {"rows": ROWS, "steps": STEPS, "name": "toy", "objective": WEIGHTED}
+    cells = [make_cell(scenario, "llama", "dp2", "exact", backend=entry, **asked) for entry in backends.values()]
     with Session(SessionConfig(out=tmp_path / "out")) as session:
         session.run_all(cells, progress=lambda judged: None)
     write_side_by_side(tmp_path / "out")
     groups = {group["group"]: group for group in read_json(tmp_path / "out" / FILE)["groups"]}
-    assert groups.keys() == {f"toy/llama/{precision}" for precision in PRECISIONS}
-    for group in groups.values():
-        assert (group["state"], len(group["members"])) == ("conforms", len(backends))
-        assert group["columns"] == ["loss", "gradients", "gradient norm", "update"]
+    assert groups.keys() == {"toy/llama/exact"}
+    group = groups["toy/llama/exact"]
+    assert (group["state"], len(group["members"])) == ("conforms", len(backends))
+    assert group["columns"] == ["loss", "gradients", "gradient norm", "update"]
     assert len(write_reports(tmp_path / "out")) == 3
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "toy/llama/megatron/dp2/exact" in page
+    assert all(f"toy/llama/{name}/dp2/exact" in page for name in backends)
 
 
 @pytest.mark.parametrize(

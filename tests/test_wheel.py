@@ -13,6 +13,7 @@ import pytest
 from conformance.plan.profile import profile_names, select_cells
 from conformance.plan.selection import Selection
 
+FSDP2 = Selection(backend=("fsdp2",))  # whose library is imported soonest
 CHECKOUT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
@@ -66,9 +67,9 @@ def test_tests_and_caches_are_not(installed: Installed) -> None:
 
 
 def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed) -> None:
-    listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json"))
+    listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json", *FSDP2.arguments))
     assert listed["profiles"] == profile_names()
-    assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(Selection())]
+    assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(FSDP2)]
 
 
 def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:
@@ -77,8 +78,8 @@ def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(inst
         assert Path(place).is_relative_to(installed.target)
     collected = installed.run(
         *(sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider"),
-        *("--pyargs", "conformance.suite", "--collect-only", "-q"),
+        *("--pyargs", "conformance.suite", "--collect-only", "-q", "--parity-backend", "fsdp2"),
     )
     items = [line for line in collected.splitlines() if "::" in line]
-    assert items == [f"target/conformance/suite/test_cells.py::test_cell[{c}]" for c in select_cells(Selection())]
+    assert items == [f"target/conformance/suite/test_cells.py::test_cell[{c}]" for c in select_cells(FSDP2)]
     assert {path.name for path in installed.target.parent.iterdir()} == {"target", installed.wheel.name}

@@ -53,6 +53,7 @@ class CellTable:
     """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models.
 
     ``backends``: the table is for these only; for all if it names none. ``program``: a name of the profile's programs.
+    ``steps``: in the place of the profile's.
     """
 
     scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -61,6 +62,7 @@ class CellTable:
     precisions: Annotated[tuple[Precision, ...], Field(min_length=1)]
     backends: tuple[str, ...] = ()
     program: str = ""
+    steps: Count | None = None
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
@@ -151,8 +153,8 @@ def expand(
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
-            if profile.steps:
-                scenario = dataclasses.replace(scenario, steps=min(scenario.steps, profile.steps))
+            if first_steps := table.steps or profile.steps:
+                scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
             for layout, chain in itertools.product(table.layouts, chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 legs = _legs(_program(profile, table.program), chain, layouts, scenario)

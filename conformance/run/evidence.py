@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.run.exact import PLAIN
+from conformance.run.exact import PLAIN, EagerMode
 
 # Names of operators of torch.distributed, of its functional collectives and of their variants, by what they do.
 KINDS = {
@@ -36,7 +35,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
-class Watch(TorchDispatchMode):
+class Watch(EagerMode):
     """Counts collectives and matrix products inside its ``with`` block.
 
     A pass is ``forward`` until the autograd engine is called first, ``backward N`` inside its N-th call, else

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,7 @@ _REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype)
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
 # Fake tensors are what DTensor computes shapes and dtypes with; they have to be lifted as what they stand for.
 PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+_PASS_OVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -79,7 +81,23 @@ class _LiftInPython(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _LiftBelowAutograd(TorchDispatchMode):
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode whose calls torch.compile passes over.
+
+    torch does that with a wrapper around every call, which costs as much as the mode does and imports torch._dynamo,
+    which takes a second. Here the code itself is marked, and with it what it calls.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        set_code_exec_strategy(cls.__torch_dispatch__.__code__, _PASS_OVER)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _LiftBelowAutograd(EagerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         lifted = _lifted(func, args, kwargs)
@@ -120,7 +138,7 @@ class Leak:
     count: int
 
 
-class LeakWatch(TorchDispatchMode):
+class LeakWatch(EagerMode):
     """Records the ops inside a ``with`` block that give a tensor of a lower precision; expects none in the exact tier.
 
     May be entered inside or around ``exact_tier()``. Sees each op as it reaches the kernels, backward included; on

@@ -70,8 +70,7 @@ def world_config(leg: Leg, device: Device) -> WorldConfig:
     preload = (
         leg.backend.target.partition(":")[0],
         "conformance.run.task",
-        "torch._dynamo",  # dispatch modes, and so the exact tier, import it: a second in every rank
-        *getattr(leg.backend.load(), "preload", ()),
+        *getattr(leg.backend.load(), "preload", ("torch._dynamo",)),  # torch.optim does: a second in every rank
     )
     return WorldConfig(size=leg.layout.world_size, device=device, preload=preload)
 
