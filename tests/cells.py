@@ -6,6 +6,9 @@ rows, and leave one of them without a target. Where more is the point, a test as
 """
 
 import functools
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
+from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.record.tensors import Record, read_record
 from conformance.record.verdict import Verdict
@@ -21,6 +25,7 @@ from conformance.scenario import Precision
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 STEPS, ROWS = 2, 12
+DROPOUT = 0.1
 OWN_SIZE = {  # where the scenario is about them
     "sft-long": {"steps": 2, "rows": 4},
     "sft-uneven": {"steps": 2, "rows": 9},
@@ -46,6 +51,18 @@ def cell_of(
     elif scenario != "sft-warmup":
         overrides = {"steps": STEPS_BELOW_EXACT} | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
+
+
+def with_dropout(cell: Cell, root: Path) -> Cell:
+    """The same on a copy of its model, made under ``root``, whose configuration has dropout in attention."""
+    scenario = cell.scenario
+    folder = root / f"{scenario.model_name}-dropout"
+    if not folder.exists():
+        shutil.copytree(resolve(scenario.model), folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": DROPOUT}), encoding="utf-8")
+    data = replace(scenario.data, path=scenario.data.path.replace("{model}", scenario.model_name))
+    return replace(cell, scenario=replace(scenario, model=str(folder), data=data))
 
 
 def assert_honest(session: Session, cell: Cell) -> Verdict:

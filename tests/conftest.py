@@ -55,6 +55,12 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For copies of models that several tests change alike."""
+    return tmp_path_factory.mktemp("models")
+
+
 def make_cell(
     scenario: str,
     model: str,

@@ -62,7 +62,7 @@ def assert_first_ratio_is_one(session: Session, cell: Cell) -> None:
     for step in record_of(session, cell).steps:
         off = (numbers(step, "ratio") - 1).abs().max().item()
         begins = step.step % (MINI_BATCHES * EPOCHS) == 0
-        assert off < 1e-13 if begins else off > 1e-2
+        assert off < 1e-14 if begins else off > 1e-2
 
 
 @pytest.mark.parametrize(
