@@ -50,6 +50,10 @@ SCENARIOS = {
     "local-softmax-gradient": "grpo-off-policy",
     "label-holders-only": "grpo-off-policy",
     "optimistic-value-clip": "ppo",
+    "logprobs-in-train-mode": "grpo",
+    "dropout-in-updates": "grpo",
+    "dropout-by-default": "grpo",
+    "critic-leaks-into-policy": "ppo",
 }
 ROWS = {"grpo": 6, "grpo-off-policy": 4, "gspo": 4, "ppo": 6}
 # Steps until a fault shows where one is not enough: from the second update of a roll-out on.
@@ -59,6 +63,7 @@ LATER = {
     "clip-sides-exchanged": 3,
     "gspo-without-length": 2,
     "optimistic-value-clip": 2,
+    "critic-leaks-into-policy": 2,
 }
 # Loss and gradient norm of the first step, of policy and critic, are within a percent of what they should be.
 LOSS_AND_NORM_BLIND = {
@@ -72,13 +77,19 @@ LOSS_AND_NORM_BLIND = {
     "kl-without-gradient",
     "entropy-without-gradient",
     "optimistic-value-clip",
+    "critic-leaks-into-policy",
 }
 LAYOUTS = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
 CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vocabulary
 OF_CUT = {"local-softmax-gradient", "label-holders-only"}
+OF_DROPOUT = {"logprobs-in-train-mode", "dropout-in-updates"}  # of attention, which Megatron's, a ring, has none of
+WHOLE = {"fsdp2": "dp2", "deepspeed": "dp2.zero0", "megatron": "dp2"}  # gradients lie where parameters have them
 # What depends on how ranks are arranged, or on a function that each backend has for itself.
 ON_EACH_BACKEND = {
     *OF_CUT,
+    *OF_DROPOUT,
+    "dropout-by-default",
+    "critic-leaks-into-policy",
     "temperature-not-in-training",
     "values-off-by-one",
 }
@@ -86,7 +97,13 @@ ON_EACH_BACKEND = {
 
 def layout_of(backend: str, name: str) -> str | None:
     """Where a fault is planted; None if the backend has nothing that it could change."""
-    return CUT.get(backend) if name in OF_CUT else LAYOUTS[backend]
+    if name in OF_CUT:
+        return CUT.get(backend)
+    if name in OF_DROPOUT:
+        return None if backend == "megatron" else LAYOUTS[backend]
+    if name == "dropout-by-default":
+        return LAYOUTS[backend] if backend == "megatron" else None
+    return WHOLE[backend] if name == "critic-leaks-into-policy" else LAYOUTS[backend]
 
 
 def cells() -> list[tuple[str, str]]:

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from cells import record_of
+from cells import record_of, with_dropout
 from rl_fault_cells import (
     LATER,
     LAYOUTS,
     LOSS_AND_NORM_BLIND,
+    OF_DROPOUT,
     ROWS,
     SCENARIOS,
     cells,
@@ -35,10 +36,11 @@ PLANTED = [
 ]
 
 
-def planted(backend: str, name: str) -> Cell:
+def planted(backend: str, name: str, models: Path) -> Cell:
     layout = layout_of(backend, name)
     assert layout
-    return rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+    cell = rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+    return with_dropout(cell, models) if name in OF_DROPOUT else cell
 
 
 def in_loss_and_norm(session: Session, cell: Cell) -> bool:
@@ -52,8 +54,8 @@ def in_loss_and_norm(session: Session, cell: Cell) -> bool:
 
 
 @pytest.mark.parametrize(("backend", "name"), PLANTED)
-def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, name: str) -> None:
-    cell, fault = planted(backend, name), catalogue()[name]
+def test_fault_is_caught_at_the_predicted_stage(session: Session, models: Path, backend: str, name: str) -> None:
+    cell, fault = planted(backend, name, models), catalogue()[name]
     verdict = session.run(cell).verdict
     assert verdict.state == "differs", verdict.reason
     assert verdict.first_stage == fault.stage, verdict.reason
