@@ -7,8 +7,6 @@ import torch
 
 from conformance.faults.fault import Fault, Function, not_called
 
-LIBRARY_DEFAULT = 0.1  # of TransformerConfig.hidden_dropout
-
 
 def _always_training(switch_off_dropout: Function) -> Function:
     def faulty(model: torch.nn.Module) -> None:
@@ -21,7 +19,7 @@ def _always_training(switch_off_dropout: Function) -> Function:
 def _library_default(transformer_config: Function) -> Function:
     def faulty(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
-        config.hidden_dropout = LIBRARY_DEFAULT
+        config.hidden_dropout = type(config).hidden_dropout  # a dataclass's default
         return config
 
     return faulty
@@ -43,7 +41,7 @@ def _critic_leaks(finish_gradients: Function) -> Function:
 
 
 def _gradients(trainable: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an optimizer is about to read, of parameters that ranks do not cut unknown to torch."""
+    """What an update is about to read, where the parameters have it; of what ZeRO 1 to 3 cut they have none."""
     modules = [chunk.module for chunk in trainable.chunks] if hasattr(trainable, "chunks") else [trainable.model]
     for module in modules:
         for name, parameter in module.named_parameters():
