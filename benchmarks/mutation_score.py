@@ -44,7 +44,7 @@ from conformance.run.environment import environment
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 from impl.faults.catalogue import CATALOGUE
-from impl.faults.places import PLACES, TIERS, Place
+from impl.faults.places import PLACES, TIERS, Place, with_dropout
 from reports.score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--tiers", nargs="+", default=[*TIERS, QUICK], choices=[*TIERS, QUICK])
     parser.add_argument("--is_worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    jobs = plan(options.faults, options.backends, options.tiers)
+    jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
     if options.is_worker:
         work(jobs, options.out, until=time.monotonic() + 60 * options.minutes)
         return 0
@@ -86,9 +86,10 @@ def main() -> int:
     return 0 if score.holds else 1 if score.is_complete else 3
 
 
-def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str]) -> list[Job]:
-    """The jobs in an order that lets worlds be used again; long ones of a backend first."""
-    jobs = list(_planted(faults, backends, tiers))
+def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *, models: Path) -> list[Job]:
+    """The jobs in an order that lets worlds be used again; long ones of a backend first. Models with dropout are made in
+    the folder ``models``."""
+    jobs = list(_planted(faults, backends, tiers, models))
     honest = {str(cell.plain): cell.plain for job in jobs if job.row.tier != QUICK for cell in job.cells}
     for name, cell in honest.items():
         row = Row(fault="", predicted="", backend=cell.backend, tier=cell.scenario.precision, cell=name, state="")
@@ -96,7 +97,7 @@ def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str]) -
     return sorted(jobs, key=lambda job: (job.row.backend, job.row.tier != QUICK, job.row.cell))
 
 
-def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str]) -> Iterator[Job]:
+def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], models: Path) -> Iterator[Job]:
     quick = select_cells(Selection()) if QUICK in tiers else []
     for fault in (fault for fault in CATALOGUE if fault.name in faults):
         place = PLACES[fault.name]
@@ -107,6 +108,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
                 cell = _cell(place, backend, tier, fault.name)
+                cell = with_dropout(cell, models) if place.dropout else cell
                 yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
             if cells := tuple(_of_quick(quick, place, backend, fault.name)):
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)

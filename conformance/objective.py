@@ -33,9 +33,11 @@ class Objective(Protocol):
     """What a class of the union has; a frozen pydantic dataclass with a field ``kind``.
 
     reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.inputs.rollouts).
+    disable_dropout: whether models run without the dropout of their configuration in every mode, updates included.
     """
 
     reads: ClassVar[Literal["samples", "rollouts"]]
+    disable_dropout: ClassVar[bool]
 
     @property
     def kind(self) -> str: ...
@@ -60,6 +62,7 @@ class Sft:
 
     kind: Literal["sft"] = "sft"
     reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    disable_dropout: ClassVar[bool] = False
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
 
     def observables(self) -> tuple[Observable, ...]:

@@ -10,6 +10,7 @@ Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the tab
 * Denominators are those of the whole mini-batch, on all ranks and in all micro-batches, never means of means.
 * A response without tokens belongs to its group, and to no mean over tokens or sequences.
 * Statistics over tokens (whitening) are those of the whole roll-out.
+* No model runs with dropout, in updates neither: a ratio is of two policies, and not of two draws of dropped numbers.
 """
 
 from dataclasses import replace
@@ -101,6 +102,7 @@ class PolicyGradient:
     rollout_is_threshold: Positive | None = None
 
     reads: ClassVar[Literal["samples", "rollouts"]] = "rollouts"
+    disable_dropout: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_scale_factor is not None):

@@ -16,6 +16,7 @@ from conformance.backend import (
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from impl.dropout import switch_off_dropout
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
@@ -89,7 +90,10 @@ class StrategyBackend:
         for role in self.objective.roles:
             trainable = self.context.new_trainable(role.head)
             optimizer = scenario.optimizer if role.trained else None
-            trainable.prepare(trainable.load_model(weights[role.name]), optimizer, scenario.schedule)
+            model = trainable.load_model(weights[role.name])
+            if self.objective.disable_dropout:
+                switch_off_dropout(model)
+            trainable.prepare(model, optimizer, scenario.schedule)
             self.models[role.name] = trainable
         self.rollouts = Rollouts(self.context, self.models, self.objective)
         resolved = {name: trainable.resolved() for name, trainable in self.models.items()}

@@ -72,6 +72,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     yield from running(tmp_path_factory.mktemp("profile"))
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For copies of models that several tests change alike."""
+    return tmp_path_factory.mktemp("models")
+
+
 def make_cell(
     scenario: str,
     model: str,

@@ -9,7 +9,7 @@ from cells import BACKENDS, cell_of
 
 from conformance.plan.cell import Cell
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.places import CUT, PLACES
+from impl.faults.places import CUT, PLACES, RL_LAYOUTS
 
 SCENARIOS = {fault.name: PLACES[fault.name].scenario for fault in RL_FAULTS}
 ROWS = {"grpo": 6, "grpo-off-policy": 4, "gspo": 4, "ppo": 6}
@@ -20,6 +20,7 @@ LATER = {
     "clip-sides-exchanged": 3,
     "gspo-without-length": 2,
     "optimistic-value-clip": 2,
+    "critic-leaks-into-policy": 2,
 }
 # Loss and gradient norm of the first step, of policy and critic, are within a percent of what they should be.
 LOSS_AND_NORM_BLIND = {
@@ -33,13 +34,16 @@ LOSS_AND_NORM_BLIND = {
     "kl-without-gradient",
     "entropy-without-gradient",
     "optimistic-value-clip",
+    "critic-leaks-into-policy",
 }
 OF_CUT = {name for name in SCENARIOS if PLACES[name].layouts == CUT}
 ALONE = {"fsdp2": "dp1", "deepspeed": "dp1.zero2", "megatron": "dp1"}
-ACROSS_RANKS = {*OF_CUT, "metrics-of-one-rank"}  # what a single rank does not have
 # What depends on how ranks are arranged, or on a function that each backend has for itself.
 ON_EACH_BACKEND = {
     *OF_CUT,
+    *(name for name in SCENARIOS if PLACES[name].dropout),
+    "dropout-by-default",
+    "critic-leaks-into-policy",
     "temperature-not-in-training",
     "values-off-by-one",
 }
@@ -63,7 +67,8 @@ def in_a_fast_run(backend: str, name: str) -> bool:
 
 def fast_layout(backend: str, name: str) -> str | None:
     """Where a fast run plants a fault: in a single rank, which costs half as much, if it has what the fault changes."""
-    return layout_of(backend, name) if name in ACROSS_RANKS else ALONE[backend]
+    is_alone = PLACES[name].layouts.items() <= RL_LAYOUTS.items() and name != "metrics-of-one-rank"
+    return ALONE[backend] if is_alone else layout_of(backend, name)
 
 
 def rl_cell(backend: str, scenario: str, layout: str, *faults: str, **overrides: Any) -> Cell:

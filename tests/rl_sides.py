@@ -248,7 +248,7 @@ def _row(index: int, response: advantages.Response) -> Row:
 
 
 def _oracle_rewards(response: advantages.Response, **penalty: Any) -> Tensor:
-    return oracle.PolicyGradient(Grpo(**penalty)).rewards(
+    return oracle.ResponseFunctions(Grpo(**penalty)).rewards(
         response.reward, response.old_logprobs, response.reference_logprobs
     )
 
@@ -268,7 +268,7 @@ def _oracle_weights(
     sequences: float,
     scale_factor: float | None = None,
 ) -> Documents:
-    functions = oracle.PolicyGradient(PolicyGradient(loss_agg_mode=mode, loss_scale_factor=scale_factor))
+    functions = oracle.ResponseFunctions(PolicyGradient(loss_agg_mode=mode, loss_scale_factor=scale_factor))
     totals = {"token_count": tokens, "sequence_count": sequences}
     # Nothing is asked of a response without tokens.
     weights = [functions.weight(length, totals) if length else 0.0 for length in lengths]
@@ -278,7 +278,7 @@ def _oracle_weights(
 def _oracle_policy(
     case: Rollout, new: Documents, entropy: Documents, objective: PolicyGradient, weights: Documents
 ) -> tuple[Tensor, Numbers]:
-    functions = oracle.PolicyGradient(objective)
+    functions = oracle.ResponseFunctions(objective)
     rows = rows_of(case, single=True, **policy_columns(case, weights))
     totals = functions.totals(Batch(0, 99, tuple(rows)))
     return _summed(

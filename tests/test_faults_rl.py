@@ -26,7 +26,7 @@ from conformance.record.results import VERDICT, read_entry
 from conformance.record.tensors import read_record
 from conformance.run.session import Session
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.places import RL_LAYOUTS
+from impl.faults.places import PLACES, RL_LAYOUTS, with_dropout
 
 PERCENT = 0.01
 REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
@@ -34,8 +34,9 @@ FAST = [(*cell, fast_layout(*cell)) for cell in cells() if in_a_fast_run(*cell)]
 PLANTED = [*FAST, *(exhaustive(*cell, layout_of(*cell)) for cell in cells() if (*cell, layout_of(*cell)) not in FAST)]
 
 
-def planted(backend: str, name: str, layout: str) -> Cell:
-    return rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+def planted(backend: str, name: str, layout: str, models: Path) -> Cell:
+    cell = rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+    return with_dropout(cell, models) if PLACES[name].dropout else cell
 
 
 def in_loss_and_norm(session: Session, cell: Cell) -> bool:
@@ -49,8 +50,10 @@ def in_loss_and_norm(session: Session, cell: Cell) -> bool:
 
 
 @pytest.mark.parametrize(("backend", "name", "layout"), PLANTED)
-def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, name: str, layout: str) -> None:
-    cell, fault = planted(backend, name, layout), catalogue()[name]
+def test_fault_is_caught_at_the_predicted_stage(
+    session: Session, models: Path, backend: str, name: str, layout: str
+) -> None:
+    cell, fault = planted(backend, name, layout, models), catalogue()[name]
     verdict = session.run(cell).verdict
     assert verdict.state == "differs", verdict.reason
     assert verdict.first_stage == fault.stage, verdict.reason

@@ -216,7 +216,6 @@ def changed(folder: Path, model: str, **values: object) -> Path:
     [
         ("llama", {"rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "scaled rotary positions not built in"),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled rotary positions not built in"),
-        ("llama", {"attention_dropout": 0.1}, "dropout in attention not built in"),
         ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
         (
             "qwen3",

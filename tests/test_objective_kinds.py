@@ -36,6 +36,7 @@ class Nobodys:
     kind: Literal["test_objective_kinds:Nobodys"] = "test_objective_kinds:Nobodys"
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
     reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:
         return (LOGPROBS, LOSS)

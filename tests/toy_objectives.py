@@ -48,6 +48,7 @@ class WeightedSft:
     power: float = 1.0
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
     reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:
         weight = Observable(key="weight_sum", stage="loss", kind="scalar", replicated="all ranks")
@@ -133,6 +134,7 @@ class PolicyAndValue:
     kind: Literal["toy_objectives:PolicyAndValue"] = "toy_objectives:PolicyAndValue"
     roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY, CRITIC)
     reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:
         reference = replace(LOGPROBS, key="reference.logprob", stage="reference log-probs", required=True)

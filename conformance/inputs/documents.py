@@ -37,7 +37,8 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     """
     data = scenario.data
     documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
-    largest, size = max(max(document.tokens) for document in documents), read_architecture(model).vocab_size
+    largest = max(max(document.tokens) for document in documents)
+    size = read_architecture(model, disable_dropout=scenario.objective.disable_dropout).vocab_size
     if largest >= size:
         raise UsageError(
             f"the tokenizer in {model} gives token {largest}, and the vocabulary of its config.json has {size}; give "

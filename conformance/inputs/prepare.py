@@ -43,6 +43,8 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)
+    # What the oracle does not know cannot be judged.
+    architecture = read_architecture(source, disable_dropout=scenario.objective.disable_dropout)
     check_frozen(scenario)
     models = {}
     with locked(folder / "lock"):
@@ -50,7 +52,6 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
             model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head)}"
             if not model.exists():
-                architecture = read_architecture(source)  # what the oracle does not know cannot be judged
                 check_shapes(weight_shapes(source), architecture, str(source))
                 with complete_or_nothing(model) as unfinished:
                     prepare_model(scenario, role, unfinished)
@@ -72,7 +73,8 @@ def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
 
 def check_frozen(scenario: Scenario) -> None:
     """Raises UsageError where a pattern of frozen parameters means none, or nothing is left to train."""
-    architecture = read_architecture(resolve(scenario.model))
+    disable = scenario.objective.disable_dropout
+    architecture = read_architecture(resolve(scenario.model), disable_dropout=disable)
     for role in scenario.objective.roles:
         if not role.trained:
             continue

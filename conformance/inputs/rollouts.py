@@ -43,7 +43,8 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     objective = scenario.objective
     assert isinstance(objective, PolicyGradient), "only these read roll-outs"
     count, data = objective.mini_batches, scenario.data
-    groups = read_groups(scenario, vocabulary=read_architecture(model).vocab_size)
+    architecture = read_architecture(model, disable_dropout=objective.disable_dropout)
+    groups = read_groups(scenario, vocabulary=architecture.vocab_size)
     random.Random(scenario.seed).shuffle(groups)
     endless = _endless(groups)
     rows = count * data.rows

@@ -94,9 +94,10 @@ class Architecture:
 class Config:
     """Values of a config.json, and which of them were read."""
 
-    def __init__(self, values: dict[str, Any], source: str) -> None:
+    def __init__(self, values: dict[str, Any], source: str, *, disable_dropout: bool) -> None:
         self._values = values
         self._source = source
+        self._disable_dropout = disable_dropout
         self._read: set[str] = set(INERT)
 
     def take(self, key: str, *default: Any) -> Any:
@@ -155,6 +156,18 @@ class Config:
         if (found := self._values.get(key, value)) != value:
             raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
 
+    def check_dropout(self, key: str) -> None:
+        """Read a share that training drops. UsageError for what is no share, and for one that is not switched off."""
+        self._read.add(key)
+        share = self._values.get(key, 0.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise self.error(f"sets {key}={shown(share)}; it has to be a number from 0 to 1")
+        if share and not self._disable_dropout:
+            raise self.error(
+                f"sets {key}={shown(share)}; what is dropped is random, and another backend drops something else: set "
+                f"{key} to 0.0 (objectives that read roll-outs switch it off)"
+            )
+
     def finish(self) -> None:
         """UsageError if a key is left that nobody has read."""
         unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
@@ -169,8 +182,8 @@ class Config:
         return UsageError(f"{self._source} {message}")
 
 
-def read_architecture(model: Path) -> Architecture:
-    """What the model in the Hugging Face folder ``model`` computes.
+def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architecture:
+    """What the model in the Hugging Face folder ``model`` computes, for an objective with this ``disable_dropout``.
 
     Raises UsageError for a file that cannot be read, an unknown model_type, a missing key, a size that is none, and any
     setting that is not implemented.
@@ -180,7 +193,7 @@ def read_architecture(model: Path) -> Architecture:
         values = read_json(file)
     except FileNotFoundError:
         raise UsageError(f"{model} holds no config.json; give the folder of a Hugging Face model") from None
-    config = Config(values, str(file))
+    config = Config(values, str(file), disable_dropout=disable_dropout)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.error(f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)}")
@@ -277,7 +290,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
 
 def _common(config: Config, *, tied: bool) -> dict[str, Any]:
     """What all families spell alike; ``tied`` is the family's default."""
-    config.must_be("attention_dropout", 0.0)
+    config.check_dropout("attention_dropout")
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": config.size("hidden_size"),

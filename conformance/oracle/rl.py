@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance import rl
 from conformance.batch import Batch, Document
 from conformance.oracle.term import Term, target_logprobs, target_positions
-from conformance.rl import Grpo, Ppo
+from conformance.rl import Grpo, PolicyGradient, Ppo
 from conformance.role import CRITIC, POLICY, REFERENCE
 
 Responses = list[list[Tensor]]  # by mini-batch and document: a number for each token of the response
 
 
-class PolicyGradient:
-    """What GRPO and PPO have in common."""
+class ResponseFunctions:
+    """What GRPO and PPO have in common, one response after another."""
 
-    def __init__(self, objective: rl.PolicyGradient) -> None:
+    def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
 
     # --- before the first update of a roll-out ------------------------------------------------------------------------
@@ -170,7 +169,7 @@ class PolicyGradient:
         raise NotImplementedError
 
 
-class GrpoFunctions(PolicyGradient):
+class GrpoFunctions(ResponseFunctions):
     """arXiv 2402.03300, and estimators of its kind: every token of a response has the response's advantage, but for
     ``reinforce_plus_plus``, which discounts."""
 
@@ -219,7 +218,7 @@ class GrpoFunctions(PolicyGradient):
         return self.objective.adv_estimator == "grpo" and self.objective.norm_adv_by_std_in_grpo
 
 
-class PpoFunctions(PolicyGradient):
+class PpoFunctions(ResponseFunctions):
     """arXiv 1707.06347 with the advantages of arXiv 1506.02438, equations 11 to 16, whitened over the roll-out."""
 
     objective: Ppo
@@ -265,7 +264,7 @@ class PpoFunctions(PolicyGradient):
 
 
 def surrogate(
-    logprobs: Tensor, old: Tensor, advantage: Tensor, *, objective: rl.PolicyGradient
+    logprobs: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each token of one response: its loss, its ratio, whether the clip took from it, and whether dual clip did.
 

@@ -102,7 +102,7 @@ def run_oracle(
 
 
 def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, device: str) -> Model:
-    architecture = read_architecture(folder)
+    architecture = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
     weights = {name: w.to(device) for name, w in load_weights(folder, architecture, held).items()}

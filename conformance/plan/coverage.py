@@ -129,7 +129,7 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
 
 def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
     folder, data = resolve(scenario.model), scenario.data
-    architecture = read_architecture(folder)
+    architecture = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
     documents = [document for batch in batches for document in batch.documents]
     lengths = [len(document.tokens) for document in documents]
     cut: set[tuple[int, ...]] = set()  # roll-outs are never cut
@@ -157,7 +157,8 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
 
 
 def _shards(scenario: Scenario, batches: Sequence[Batch], tp: int, *, padded: bool) -> list[ShardReach]:
-    vocabulary = read_architecture(resolve(scenario.model)).vocab_size
+    disable = scenario.objective.disable_dropout
+    vocabulary = read_architecture(resolve(scenario.model), disable_dropout=disable).vocab_size
     multiple = VOCABULARY_MULTIPLE * tp if padded else tp
     each = -(-vocabulary // multiple) * multiple // tp
     inputs, targets = set(_inputs(batches)), set(_targets(batches))

@@ -5,11 +5,13 @@ see such a fault, however tight. Seams and what a function there means:
 
 ==================  ===================================================================================
 load_model          (trainable, path) -> model: whole model from a Hugging Face folder
+switch_off_dropout  (model): leaves no dropout in it, in whatever mode it runs
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
 step_totals         (context, functions, micro_batches) -> the objective's sums over the whole optimizer step, by name
 start_micro_batch   (trainable, index, count): before each micro-batch; clears gradients before the first
 backward            (trainable, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end,
                     or returns what the framework is to take the gradient of
+finish_gradients    (trainable): after a model's last backward pass; then its gradients are whole
 reduce_replicas     (...): averages gradients over ranks that hold the same parameters, in place
 norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
 clip_coefficient    (norm, max_norm) -> factor for the gradients
@@ -70,6 +72,7 @@ from conformance.faults.fault import Fault, Function
 from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.means import MEANS_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
+from impl.faults.models import MODELS_FAULTS
 from impl.faults.optimizer import OPTIMIZER_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.ring import RING_FAULTS
@@ -242,5 +245,5 @@ _FAULTS = (
     ),
 )
 
-RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS)
+RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS, *MODELS_FAULTS)
 CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *OPTIMIZER_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS, *RL_FAULTS)

@@ -5,11 +5,18 @@ scenario and a model of the fixtures, and by backend a layout. Half precision ha
 whose clips are never reached; ``blank`` says in which precisions a fault changes nothing that could be seen, and why.
 """
 
+import contextlib
+import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from conformance.paths import resolve
+from conformance.plan.cell import Cell
 from conformance.scenario import Precision
 
+DROPOUT = 0.1
 TIERS: tuple[Precision, ...] = ("exact", "fp32", "bf16", "fp16")
 
 LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounded"
@@ -23,11 +30,13 @@ IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The cheapest cell in which a fault changes anything. ``layouts``: by backend."""
+    """The cheapest cell in which a fault changes anything. ``layouts``: by backend. ``dropout``: the model's
+    configuration has it."""
 
     scenario: str
     model: str
     layouts: Mapping[str, str]
+    dropout: bool = False
     blank: Mapping[Precision, str] = field(default_factory=dict)
 
     def scenario_in(self, precision: Precision) -> str:
@@ -51,6 +60,7 @@ _FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP1
 
 _SFT = {
     "dropped-o-bias": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    "rotary-in-bf16": _sft("sft-long", "gemma3", fsdp2="dp2", deepspeed="dp2.zero2"),
     "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
     "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),
@@ -86,12 +96,14 @@ _SFT = {
 }
 
 RL_LAYOUTS = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
+WHOLE = {"fsdp2": "dp2", "deepspeed": "dp2.zero0", "megatron": "dp2"}  # gradients lie where parameters have them
+OF_ATTENTION = {"fsdp2": "dp2", "deepspeed": "dp2.zero2"}  # dropout of attention: Megatron's is a ring, which has none
 CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vocabulary
 
 
-def _rl(scenario: str, layouts: Mapping[str, str] = RL_LAYOUTS, *, half: bool = True) -> Place:
+def _rl(scenario: str, layouts: Mapping[str, str] = RL_LAYOUTS, *, dropout: bool = False, half: bool = True) -> Place:
     blank: dict[Precision, str] = {} if half else {"bf16": NO_SCENARIO, "fp16": NO_SCENARIO}
-    return Place(scenario=scenario, model="llama", layouts=layouts, blank=blank)
+    return Place(scenario=scenario, model="llama", layouts=layouts, dropout=dropout, blank=blank)
 
 
 _RL = {
@@ -134,6 +146,22 @@ _RL = {
     "local-softmax-gradient": _rl("grpo-off-policy", CUT),
     "label-holders-only": _rl("grpo-off-policy", CUT),
     "optimistic-value-clip": _rl("ppo", half=False),
+    "logprobs-in-train-mode": _rl("grpo", OF_ATTENTION, dropout=True),
+    "dropout-in-updates": _rl("grpo", OF_ATTENTION, dropout=True),
+    "dropout-by-default": _rl("grpo", {"megatron": "dp2"}),
+    "critic-leaks-into-policy": _rl("ppo", WHOLE),
 }
 
 PLACES: Mapping[str, Place] = {**_SFT, **_RL}
+
+
+def with_dropout(cell: Cell, root: Path) -> Cell:
+    """The same on a copy of its model, made under ``root``, whose configuration has dropout in attention."""
+    scenario = cell.scenario
+    folder = root / f"{scenario.model_name}-dropout"
+    with contextlib.suppress(FileExistsError):
+        shutil.copytree(resolve(scenario.model), folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": DROPOUT}), encoding="utf-8")
+    data = replace(scenario.data, path=scenario.data.path.replace("{model}", scenario.model_name))
+    return replace(cell, scenario=replace(scenario, model=str(folder), data=data))

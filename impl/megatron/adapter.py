@@ -63,6 +63,7 @@ class MegatronBackend(StrategyBackend):
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",
         "backward": "impl.megatron.trainable:MegatronTrainable.backward",
+        "finish_gradients": "impl.megatron.trainable:MegatronTrainable.finish_gradients",
         "gradient_scale": "impl.megatron.trainable:MegatronTrainable.gradient_scale",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.settings:clip_threshold",
@@ -88,6 +89,8 @@ class MegatronBackend(StrategyBackend):
                 is_trained(name, shape, scenario.optimizer)
         except UsageError as error:
             return Unsupported(str(error))
+        if shape.attention_dropout and not scenario.objective.disable_dropout:
+            return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
         if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         schedule = scenario.schedule

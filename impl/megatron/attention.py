@@ -35,6 +35,7 @@ class RingCoreAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.attention_dropout = float(config.attention_dropout)
 
     def forward(
         self,
@@ -48,6 +49,8 @@ class RingCoreAttention(torch.nn.Module):
     ) -> Tensor:
         ring = packed_seq_params.ring
         assert ring is not None
+        if self.training and self.attention_dropout:
+            raise ValueError("attention here has no dropout; set attention_dropout to 0.0 in the model's config.json")
         q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
         out = ring(q, k, v, scale=self.scale, window=(-1, -1))
         return out.transpose(0, 1).flatten(2)  # (length, rows, heads * E)

@@ -84,7 +84,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
-        attention_dropout=0.0,
+        attention_dropout=shape.attention_dropout,
         init_method=_left_as_it_is,  # weights come from a file
         output_layer_init_method=_left_as_it_is,
         params_dtype=compute,

@@ -26,7 +26,8 @@ VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: trans
 class ModelShape:
     """Sizes and switches. ``bias``: on q, k, v and o. ``head``: logits over the vocabulary, or one value per token.
 
-    ``padding_token``: as an input it gives no gradient to its embedding.
+    ``padding_token``: as an input it gives no gradient to its embedding. ``attention_dropout``: the share of attention
+    that training is to drop, which is only run where it is switched off.
     """
 
     layers: int
@@ -43,6 +44,7 @@ class ModelShape:
     tied: bool
     max_positions: int
     padding_token: int | None = None
+    attention_dropout: float = 0.0
     head: Head = "causal"
 
     def padded_vocab(self, tp: int) -> int:
@@ -65,7 +67,6 @@ def read_shape(folder: Path) -> ModelShape:
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
         "scaled rotary positions": any(r.get("rope_type", r.get("type", "default")) != "default" for r in ropes),
-        "dropout in attention": config.get("attention_dropout"),
         "a head with more than one value per token": several,
         "biases in the MLP": config.get("mlp_bias"),
         "a sliding window": config.get("use_sliding_window"),
@@ -98,5 +99,6 @@ def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> 
         tied=bool(config.get("tie_word_embeddings")) and head == "causal",
         max_positions=config["max_position_embeddings"],
         padding_token=config.get("pad_token_id"),
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
         head=head,
     )

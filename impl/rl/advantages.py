@@ -1,7 +1,7 @@
 """Token rewards, advantages and returns of a whole roll-out, from what is known before its first update.
 
 Pure functions of one process, on lists of responses without padding: float64 in, float64 out. Names and conventions are
-verl's (conformance/rl.py); tests/test_rl_third_opinion.py holds them against verl, TRL and OpenRLHF.
+verl's (conformance/rl.py); tests/test_third_opinion_advantages.py holds them against verl, TRL and OpenRLHF.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,8 +2,8 @@
 
 Tensors are (rows, length) of a micro-batch in which a row may hold several packed documents: ``documents`` (int64,
 from 0) numbers them within the row, ``mask`` (bool) is True where a token of a response is predicted. Pure functions,
-float64 in, float64 out. Names and conventions are verl's (conformance/rl.py); tests/test_rl_third_opinion.py holds them
-against verl, TRL and OpenRLHF.
+float64 in, float64 out. Names and conventions are verl's (conformance/rl.py); tests/test_third_opinion_losses.py holds
+them against verl, TRL and OpenRLHF.
 """
 
 from dataclasses import dataclass
