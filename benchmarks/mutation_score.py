@@ -87,8 +87,10 @@ def main() -> int:
 
 
 def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *, models: Path) -> list[Job]:
-    """The jobs in an order that lets worlds be used again; long ones of a backend first. Models with dropout are made in
-    the folder ``models``."""
+    """The jobs in an order that lets worlds be used again; long ones of a backend first.
+
+    Models with dropout are made in the folder ``models``.
+    """
     jobs = list(_planted(faults, backends, tiers, models))
     honest = {str(cell.plain): cell.plain for job in jobs if job.row.tier != QUICK for cell in job.cells}
     for name, cell in honest.items():
