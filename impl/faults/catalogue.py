@@ -90,6 +90,30 @@ def _dropped_o_bias(load_model: Function) -> Function:
     return faulty
 
 
+def _rotary_in_bf16(load_model: Function) -> Function:
+    def in_bf16(value: Any) -> Any:
+        return value.bfloat16().to(value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def of_rounded_positions(forward: Function) -> Function:
+        def faulty(*values: Any, **named: Any) -> Any:
+            positions = {name: in_bf16(value) for name, value in named.items() if name == "position_ids"}
+            return forward(*map(in_bf16, values), **named | positions)
+
+        return faulty
+
+    def faulty(trainable: Any, path: Any) -> Any:
+        model = load_model(trainable, path)
+        for module in model.modules():
+            frequencies = [name for name in dir(module) if name.endswith("inv_freq")]
+            for name in frequencies:
+                setattr(module, name, in_bf16(getattr(module, name)))
+            if frequencies:
+                module.forward = of_rounded_positions(module.forward)
+        return model
+
+    return faulty
+
+
 def _leaking_documents(collate: Function) -> Function:
     def faulty(rows: Any, **options: Any) -> Any:
         inputs = collate(rows, **options)
@@ -162,6 +186,16 @@ _FAULTS = (
         loss_blind=False,
         needs="a model with a bias on o_proj",
         wrap=_dropped_o_bias,
+    ),
+    Fault(
+        name="rotary-in-bf16",
+        summary="positions and frequencies are rounded to bf16 before the angles of rotary tables are computed of them",
+        source="https://github.com/huggingface/transformers/pull/29285",
+        seam="load_model",
+        stage="log-probs",
+        loss_blind=False,
+        needs="positions above 256, which bf16 cannot tell from their neighbours",
+        wrap=_rotary_in_bf16,
     ),
     Fault(
         name="leaking-documents",
