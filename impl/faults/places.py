@@ -60,7 +60,7 @@ _FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP1
 
 _SFT = {
     "dropped-o-bias": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
-    "rotary-in-bf16": _sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    "rotary-in-bf16": _sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", blank=_ROUNDED),
     "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
     "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),
