@@ -6,6 +6,7 @@ it, and is judged against the oracle with all of these (conformance.judge.expect
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from conformance.defect import Defect, Known, Unmodelled
 from conformance.layout import AXES, OPTIONS, Layout
@@ -22,7 +23,7 @@ class ExpectedDifference:
     """A known defect below a backend.
 
     reason, link: what is wrong, in one sentence, and where that is shown.
-    defects: what the oracle has to get wrong as well, for a scenario and a layout; or else unmodelled.
+    defects: what the oracle has to get wrong as well, for a scenario and a layout; where it cannot, unmodelled.
 
     It is about the cells that fit all of the following; what is left out fits every cell.
 
@@ -38,7 +39,7 @@ class ExpectedDifference:
     reason: str
     link: str
     defects: Callable[[Scenario, Layout], tuple[Defect, ...]] | None = None
-    unmodelled: Unmodelled | None = None
+    unmodelled: Callable[[Scenario, Layout], Unmodelled] | None = None
     options: tuple[str, ...] = ()
     at_least: Mapping[str, int] = field(default_factory=dict)
     at_most: Mapping[str, int] = field(default_factory=dict)
@@ -75,18 +76,23 @@ class ExpectedDifference:
             and _is_one_of(scenario.objective.kind, self.objectives)
             and _is_one_of(scenario.name, self.scenarios)
             and (self.packed is None or self.packed == scenario.data.packed)
-            and (not self.architectures or _model_type(scenario) in self.architectures)
+            and (not self.architectures or model_config(scenario).get("model_type") in self.architectures)
         )
 
     def of(self, scenario: Scenario, layout: Layout) -> Known:
         """What is known of a cell that it is about."""
-        defects = self.defects(scenario, layout) if self.defects else ()
-        return Known(reason=self.reason, link=self.link, defects=defects, unmodelled=self.unmodelled)
+        return Known(
+            reason=self.reason,
+            link=self.link,
+            defects=self.defects(scenario, layout) if self.defects else (),
+            unmodelled=self.unmodelled(scenario, layout) if self.unmodelled else None,
+        )
 
 
 def _is_one_of(name: str, names: tuple[str, ...]) -> bool:
     return not names or name in names
 
 
-def _model_type(scenario: Scenario) -> str:
-    return str(read_json(resolve(scenario.model) / "config.json").get("model_type"))
+def model_config(scenario: Scenario) -> dict[str, Any]:
+    """The model's config.json. Raises UsageError where it cannot be read."""
+    return read_json(resolve(scenario.model) / "config.json")
