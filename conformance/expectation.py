@@ -23,7 +23,8 @@ class ExpectedDifference:
     """A known defect below a backend.
 
     reason, link: what is wrong, in one sentence, and where that is shown.
-    defects: what the oracle has to get wrong as well, for a scenario and a layout; where it cannot, unmodelled.
+    defects: what the oracle has to get wrong as well, for a scenario and a layout; where it cannot, unmodelled. Without
+        any for these, it is not about the cell.
 
     It is about the cells that fit all of the following; what is left out fits every cell.
 

@@ -15,7 +15,7 @@ from report_sample import edit
 from side_sample import GROUP, MEMBERS, NAMES, SCENARIO, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
 
 from conformance import cli
-from conformance.backend import ExpectedDifference
+from conformance.defect import Known, Unmodelled
 from conformance.judge.compare import floor_of
 from conformance.judge.tolerance import EXACT
 from conformance.objective import all_observables
@@ -272,8 +272,9 @@ def test_a_known_difference_is_expected_here_too(out: Path) -> None:
     shutil.rmtree(out / "oracle")
     shutil.rmtree(out / "cells")
     write_run(out, {DEEPSPEED: WRONG})
-    known = ExpectedDifference(cells="*", stage="gradients", tensors="*", reason="a bug", link="https://example.org")
-    edit(folder / "verdict.json", expected=asdict(known))
+    wrong = Unmodelled(stage="gradients", tensors=("*q_proj*",))
+    known = Known(reason="a bug", link="https://example.org", unmodelled=wrong)
+    edit(folder / "verdict.json", expected=[asdict(known)])
     assert cli.main(["judge", str(out)]) == 0
     group = group_of(out)
     assert group["state"] == "expected_difference"

@@ -257,7 +257,7 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         yield against
         yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
         return
-    # What is unnamed has the noise of the precision. Its rows are all alike, so their squares are rounded alike as well.
+    # What is unnamed has the noise of the precision, and rows that are all alike, so their squares are rounded alike.
     found = _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None)
     yield from (replace(one, typical=bound / NOISE_FACTOR) for one in (against, found))
 

@@ -72,7 +72,8 @@ class Refusals:
         expected: tuple[ExpectedDifference, ...] = getattr(adapter, "expected", ())
         zero = adapter.describe().default_zero
         about = (one for one in expected if one.is_about(cell.scenario, leg.layout, default_zero=zero))
-        return tuple(one.of(cell.scenario, leg.layout) for one in about)
+        found = (one.of(cell.scenario, leg.layout) for one in about)
+        return tuple(known for known in found if known.defects or known.unmodelled)
 
     def adapter(self, backend: BackendEntry) -> Any:
         """The adapter's class, or the verdict of all its cells. Raises UsageError for a wrong target."""

@@ -1,8 +1,20 @@
 """Known defects of megatron-core, which cells of the layout option ``shipped`` leave as they are."""
 
-from conformance.defect import PaddedSoftmax, RoundedMasters, TrainedPaddingToken
-from conformance.expectation import ExpectedDifference
+from conformance.defect import Defect, PaddedSoftmax, RoundedMasters, TrainedPaddingToken
+from conformance.expectation import ExpectedDifference, model_config
+from conformance.layout import Layout
+from conformance.scenario import Scenario
 from impl.megatron.shape import VOCABULARY_MULTIPLE
+
+
+def _padded(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
+    multiple = VOCABULARY_MULTIPLE * layout.tp
+    return (PaddedSoftmax(multiple=multiple),) if model_config(scenario)["vocab_size"] % multiple else ()
+
+
+def _trained(scenario: Scenario, _: Layout) -> tuple[Defect, ...]:
+    return () if model_config(scenario).get("pad_token_id") is None else (TrainedPaddingToken(),)
+
 
 EXPECTED = (
     ExpectedDifference(
@@ -15,13 +27,13 @@ EXPECTED = (
     ExpectedDifference(
         reason="the padding of the vocabulary takes part in the softmax",
         link="docs/findings/megatron-padded-vocabulary.md",
-        defects=lambda _, layout: (PaddedSoftmax(multiple=VOCABULARY_MULTIPLE * layout.tp),),
+        defects=_padded,
         options=("shipped",),
     ),
     ExpectedDifference(
         reason="the padding token is trained as an input",
         link="docs/findings/megatron-padding-token.md",
-        defects=lambda *_: (TrainedPaddingToken(),),
+        defects=_trained,
         options=("shipped",),
     ),
 )
