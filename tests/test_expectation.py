@@ -76,8 +76,9 @@ def test_a_scenario_is_one_of_those_that_are_named(fields: dict[str, Any], fits:
     ],
 )
 def test_an_expectation_that_could_be_about_no_cell_is_an_error(fields: dict[str, Any], message: str) -> None:
+    whole: dict[str, Any] = {"reason": "a bug", "link": "x", "defects": lambda *_: DEFECT}
     with pytest.raises(UsageError, match=message):
-        ExpectedDifference(**{"reason": "a bug", "link": "x", "defects": lambda *_: DEFECT} | fields)
+        ExpectedDifference(**whole | fields)
 
 
 class Known:
