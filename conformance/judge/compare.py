@@ -246,20 +246,14 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         return
     unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
-    against = _number(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
-    if not normed:
-        yield against
-        return
-    unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
-    rebuilt = math.hypot(unnamed, *(tensor.double().norm().item() for tensor in normed.values()))
-    name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
-    if not unnamed:
-        yield against
-        yield _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=bound)
-        return
-    # What is unnamed has the noise of the precision, and rows that are all alike, so their squares are rounded alike.
-    found = _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None)
-    yield from (replace(one, typical=bound / NOISE_FACTOR) for one in (against, found))
+    yield _number(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
+    if normed:
+        unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
+        rebuilt = math.hypot(unnamed, *(tensor.double().norm().item() for tensor in normed.values()))
+        name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
+        found = _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
+        # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
+        yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
 
 
 def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
