@@ -130,8 +130,8 @@ def test_defects_with_and_without_a_model_may_meet_in_a_cell(tmp_path: Path) -> 
     assert verdict.reason == "a bug (docs/bug.md); a bug (x); nothing else differs"
 
 
-def trained(*changes: Change) -> Change:
-    """Gradients are changed, and norm and weights follow from them as they should."""
+def trained(*changes: Change, unnamed: float = 0.0) -> Change:
+    """Gradients are changed, and norm and weights follow from them as they should. ``unnamed``: a norm beside them."""
     held: Tensors = {}
 
     def change(step: int, values: Values, tensors: Tensors) -> None:
@@ -140,7 +140,9 @@ def trained(*changes: Change) -> Change:
             return
         both(*changes)(step, values, tensors)
         gradients = {name: tensors[f"gradient/{name}"] for name in held}
-        values["grad_norm"] = norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+        values["grad_norm"] = norm = math.hypot(unnamed, *(g.norm().item() for g in gradients.values()))
+        if unnamed:
+            values["unnamed_grad_norm"] = unnamed
         for name, gradient in gradients.items():
             held[name] = held[name] - 0.1 * (min(1.0, 1 / (norm + 1e-6)) * gradient)
             tensors[f"weight/{name}"] = held[name].clone()
@@ -188,3 +190,21 @@ def without_a_gradient(step: int, values: Values, tensors: Tensors) -> None:
 )
 def test_nothing_is_allowed_that_does_not_follow_from_it(tmp_path: Path, change: Change) -> None:
     assert verdict_of(tmp_path, change, ONWARD).state == "differs"
+
+
+def test_what_is_trained_without_a_name_is_part_of_the_norm_and_of_clipping(tmp_path: Path) -> None:
+    """As padding of a vocabulary is: its gradients are in no record, and the oracle says how large they are."""
+    known = Known(reason="a bug", link="x", defects=DEFECT)
+
+    def verdict(folder: Path, cell: float, oracle: float) -> Verdict:
+        write(folder / "cell", trained(unnamed=cell))
+        write(folder / "honest" / "float64", oracle="float64")
+        write(folder / "defective" / "float64", trained(unnamed=oracle), oracle="float64", defects=DEFECT)
+        folders = {"oracle": folder / "honest", "defective": folder / "defective"}
+        return judge_cell(CELL, [folder / "cell"], known=(known,), observables=OBSERVABLES, **folders)
+
+    assert verdict(tmp_path / "1", 0.5, 0.5).state == "expected_difference"
+    differs = verdict(tmp_path / "2", 0.5, 0.5001)
+    assert (differs.state, differs.first_stage) == ("differs", "gradient norm")
+    names = {finding.tensor for finding in differs.findings}
+    assert {"grad_norm", "grad_norm against rebuilt", "a", "a against rebuilt"} <= names

@@ -93,3 +93,14 @@ def test_an_expected_difference_rests_on_the_oracle_that_has_these_defects(
     (believed,) = (cell for cell in read_cells(out)[1] if cell.entry.folder == "cells/01")
     assert believed.entry.verdict.state == "infrastructure"
     assert "of the oracle with the expected defects: " in believed.problem
+
+
+def test_an_oracle_with_defects_is_read_from_the_output_folder_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    file = known_to_differ(out, DEFECTIVE)
+    write_oracle(tmp_path / "elsewhere/float64", SCENARIO, wrong_loss, defects=DEFECTS)
+    edit(file, defective="../../../elsewhere")
+    assert cli.main(["judge", str(out)]) == 2
+    assert "which lies outside of" in capsys.readouterr().err

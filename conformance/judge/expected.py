@@ -12,7 +12,7 @@ from pathlib import Path
 from conformance.defect import Known, Unmodelled, defects_of
 from conformance.judge.tolerance import OF_ROWS
 from conformance.judge.verdict import judge_folders
-from conformance.observable import AGAINST_REBUILT, Observable, stages
+from conformance.observable import Observable, stages
 from conformance.record.verdict import Quantity, Verdict
 
 
@@ -81,8 +81,6 @@ def _is_against_the_oracle(finding: Quantity, observables: Sequence[Observable])
     if any(o.kind == "setting" and o.key == finding.tensor for o in of_stage):
         return False
     name = finding.tensor.removesuffix(f" {OF_ROWS}")
-    if name.endswith(AGAINST_REBUILT):
-        return False
     computed = any(o.key == name for o in of_stage if o.kind in ("scalar", "rows"))
-    # What is missing, of another shape, or compared between ranks, has more than a name.
+    # What is rebuilt, missing, of another shape or compared between ranks has more than a name.
     return computed or (" " not in name and any(o.kind == "tensors" and o.when != "loaded" for o in of_stage))
