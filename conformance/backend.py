@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -55,28 +54,6 @@ class Unsupported:
 
 
 Support = Supported | Unsupported
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpectedDifference:
-    """A known defect below the backend: cells that differ first at ``stage``, in these tensors and no others, and why.
-
-    ``cells`` and ``tensors`` are shell patterns of ids and of tensor names; cells of a pattern in ``unless`` are not
-    meant. ``alone``: nothing follows from the defect, so no other quantity may differ. A cell that matches but
-    conforms, or that differs elsewhere, is reported: the expectation has to go or to be mended.
-    """
-
-    cells: str
-    stage: str
-    tensors: str
-    reason: str
-    link: str
-    unless: tuple[str, ...] = ()
-    alone: bool = False
-
-    def means(self, cell: str) -> bool:
-        """Whether a cell of this id must differ."""
-        return fnmatchcase(cell, self.cells) and not any(fnmatchcase(cell, pattern) for pattern in self.unless)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +100,8 @@ class Backend(Protocol):
     every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
 
     Optional class attributes: ``objectives`` (a container of the kinds of objective that it trains; ``sft`` alone where
-    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of ExpectedDifference), ``preload``
+    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of
+    conformance.expectation.ExpectedDifference), ``preload``
     (names of modules that are slow to import, loaded once before ranks are forked), and ``fresh_ranks`` (True for a
     framework that leaves something in its process: each cell then runs in ranks that have seen no other).
     """

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from conformance.backend import (
     BackendInfo,
-    ExpectedDifference,
     NamedTensors,
     Shard,
     StepMetrics,
@@ -14,6 +13,7 @@ from conformance.backend import (
     TensorKind,
 )
 from conformance.batch import Batch
+from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.dropout import switch_off_dropout

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from conformance.defect import Defect, defects_to_json
 from conformance.judge.verdict import judge
 from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
@@ -38,16 +39,19 @@ def write(
     until: int = STEPS,
     leaks: Sequence[dict[str, Any]] = (),
     oracle: str = "",
+    defects: tuple[Defect, ...] = (),
 ) -> Record:
     """A record of the steps from ``first`` to before ``until``; of the oracle in the precision ``oracle``, if given.
 
     ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
+    defects: those that a record of the oracle says it has.
     """
     optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
         {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS, "accumulation": 3}
     )
-    header: Values = {"cell": "oracle", "layout": "dp1", "backend": {"name": "oracle", "precision": oracle}}
+    backend: Values = {"name": "oracle", "precision": oracle, "defects": defects_to_json(defects)}
+    header: Values = {"cell": "oracle", "layout": "dp1", "backend": backend}
     if not oracle:
         backend = {"name": "b", "url": "", "default_zero": None}
         header = {"cell": f"x/m/b/{layout}/{precision}", "layout": layout, "backend": backend}

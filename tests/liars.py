@@ -157,3 +157,27 @@ class Fsdp2ReplicatesItsWeights(Fsdp2Backend):
 
 class MegatronRunsStage0(MegatronDropsItsOptions):
     stage = 0
+
+
+class DoublesTheRate:
+    """Trains with twice the learning rate that was asked for, and reports that one."""
+
+    def setup(self, scenario: Scenario, *arguments: Any) -> dict[str, Any]:
+        twice = dataclasses.replace(scenario.optimizer, lr=2 * scenario.optimizer.lr)
+        return super().setup(dataclasses.replace(scenario, optimizer=twice), *arguments)  # type: ignore[misc, no-any-return]
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics: StepMetrics = super().train_step(batch, on_gradients)  # type: ignore[misc]
+        return dataclasses.replace(metrics, values={**metrics.values, "lr": metrics.values["lr"] / 2})
+
+
+class Fsdp2DoublesTheRate(DoublesTheRate, Fsdp2Backend):
+    pass
+
+
+class DeepspeedDoublesTheRate(DoublesTheRate, DeepspeedBackend):
+    pass
+
+
+class MegatronDoublesTheRate(DoublesTheRate, MegatronBackend):
+    pass

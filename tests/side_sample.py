@@ -12,6 +12,7 @@ import torch
 from judge_sample import evidence
 from report_sample import RUN, write_cell
 
+from conformance.defect import Defect, defects_to_json
 from conformance.judge.again import rejudge
 from conformance.layout import Layout
 from conformance.objective import all_observables
@@ -82,10 +83,18 @@ def scaled(tensor: str, by: float, *, at: int = 0) -> Change:
     return change
 
 
-def write_oracle(path: Path, scenario: Scenario, *, precision: str = "float64", rounding: float = 0.0) -> None:
-    """The oracle's record in a precision."""
-    header = {"cell": "oracle", "layout": "dp1", "backend": {"name": "oracle", "precision": precision}}
-    write_record(path, scenario, header, rounding=rounding)
+def write_oracle(
+    path: Path,
+    scenario: Scenario,
+    change: Change = _unchanged,
+    *,
+    precision: str = "float64",
+    rounding: float = 0.0,
+    defects: tuple[Defect, ...] = (),
+) -> None:
+    """The oracle's record in a precision; with ``defects`` it says so, and ``change`` is what they do."""
+    backend = {"name": "oracle", "precision": precision, "defects": defects_to_json(defects)}
+    write_record(path, scenario, {"cell": "oracle", "layout": "dp1", "backend": backend}, change, rounding=rounding)
 
 
 def write_record(

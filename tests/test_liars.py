@@ -1,13 +1,15 @@
 """No backend can talk its way past the judge: each lie with the stage at which it is caught."""
 
 import pytest
-from cells import BACKENDS, ROWS, STEPS, assert_honest, exhaustive
+from cells import BACKENDS, ROWS, STEPS, STEPS_BELOW_EXACT, assert_honest, exhaustive
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
 from conformance.layout import Layout
+from conformance.observable import AGAINST_REBUILT
 from conformance.plan.cell import Cell, Handover, Leg
 from conformance.run.session import Session
+from conformance.scenario import Precision
 
 
 def liar(name: str) -> BackendEntry:
@@ -96,3 +98,27 @@ def test_what_was_not_saved_shows_at_the_first_step_after_loading(
     verdict = session.run(of_two_legs(liar(name), save)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
     assert verdict.findings[0].step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "precision"),
+    [
+        ("DeepspeedDoublesTheRate", "llama", "dp2.zero1.shipped", "bf16"),  # rounded masters
+        exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0.shipped", "bf16"),  # and sums in half precision
+        exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0", "bf16"),
+        exhaustive("DeepspeedDoublesTheRate", "llama", "ulysses2.zero3.shipped", "exact"),  # divided gradients
+        ("MegatronDoublesTheRate", "llama", "dp1.shipped", "exact"),  # padding in the softmax, and trained
+        exhaustive("MegatronDoublesTheRate", "llama", "dp2.zero1.shipped", "fp16"),
+        exhaustive("Fsdp2DoublesTheRate", "qwen3", "dp2.tp2.lastsync.shipped", "exact"),  # head norms
+        exhaustive("Fsdp2DoublesTheRate", "gemma3", "sp2.zigzag.shipped", "bf16"),  # windows of rings
+        ("Fsdp2DoublesTheRate", "llama", "sp2.ring.shipped", "fp32"),  # gradients that no oracle can have
+    ],
+)
+def test_an_expected_difference_hides_no_lie(
+    session: Session, name: str, model: str, layout: str, precision: Precision
+) -> None:
+    cell = make_cell("sft-packed", model, layout, precision, backend=liar(name), steps=STEPS_BELOW_EXACT)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert "but not like this: clipped update, step 0: " in verdict.reason
+    assert any(f.tensor.endswith(AGAINST_REBUILT) and f.step == 0 for f in verdict.findings)

@@ -15,6 +15,7 @@ from conftest import make_cell
 
 import conformance.oracle
 from conformance.batch import read_batches, write_batches
+from conformance.defect import DividedGradients, RoundedMasters
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import read_record
@@ -202,6 +203,28 @@ def test_another_training_makes_another_record(inputs: FrozenInputs, other: Cell
     assert key(inputs, other) != key(inputs)
 
 
+def test_other_defects_make_another_record(inputs: FrozenInputs) -> None:
+    several = ((), (DividedGradients(by=2),), (DividedGradients(by=3),), (RoundedMasters(precision="bf16"),))
+    assert len({_cache_key(cell(), inputs, "float64", "cpu", defects) for defects in several}) == 4
+
+
+def test_an_oracle_with_a_defect_has_a_folder_of_its_own_and_so_has_its_noise(cache: Path, tmp_path: Path) -> None:
+    defects = (RoundedMasters(precision="bf16"),)
+    asked = cell("bf16")
+    with Oracles(root=tmp_path, device="cpu", budget_s=120.0) as oracles:
+        oracles.request(asked, prepare_inputs(asked.scenario, tmp_path), defects)
+        assert oracles.wait(asked, defects) == ""
+        honest, wrong = oracles.folder(asked), oracles.folder(asked, defects)
+    assert len(entries(cache)) == 4
+    assert wrong.name.startswith("llama-rounded-masters-")
+    for policy in ("float64", "bf16"):
+        said = read_record(wrong / policy).header["backend"]["defects"]
+        assert said == [{"kind": "rounded-masters", "precision": "bf16"}]
+        assert read_record(honest / policy).header["backend"]["defects"] == []
+        loaded = read_record(wrong / policy).loaded.tensors()
+        assert all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in loaded.values())
+
+
 def test_an_objectives_options_make_another_record(inputs: FrozenInputs) -> None:
     one, two = (cell(objective=toy_objectives.WeightedSft(power=power)) for power in (1.0, 2.0))
     assert key(inputs, one) != key(inputs, two)
@@ -242,7 +265,7 @@ def test_other_inputs_make_another_record(inputs: FrozenInputs, change: Callable
     "file",
     [
         *(f"oracle/{path.name}" for path in Path(conformance.oracle.__file__).parent.glob("*.py")),
-        *("scenario.py", "batch.py", "observable.py", "record/format.py", "record/tensors.py"),
+        *("scenario.py", "batch.py", "defect.py", "observable.py", "record/format.py", "record/tensors.py"),
     ],
 )
 def test_other_sources_make_another_record(inputs: FrozenInputs, sources: Path, file: str) -> None:

@@ -46,12 +46,17 @@ precisions = ["fp32"]
 # A backend with every answer, by layout; and one that makes a run stop half-way.
 ODD = """
 import dataclasses
-from conformance.backend import ExpectedDifference, Unsupported
+from conformance.backend import Unsupported
+from conformance.defect import Unmodelled
+from conformance.expectation import ExpectedDifference
 from plain_backend import Plain
 
 class Known(Plain):
     expected = (ExpectedDifference(
-        cells="*/dp1/*", stage="loss", tensors="loss", reason="a known bug", link="https://example.org/1"
+        at_most={"dp": 1},
+        unmodelled=lambda *_: Unmodelled(stage="loss", tensors=("loss",)),
+        reason="a known bug",
+        link="https://example.org/1",
     ),)
 
     def train_step(self, batch, on_gradients):

@@ -215,7 +215,11 @@ WRONG_TYPES = [
     (_verdict(world_size="many"), "(world_size: Input should be a valid integer"),
     (_verdict(reproduce={}), "(reproduce: Input should be a valid string"),
     (_verdict(records="legs"), "(records: Input should be a valid tuple"),
-    (_verdict(expected={"stage": "loss"}), "of an expected difference is missing or wrong"),
+    (_verdict(expected={"stage": "loss"}), "(expected: Input should be a valid tuple"),
+    (
+        _verdict(expected=[{"reason": "", "link": "", "defects": [{"kind": "none"}]}]),
+        "(expected.0.defects.0: Input tag",
+    ),
     (_verdict(observables=[{"key": 1}]), "(observables.0.key: Input should be a valid string"),
     (_verdict(quantities={"columns": ["stage"], "data": [["loss"]]}), "(data.0.1: Field required"),
     (_verdict(quantities=None), "(Input should be a dictionary"),

@@ -4,18 +4,27 @@ import json
 import math
 import re
 import shutil
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from report_sample import edit
-from side_sample import GROUP, MEMBERS, NAMES, SCENARIO, STEPS, Change, Tensors, Values, cell_id, scaled, write_run
+from side_sample import (
+    GROUP,
+    MEMBERS,
+    NAMES,
+    SCENARIO,
+    STEPS,
+    Change,
+    Tensors,
+    Values,
+    cell_id,
+    scaled,
+    write_run,
+)
 
 from conformance import cli
-from conformance.backend import ExpectedDifference
 from conformance.judge.compare import floor_of
 from conformance.judge.tolerance import EXACT
 from conformance.objective import all_observables
@@ -265,21 +274,6 @@ def test_a_member_that_differs_elsewhere_is_not_passed_over(tmp_path: Path) -> N
     group = group_of(write_run(tmp_path / "out", {FSDP2: change}))
     assert group["state"] == "differs"
     assert "fsdp2 dp2 differs from the oracle in what is not set side by side here: loss." in group["text"]
-
-
-def test_a_known_difference_is_expected_here_too(out: Path) -> None:
-    folder = out / "cells" / "01"
-    shutil.rmtree(out / "oracle")
-    shutil.rmtree(out / "cells")
-    write_run(out, {DEEPSPEED: WRONG})
-    known = ExpectedDifference(cells="*", stage="gradients", tensors="*", reason="a bug", link="https://example.org")
-    edit(folder / "verdict.json", expected=asdict(known))
-    assert cli.main(["judge", str(out)]) == 0
-    group = group_of(out)
-    assert group["state"] == "expected_difference"
-    assert "deepspeed dp2 stands alone" in group["text"]
-    assert "; a known difference." in group["text"]
-    assert cli.main(["compare", str(out)]) == 0
 
 
 # What is not there

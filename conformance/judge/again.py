@@ -3,9 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from conformance.judge.expected import apply_expectation
+from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both
-from conformance.judge.verdict import judge_folders
 from conformance.record.results import Attempt, Entry, inside, read_run, write_entry, write_summary
 from conformance.record.states import ANSWERED
 from conformance.record.verdict import Verdict
@@ -44,6 +43,9 @@ def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
     try:
         legs = [inside(out, folder / record) for record in attempt.records]
         oracle = inside(out, folder / entry.oracle)
+        defective = inside(out, folder / entry.defective) if entry.defective else None
     except UsageError as error:  # a link that leads out of the folder
         return Verdict(state="infrastructure", reason=str(error))
-    return apply_expectation(judge_folders(entry.cell, legs, oracle), entry.expected)
+    return judge_cell(
+        entry.cell, legs, oracle=oracle, known=entry.expected, defective=defective, observables=entry.observables
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from conformance.defect import Defect
 from conformance.layout import Layout
 from conformance.objective import all_observables
 from conformance.observable import Observable
@@ -35,8 +36,9 @@ class Records:
     noise: Record | None
 
 
-def read_records(cell: str, legs: Sequence[Path], oracle: Path) -> Records:
-    """Read the records of the cell with this id: of its legs, in order, and of its oracle in the folder ``oracle``.
+def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Records:
+    """Read the records of the cell with this id: of its legs, in order, and of its oracle in the folder ``oracle``,
+    which has these ``defects``.
 
     Raises RecordError for one that cannot be trusted, and where they do not belong together.
     """
@@ -54,8 +56,8 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path) -> Records:
         _check_leg(record, is_first=record is records[0])
     return Records(
         legs=records,
-        oracle=(reference := _read_oracle(oracle, FLOAT64, scenarios[0])),
-        noise=_read_noise(oracle, scenarios[0], reference),
+        oracle=(reference := _read_oracle(oracle, FLOAT64, scenarios[0], defects)),
+        noise=_read_noise(oracle, scenarios[0], reference, defects),
     )
 
 
@@ -120,10 +122,10 @@ def _check_order(records: Sequence[Record], scenario: Scenario) -> None:
         raise RecordError(f"{records[0].path.parent} has {done} steps, and its scenario {scenario.steps}; {AGAIN}")
 
 
-def _read_oracle(folder: Path, precision: str, scenario: Scenario) -> Record:
+def _read_oracle(folder: Path, precision: str, scenario: Scenario, defects: tuple[Defect, ...]) -> Record:
     """The oracle's record in a precision, with everything that the comparison takes for granted."""
     record = read_record(folder / precision)
-    check_oracle(record.path, record.header, precision=precision)
+    check_oracle(record.path, record.header, precision=precision, defects=defects)
     if record.header.get("layout") != LAYOUT:
         raise RecordError(f"{record.path} is not of layout {LAYOUT}, which the oracle has; {AGAIN}")
     if _same(_scenario(record)) != _same(scenario):
@@ -182,11 +184,11 @@ def _check_shapes(record: Record) -> None:
                 )
 
 
-def _read_noise(folder: Path, scenario: Scenario, oracle: Record) -> Record | None:
+def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple[Defect, ...]) -> Record | None:
     """The oracle's run in the cell's precision, which begins where the float64 run begins."""
     if scenario.precision == "exact":
         return None
-    noise = _read_oracle(folder, scenario.precision, scenario)
+    noise = _read_oracle(folder, scenario.precision, scenario, defects)
     check_start(noise, oracle)
     return noise
 

@@ -6,11 +6,12 @@ but the rounding of the optimizer's own arithmetic, which is float32 in every pr
 computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
 """
 
+import math
 from collections.abc import Iterator, Sequence, Set
 
 import torch
 
-from conformance.judge.compare import Tensors, finite, named, place
+from conformance.judge.compare import Tensors, finite, named, place, unnamed_norm
 from conformance.judge.tolerance import Measurement
 from conformance.observable import AGAINST_REBUILT, Observable
 from conformance.oracle.training import clip, global_norm, make_optimizer
@@ -38,8 +39,10 @@ def _of_model(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[Measurement]:
     key = weights[0].key
-    gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
-    rates = {step.step: step.value(rate) for step in oracle.steps}
+    prefix = key.removesuffix("weight")
+    gradient = f"{prefix}gradient"
+    rates = {step.step: step.value(f"{prefix}lr") for step in oracle.steps}
+    unnamed = {step.step: unnamed_norm(step, prefix) for step in oracle.steps}
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
@@ -56,7 +59,8 @@ def _of_model(
             if known:
                 assert lr is not None
                 before = {name: before[name] for name in gradients}
-                clipped = clip(gradients, global_norm(gradients), scenario.optimizer.max_grad_norm)
+                norm = math.hypot(global_norm(gradients), unnamed[step.step])
+                clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
                 rebuilt = optimizer.step(before, clipped, lr)
                 nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
                 moved = sizes.step(nothing, {name: g.abs() for name, g in clipped.items()}, lr)

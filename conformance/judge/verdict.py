@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from conformance.defect import Defect
 from conformance.judge.amplified import Amplified, amplified_noise
 from conformance.judge.belongs import read_records
 from conformance.judge.compare import measure
@@ -29,13 +30,13 @@ from conformance.scenario import parse_scenario
 DEFECT = "the judge failed on these records, which is a defect of the suite"
 
 
-def judge_folders(cell: str, legs: Sequence[Path], oracle: Path) -> Verdict:
-    """Judge the records of the legs of the cell with this id against the oracle's in ``oracle``.
+def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
+    """Judge the records of the legs of the cell with this id against the oracle's in ``oracle``, which has ``defects``.
 
     A record that cannot be trusted, or that is not the cell's own or the oracle's, gives an infrastructure failure.
     """
     try:
-        records = read_records(cell, legs, oracle)
+        records = read_records(cell, legs, oracle, defects=defects)
         return judge(records.legs, oracle=records.oracle, noise=records.noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))

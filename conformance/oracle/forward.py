@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.architecture import Architecture, Layer
 from conformance.oracle.attention import attend, hidden_keys
+from conformance.oracle.variant import HONEST, Variant
+from conformance.oracle.variant import Weights as Weights
 from conformance.validation import UsageError
-
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,13 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -> Tensor:
+def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy, variant: Variant = HONEST) -> Tensor:
     """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
 
     A value model gives one number per token instead, (T, 1), without soft-capping.
 
-    The masters are cast here, inside autograd, so that their gradients come back in the master dtype.
+    The masters are cast here, inside autograd, so that their gradients come back in the master dtype. ``variant``: a
+    known defect, if any.
     """
     w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
     embeddings_VD = w["model.embed_tokens.weight"]
@@ -112,7 +113,11 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -
         # Rounded to the compute dtype first, as Gemma does.
         x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
     tables = {
-        layer: (_rope(len(tokens), layer, a, policy), hidden_keys(len(tokens), layer.window)) for layer in set(a.layers)
+        layer: (
+            _rope(len(tokens), layer, a, policy),
+            variant.hidden_keys(hidden_keys(len(tokens), layer.window), layer.window),
+        )
+        for layer in set(a.layers)
     }
     for i, layer in enumerate(a.layers):
         prefix = f"model.layers.{i}."
@@ -121,7 +126,7 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy) -
     x = _norm(x, w["model.norm.weight"], a, policy)
     if a.value_head:
         return x @ w["score.weight"].T
-    logits_TV = x @ (embeddings_VD if a.tied else w["lm_head.weight"]).T
+    logits_TV = x @ variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w).T
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
     return logits_TV
@@ -159,7 +164,10 @@ def _norm(x: Tensor, weight: Tensor, a: Architecture, policy: Policy) -> Tensor:
 def _attention(
     x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy
 ) -> Tensor:
-    """Causal grouped-query attention, softmax(q k^T * scale) v (arXiv 1706.03762 equation 1, 2305.13245 section 2)."""
+    """Causal grouped-query attention, softmax(q k^T * scale) v (arXiv 1706.03762 equation 1, 2305.13245 section 2).
+
+    A query that sees no key, which there is only with a defect, has output 0.
+    """
     tokens = len(x)
     q_THE = _linear(x, w, "self_attn.q_proj").view(tokens, a.heads, a.head_dim)
     k_TKE = _linear(x, w, "self_attn.k_proj").view(tokens, a.kv_heads, a.head_dim)
@@ -171,11 +179,15 @@ def _attention(
     # Query head h reads kv head h // (H / K).
     k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    blind = hidden.all(dim=1)
+    hidden = hidden & ~blind[:, None]
     if policy.fused:
         q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
         mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.attention_scale)[0]
-        return _linear(mixed_HTE.transpose(0, 1).reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
-    mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.attention_scale, stable=policy.stable)
+        mixed_THE = mixed_HTE.transpose(0, 1)
+    else:
+        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.attention_scale, stable=policy.stable)
+    mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
     return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
 
 

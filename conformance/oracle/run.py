@@ -9,7 +9,7 @@ import contextlib
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 import conformance
-from conformance.batch import Batch, Document
+from conformance.batch import Batch, Document, Row
+from conformance.defect import Defect, defects_to_json
 from conformance.objective import Objective, all_observables
 from conformance.observable import model_key
 from conformance.oracle.architecture import Architecture, read_architecture
+from conformance.oracle.defects import variant_of
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
+from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.tensors import RecordWriter
 from conformance.role import Role
 from conformance.scenario import Scenario, scenario_to_json
@@ -75,6 +78,7 @@ def run_oracle(
     out: Path,
     policy_name: PolicyName,
     restarts: Sequence[int] = (),
+    defects: tuple[Defect, ...] = (),
     device: str = "cpu",
 ) -> None:
     """Train ``scenario.steps`` steps of ``batches`` from the folders in ``models``, one for each role of the objective;
@@ -83,7 +87,8 @@ def run_oracle(
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16. A precision's error is
     that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
-    schedule begin anew, because the cell goes on from exported weights there.
+    schedule begin anew, because the cell goes on from exported weights there. ``defects``: what the run gets wrong, as
+    a library is known to.
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
@@ -94,19 +99,24 @@ def run_oracle(
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
-        loaded = [_load(role, models[role.name], scenario, policy, device) for role in scenario.objective.roles]
+        variant = variant_of(defects)
+        roles = scenario.objective.roles
+        loaded = [_load(role, models[role.name], scenario, policy, variant, device) for role in roles]
         writer = RecordWriter(
-            out, _header(scenario, policy_name, loaded), observables=all_observables(scenario.objective)
+            out, _header(scenario, policy_name, loaded, defects), observables=all_observables(scenario.objective)
         )
-        _train(scenario, loaded, batches, writer, policy, restarts)
+        _train(scenario, loaded, batches, writer, policy, variant, restarts)
 
 
-def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, device: str) -> Model:
-    architecture = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
+def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str) -> Model:
+    honest = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
+    architecture = variant.architecture(honest)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
     weights = {name: w.to(device) for name, w in load_weights(folder, architecture, held).items()}
-    trained = frozenset(name for name in weights if role.trained and scenario.optimizer.trains(name))
+    weights = variant.loaded(weights, architecture, trained=role.trained)
+    trains = scenario.optimizer.trains
+    trained = frozenset(name for name in weights if role.trained and trains(name.removeprefix(UNNAMED)))
     return Model(role=role, architecture=architecture, weights=weights, trained=trained)
 
 
@@ -116,19 +126,20 @@ def _train(
     batches: list[Batch],
     writer: RecordWriter,
     policy: Policy,
+    variant: Variant,
     restarts: Sequence[int],
 ) -> None:
     started = time.perf_counter()
     writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
     began = 0  # step at which the schedule began
-    for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy)):
+    for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy, variant)):
         step_started = time.perf_counter()
         if step == 0 or step in restarts:
             began = step
             for model in models:
                 model.optimizer = make_optimizer(scenario.optimizer) if model.role.trained else None
         lr = scenario.optimizer.lr * scenario.schedule.factor(step - began)
-        observed = observe(batch, models, scenario.objective, policy)
+        observed = observe(batch, models, scenario.objective, policy, variant)
         values, tensors = dict(observed.values), dict[str, Tensor]()
         for key, rows in observed.rows.items():
             tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
@@ -140,37 +151,44 @@ def _train(
             clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
             model.weights = model.weights | model.optimizer.step(model.weights, clipped, lr)
             values |= {model_key(prefix, "grad_norm"): norm, model_key(prefix, "lr"): lr}
+            if unnamed := {name: g for name, g in gradients.items() if name.startswith(UNNAMED)}:
+                values[model_key(prefix, UNNAMED_NORM)] = global_norm(unnamed)
             tensors |= _named(model, "gradient", gradients) | _named(model, "weight", model.weights)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
     writer.finish({"seconds": time.perf_counter() - started})
 
 
 def annotated(
-    batches: Sequence[Batch], models: Sequence[Model], objective: Objective, policy: Policy
+    batches: Sequence[Batch], models: Sequence[Model], objective: Objective, policy: Policy, variant: Variant = HONEST
 ) -> Iterator[Batch]:
     """The batches, one when it is asked for; those of a roll-out with the columns that are computed of it as a whole,
     by the weights that the models have when its first one is asked for. Its mini-batches go round, epoch by epoch."""
     if objective.reads == "samples":
         yield from batches
         return
+    functions = rollout_functions_of(objective)
     known: list[Batch] = []
     first = 0
     for batch in batches:
         if batch.rollout:
-            known, first = look_ahead(batch.rollout, models, rollout_functions_of(objective), policy), batch.step
+            known, first = look_ahead(batch.rollout, models, functions, policy, variant), batch.step
         yield replace(batch, rows=known[(batch.step - first) % len(known)].rows)
 
 
 @torch.no_grad()
 def look_ahead(
-    batches: Sequence[Batch], models: Sequence[Model], functions: RolloutFunctions, policy: Policy
+    batches: Sequence[Batch],
+    models: Sequence[Model],
+    functions: RolloutFunctions,
+    policy: Policy,
+    variant: Variant,
 ) -> list[Batch]:
     """The mini-batches of a roll-out with all their columns."""
 
     def look(model: Model, document: Document) -> Tensor:
         if not any(document.targets):
             return torch.zeros(0, dtype=policy.stable)
-        output = forward(torch.tensor(document.tokens), model.weights, model.architecture, policy)
+        output = forward(torch.tensor(document.tokens), model.weights, model.architecture, policy, variant)
         return functions.look(model.role.name, output, document, stable=policy.stable)
 
     found = {
@@ -181,7 +199,9 @@ def look_ahead(
     return functions.annotate(batches, found, stable=policy.stable)
 
 
-def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy: Policy) -> Observed:
+def observe(
+    batch: Batch, models: Sequence[Model], objective: Objective, policy: Policy, variant: Variant = HONEST
+) -> Observed:
     """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights.
 
     Raises ValueError if the batch has no target token or a gradient is not finite.
@@ -197,14 +217,14 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     # What a frozen model says of a roll-out stands in its columns.
     running = [m for m in models if m.role.trained or objective.reads == "samples"]
-    for row in batch.rows:
+    for row in _rows(batch, leaves.values(), variant):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         # A document without targets adds nothing to any loss, whatever it holds.
         for document in (d for d in row.documents if any(d.targets)):
             others: dict[str, Tensor] = {}
             for model in running:
                 name = model.role.name
-                output = forward(torch.tensor(document.tokens), leaves[name], model.architecture, policy)
+                output = forward(torch.tensor(document.tokens), leaves[name], model.architecture, policy, variant)
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
@@ -219,8 +239,19 @@ def observe(batch: Batch, models: Sequence[Model], objective: Objective, policy:
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)
     trained = {m.role.name: {n: leaves[m.role.name][n] for n in m.weights if n in m.trained} for m in models}
-    gradients = {name: _gradients(batch.step, leaf, scale, policy) for name, leaf in trained.items() if leaf}
+    gradients = {
+        name: variant.reduced(_gradients(batch.step, leaf, scale, policy)) for name, leaf in trained.items() if leaf
+    }
     return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
+
+
+def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:
+    """The rows in the order of the variant, which may change what was added up so far between its micro-batches."""
+    for part in variant.micro_batches([batch.rows], batch):
+        for own in leaves:
+            for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
+                own[name].grad = gradient
+        yield from part
 
 
 def _gradients(step: int, leaves: Weights, scale: float, policy: Policy) -> Weights:
@@ -234,11 +265,13 @@ def _gradients(step: int, leaves: Weights, scale: float, policy: Policy) -> Weig
     return gradients
 
 
-def _header(scenario: Scenario, policy_name: PolicyName, models: Sequence[Model]) -> dict[str, Any]:
+def _header(
+    scenario: Scenario, policy_name: PolicyName, models: Sequence[Model], defects: tuple[Defect, ...]
+) -> dict[str, Any]:
     policy = POLICIES[policy_name]
     return {
         "cell": "oracle",
-        "backend": {"name": "oracle", "precision": policy_name},
+        "backend": {"name": "oracle", "precision": policy_name, "defects": defects_to_json(defects)},
         "scenario": scenario_to_json(scenario),
         "layout": "dp1",
         "environment": {
@@ -258,4 +291,6 @@ def _header(scenario: Scenario, policy_name: PolicyName, models: Sequence[Model]
 
 
 def _named(model: Model, kind: str, tensors: Weights) -> dict[str, Tensor]:
-    return {f"{model_key(model.role.prefix, kind)}/{name}": tensor for name, tensor in tensors.items()}
+    """What has a name in the model's folder, as a record has it."""
+    key = model_key(model.role.prefix, kind)
+    return {f"{key}/{name}": tensor for name, tensor in tensors.items() if not name.startswith(UNNAMED)}

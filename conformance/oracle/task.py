@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.batch import read_batches
+from conformance.defect import parse_defects
 from conformance.oracle.run import PolicyName, run_oracle
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext
@@ -18,6 +19,7 @@ def run(
     out: str,
     policy: PolicyName,
     restarts: list[int],
+    defects: list[dict[str, Any]],
 ) -> None:
     """See ``run_oracle``; the arguments are its own as JSON values."""
     rank.beat(policy)
@@ -28,5 +30,6 @@ def run(
         out=Path(out),
         policy_name=policy,
         restarts=restarts,
+        defects=parse_defects(defects),
         device=rank.device,
     )

@@ -58,7 +58,10 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
     observables = reference.observables or entries[0].observables
     shown = columns(observables)
     bounds: Bounds = {
-        (q.stage, q.tensor, q.step): q.allowed for entry in entries for q in entry.verdict.quantities
+        (q.stage, q.tensor, q.step): q.allowed
+        for entry in entries
+        if not _is_of_a_defect(entry)
+        for q in entry.verdict.quantities
     }  # the same for all: the rule, and the noise that it measures, belong to the scenario and its precision
     with_lines = [number for number, one in enumerate(observed) if one.lines]
     pairs: dict[tuple[int, int], dict[str, Difference]] = {}
@@ -96,6 +99,11 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
+def _is_of_a_defect(entry: Entry) -> bool:
+    """Whether the quantities are those against the oracle with a defect (conformance.judge.expected)."""
+    return bool(entry.defective) and entry.verdict.state == "differs"
+
+
 def _oracle(out: Path, entry: Entry) -> Path | None:
     return Path(os.path.normpath(out / entry.folder / entry.oracle)) if entry.oracle else None
 
@@ -104,6 +112,8 @@ def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed)
     """Only what was judged is compared: the judge has found that such records hold what they should."""
     if not entry.records or not entry.completed or not entry.verdict.quantities:
         return _Observed(problem=entry.verdict.reason.partition("\n")[0])
+    if _is_of_a_defect(entry):
+        return _Observed(problem="it differs from the oracle with its expected defect, too, and was judged by that")
     if _oracle(out, entry) != oracle:
         return _Observed(problem="it is of another scenario with the same name")
     folder = out / entry.folder

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+from conformance.defect import defects_of
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle
 from conformance.record.results import Entry, Run, inside, read_run
@@ -55,6 +56,10 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
     if entry.oracle:
         oracle, theirs = _read_own(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
         problem = problem or (f"of the oracle: {theirs}" if theirs else "")
+    if entry.defective:
+        has_them = partial(check_oracle, precision=FLOAT64, defects=defects_of(entry.expected))
+        _, theirs = _read_own(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
+        problem = problem or (f"of the oracle with the expected defects: {theirs}" if theirs else "")
     verdict = entry.verdict
     if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"

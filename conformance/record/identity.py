@@ -1,12 +1,15 @@
 """Identity: whose record it is, as its header says; without torch, for the judge and the reports alike.
 
 Folders can be copied, swapped and given another name. So a record is taken for a cell's only if it says so itself, and
-for the oracle's only if it says that it is one, of the precision that is asked for (claim 9).
+for the oracle's only if it says that it is one, of the precision and with the defects that are asked for (claim 9).
 """
 
 from pathlib import Path
+from typing import Any
 
+from conformance.defect import Defect, defects_to_json
 from conformance.record.format import Line, RecordError
+from conformance.validation import shown
 
 ORACLE = "oracle"  # the cell and the backend in the header of the oracle's records
 FLOAT64 = "float64"  # the precision of the oracle that cells are compared with
@@ -21,8 +24,8 @@ def check_cell(folder: Path, header: Line, *, cell: str) -> None:
         )
 
 
-def check_oracle(folder: Path, header: Line, *, precision: str) -> None:
-    """Raises RecordError where the record in ``folder`` is not the oracle's, of this precision."""
+def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[Defect, ...] = ()) -> None:
+    """Raises RecordError where the record in ``folder`` is not the oracle's, of this precision, with these defects."""
     backend = header.get("backend", {})
     found = header.get("cell"), backend.get("name"), backend.get("precision")
     if found != (ORACLE, ORACLE, precision):
@@ -31,3 +34,12 @@ def check_oracle(folder: Path, header: Line, *, precision: str) -> None:
             f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
             f"cell again"
         )
+    if backend.get("defects", []) != (asked := defects_to_json(defects)):
+        raise RecordError(
+            f"{folder} should be the oracle's record with {_named(asked)}, and is one with "
+            f"{_named(backend['defects'])}: folders were mixed up; run the cell again"
+        )
+
+
+def _named(defects: Any) -> str:
+    return shown(defects) if defects else "no defect"

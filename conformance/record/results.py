@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 import conformance
+from conformance.defect import Known
 from conformance.observable import Observable, observables_to_json, stages
 from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.files import Unreadable, Unwritable, read_file, write_file
@@ -26,17 +27,9 @@ from conformance.validation import UsageError, shown
 
 SUMMARY, VERDICT = "summary.json", "verdict.json"
 SCHEMA = 2
-_NOT_PLAIN = ("verdict", "observables", "other")  # fields of an entry that JSON holds in another form
+_NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
-
-
-def _whole(expected: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError where a field of an expected difference is missing or of another type."""
-    types = {"cells": str, "stage": str, "tensors": str, "reason": str, "link": str, "alone": bool}
-    if wrong := [name for name, kind in types.items() if not isinstance(expected.get(name), kind)]:
-        raise ValueError(f"{', '.join(wrong)} of an expected difference is missing or wrong")
-    return expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +51,10 @@ class Entry:
     """One cell of a run, as it stands in the output folder.
 
     cell: its id; scenario, model, backend, layout and variant (precision, program, seed, faults) are the parts of it.
-    folder: of the cell, in the output folder. records: of its legs, in the cell's folder, as far as they came; oracle:
+    folder: of the cell, in the output folder. records: of its legs, in the cell's folder, as far as they came. oracle:
     the folder of the oracle's records, from the cell's folder. completed: all legs came to their end. expected: what
-    the backend says must differ. reproduce: a command. other: of a cell that was run once more, in fresh ranks, the
-    attempt that the records are not of.
+    the backend says must differ. defective: as oracle, with the defects of that; None without any. reproduce:
+    a command. other: of a cell that was run once more, in fresh ranks, the attempt that the records are not of.
     """
 
     cell: str
@@ -76,7 +69,8 @@ class Entry:
     completed: bool
     records: tuple[str, ...]
     oracle: str | None
-    expected: Annotated[dict[str, Any], AfterValidator(_whole)] | None
+    expected: tuple[Known, ...]
+    defective: str | None
     reproduce: str
     observables: tuple[Observable, ...] = ()
     verdict: Verdict
@@ -128,6 +122,7 @@ def write_entry(out: Path, entry: Entry) -> None:
         "observables": observables_to_json(entry.observables),
         "state": verdict.state,
         "reason": verdict.reason,
+        "expected": [asdict(known) for known in entry.expected],
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
         "strips": [vars(strip) for strip in verdict.strips],
@@ -223,7 +218,7 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
                 f"them was edited or comes from another run; run the cells again"
             )
         others = entry.other.records if entry.other else ()
-        for path in filter(None, (*entry.records, *others, entry.oracle)):
+        for path in filter(None, (*entry.records, *others, entry.oracle, entry.defective)):
             if os.path.relpath(out / entry.folder / path, out).startswith(os.pardir):
                 raise UsageError(f"{file} names {path}, which lies outside of {out}: it was edited; run again")
         entries.append(entry)

@@ -1,9 +1,10 @@
 """Oracles: the oracle's records that cells are judged by, made once and kept across runs.
 
 Oracle runs go on beside the cells, in a world of their own. Their records are cached under everything that they depend
-on: the models' files, the batches, the scenario without what does not matter to it, the sources of the oracle and of
-the objective, torch, and below float64 the device. So no run is repeated by another process, nor by the next run of the
-suite. ``PARITY_CACHE`` names the cache's folder (default: ``~/.cache/backend-parity``).
+on: the models' files, the batches, the scenario without what does not matter to it, the defects that the oracle is to
+have, the sources of the oracle and of the objective, torch, and below float64 the device. So no run is repeated by
+another process, nor by the next run of the suite. ``PARITY_CACHE`` names the cache's folder (default:
+``~/.cache/backend-parity``).
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from conformance import oracle
+from conformance.defect import Defect, defects_to_json
 from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
@@ -27,6 +29,7 @@ from conformance.record.tensors import read_record
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
+Defects = tuple[Defect, ...]
 CACHE_SIZE = 4 * 2**30  # bytes; what was used least recently goes first
 
 
@@ -49,25 +52,31 @@ class Oracles:
         self._thread.submit(self._close)
         self._thread.shutdown()
 
-    def folder(self, cell: Cell) -> Path:
-        """Holds the records ``float64`` and, below the exact tier, the cell's precision."""
+    def folder(self, cell: Cell, defects: Defects = ()) -> Path:
+        """Holds the records ``float64`` and, below the exact tier, the cell's precision; of the oracle with defects, if
+        there are any."""
         asked = [_relevant(cell.scenario), *([list(cell.restarts)] if cell.restarts else [])]
-        return self._root / "oracle" / f"{cell.scenario.model_name}-{short_key(*asked)}"
+        asked += [defects_to_json(defects)] if defects else []
+        kinds = "".join(f"-{defect.kind}" for defect in defects)
+        return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
 
-    def request(self, cell: Cell, inputs: FrozenInputs) -> None:
-        """Have the runs made that the cell is judged by, if they are not made or under way."""
-        for policy in _policies(cell):
-            out = self.folder(cell) / policy
-            if out not in self._runs:
-                self._runs[out] = self._thread.submit(self._run, cell, inputs, out, policy)
+    def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
+        """Have the runs made that the cell is judged by, if they are not made or under way: of the oracle as it should
+        be, and of the one with the defects that the cell is known to have."""
+        for has in {(), defects}:
+            for policy in _policies(cell):
+                out = self.folder(cell, has) / policy
+                if out not in self._runs:
+                    self._runs[out] = self._thread.submit(self._run, cell, inputs, out, policy, has)
 
-    def wait(self, cell: Cell) -> str:
+    def wait(self, cell: Cell, defects: Defects = ()) -> str:
         """Wait for the runs that the cell is judged by; returns why one failed, or nothing."""
-        return "; ".join(filter(None, (self._runs[self.folder(cell) / policy].result() for policy in _policies(cell))))
+        runs = [self._runs[self.folder(cell, has) / policy] for has in {(), defects} for policy in _policies(cell)]
+        return "; ".join(filter(None, (run.result() for run in runs)))
 
-    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName) -> str:
+    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
         device = "cpu" if policy == "float64" else self._device
-        cached = self._cache / _cache_key(cell, inputs, policy, device)
+        cached = self._cache / _cache_key(cell, inputs, policy, device, defects)
         with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
             if _is_whole(out):
                 return ""
@@ -76,7 +85,8 @@ class Oracles:
                 shutil.rmtree(cached, ignore_errors=True)
                 computed = out.with_name(f"{policy}.computed")
                 shutil.rmtree(computed, ignore_errors=True)
-                outcome = self._outcome(cell, inputs, computed, policy, device, logs=out.with_name(f"{policy}-logs"))
+                logs = out.with_name(f"{policy}-logs")
+                outcome = self._outcome(cell, inputs, computed, policy, device, defects, logs=logs)
                 if outcome.state != "done":
                     return f"the oracle's {policy} run failed: {outcome.reason}"
                 with complete_or_nothing(cached) as unfinished:
@@ -87,7 +97,15 @@ class Oracles:
         return ""
 
     def _outcome(
-        self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, device: Device, *, logs: Path
+        self,
+        cell: Cell,
+        inputs: FrozenInputs,
+        out: Path,
+        policy: PolicyName,
+        device: Device,
+        defects: Defects,
+        *,
+        logs: Path,
     ) -> Outcome:
         self._pool = self._pool or Pool(work_dir=self._root / "worlds")
         return self._pool.run(
@@ -101,6 +119,7 @@ class Oracles:
                 "out": str(out),
                 "policy": policy,
                 "restarts": list(cell.restarts),
+                "defects": defects_to_json(defects),
             },
             log_dir=logs,
             budget_s=self._budget_s,
@@ -158,18 +177,19 @@ def _is_whole(record: Path) -> bool:
     return False
 
 
-def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device) -> str:
+def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
     values = _relevant(cell.scenario)
     values.pop("model")
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
-    parts = [values, policy, list(cell.restarts), torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
+    versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
+    parts = [values, policy, list(cell.restarts), *versions, defects_to_json(defects)]
     digest.update(json.dumps(parts, sort_keys=True).encode())
     objective = cell.scenario.objective
     sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}
     package = Path(oracle.__file__).parent
     files = [inputs.batches, *sorted(package.glob("*.py")), *sorted(Path(source) for source in sources if source)]
-    files += [package.parent / name for name in ("batch.py", "observable.py", "scenario.py")]
+    files += [package.parent / name for name in ("batch.py", "defect.py", "observable.py", "scenario.py")]
     files += [package.parent / "record" / name for name in ("format.py", "tensors.py")]
     for role, folder in sorted(inputs.models.items()):
         digest.update(role.encode())

@@ -1,7 +1,8 @@
 """Refusal: why a cell is not run at all, and what that makes of it (claim 9).
 
 Three things are kept apart, because only the first is an answer: the backend does not claim the cell (``unsupported``),
-this machine cannot run it (``not_run``), and the backend cannot be asked (``infrastructure``).
+this machine cannot run it (``not_run``), and the backend cannot be asked (``infrastructure``). Asked it is as well
+which differences are known.
 """
 
 import traceback
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Unsupported
+from conformance.defect import Known
+from conformance.expectation import ExpectedDifference
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
 from conformance.run.environment import model_sizes
@@ -55,6 +58,22 @@ class Refusals:
             reason = f"needs {ranks} GPUs, {gpus} visible; a layout of at most {gpus} ranks would run"
             return Verdict(state="not_run", reason=reason)
         return None
+
+    def known(self, cell: Cell) -> tuple[Known, ...]:
+        """What the backend says must differ: of cells whose legs are all on one backend and in one layout.
+
+        A planted fault is no known defect, and has to be found wherever it is planted. A backend that cannot be
+        imported says nothing.
+        """
+        leg, adapter = cell.legs[0], self.adapter(cell.legs[0].backend)
+        alike = {(leg.backend, leg.layout) for leg in cell.legs}
+        if cell.faults or len(alike) > 1 or isinstance(adapter, Verdict):
+            return ()
+        expected: tuple[ExpectedDifference, ...] = getattr(adapter, "expected", ())
+        zero = adapter.describe().default_zero
+        about = (one for one in expected if one.is_about(cell.scenario, leg.layout, default_zero=zero))
+        found = (one.of(cell.scenario, leg.layout) for one in about)
+        return tuple(known for known in found if known.defects or known.unmodelled)
 
     def adapter(self, backend: BackendEntry) -> Any:
         """The adapter's class, or the verdict of all its cells. Raises UsageError for a wrong target."""

@@ -11,15 +11,15 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from conformance.backend import BackendEntry, ExpectedDifference
+from conformance.backend import BackendEntry
+from conformance.defect import Known, defects_of
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
-from conformance.judge.expected import apply_expectation
+from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both, told_of
-from conformance.judge.verdict import judge_folders
 from conformance.objective import all_observables
 from conformance.oracle.objectives import functions_of
 from conformance.plan.cell import Cell
@@ -151,7 +151,7 @@ class Session:
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
         ended = run_legs(self._pool, cell, inputs, legs, device=device, budget_s=budget_s, fresh=fresh)
         paths = [legs / str(number) / "record" for number in range(len(cell.legs))]
-        if missing := self._oracles.wait(cell):
+        if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
             verdict, failed = Verdict(state="infrastructure", reason=missing), False
         elif ended.failure:
             verdict, failed = Verdict(state="infrastructure", reason=ended.failure), ended.kind != "hung"
@@ -165,22 +165,24 @@ class Session:
         return attempt, ended.used and not cell.faults and (failed or verdict.state == "differs")
 
     def _judge(self, cell: Cell, records: Sequence[Path]) -> Verdict:
-        known = self._expectation(cell)
-        verdict = judge_folders(str(cell), records, self._oracles.folder(cell))
-        return apply_expectation(verdict, asdict(known) if known else None)
+        known = self._refusals.known(cell)
+        return judge_cell(
+            str(cell),
+            records,
+            oracle=self._oracles.folder(cell),
+            known=known,
+            defective=self._defective(cell, known),
+            observables=all_observables(cell.scenario.objective),
+        )
 
-    def _expectation(self, cell: Cell) -> ExpectedDifference | None:
-        """What the backend of the first leg says must differ. A backend that cannot be imported says nothing.
-
-        A planted fault is no known defect: it has to be found wherever it is planted.
-        """
-        adapter = self._refusals.adapter(cell.legs[0].backend)
-        known: tuple[ExpectedDifference, ...] = () if cell.faults else getattr(adapter, "expected", ())
-        return next((k for k in known if k.means(str(cell))), None)
+    def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
+        """Where the oracle's records with the cell's expected defects are, if it has any."""
+        defects = defects_of(known)
+        return self._oracles.folder(cell, defects) if defects else None
 
     def _request(self, cell: Cell) -> FrozenInputs:
         inputs = prepare_inputs(cell.scenario, self.config.out)
-        self._oracles.request(cell, inputs)
+        self._oracles.request(cell, inputs, defects_of(self._refusals.known(cell)))
         return inputs
 
     def refusal(self, cell: Cell) -> Verdict | None:
@@ -196,7 +198,8 @@ class Session:
 
     def _keep(self, judged: JudgedCell) -> None:
         cell, folder = judged.cell, self._folder(judged.cell)
-        known = self._expectation(cell)
+        known = self._refusals.known(cell)
+        defective = self._defective(cell, known) if judged.records else None
         entry = Entry(
             cell=str(cell),
             scenario=cell.scenario.name,
@@ -210,7 +213,8 @@ class Session:
             completed=judged.completed,
             records=judged.records,
             oracle=os.path.relpath(self._oracles.folder(cell), folder) if judged.records else None,
-            expected=asdict(known) if known else None,
+            expected=known,
+            defective=os.path.relpath(defective, folder) if defective else None,
             reproduce=shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
             observables=all_observables(cell.scenario.objective),
             verdict=judged.verdict,

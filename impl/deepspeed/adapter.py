@@ -3,11 +3,12 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import RL_SEAMS, StrategyBackend
-from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.deepspeed.expected import EXPECTED
+from impl.ring.support import RING_MODULES, ring_support
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
@@ -34,39 +35,7 @@ class DeepspeedBackend(StrategyBackend):
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
-    expected = (
-        *(
-            ExpectedDifference(
-                cells=f"*/deepspeed/*.shipped/{precision}",
-                stage="weights",
-                tensors="*",
-                reason=f"DeepSpeed casts the model to {precision} first and copies the float32 masters from that",
-                link="docs/findings/deepspeed-rounded-masters.md",
-            )
-            for precision in ("bf16", "fp16")
-        ),
-        *(
-            ExpectedDifference(
-                cells=f"*/deepspeed/*zero0*/{precision}",
-                unless=("sft-padded/*", "*.shipped/*", "*/deepspeed/dp1.zero0/*"),
-                stage="gradients",
-                tensors="gradient: elements that are * numbers, so added up in it",
-                reason=f"ZeRO-0 adds gradients up in {precision}, whatever grad_accum_dtype says",
-                link="docs/findings/deepspeed-zero0-half.md",
-                alone=True,
-            )
-            for precision in ("bf16", "fp16")
-        ),
-        ExpectedDifference(
-            cells="*/deepspeed/*ulysses*.shipped/*",
-            unless=("*.zero[012].*", "*tp[0-9]*ulysses*"),  # with AutoTP its ranks are data ranks at every stage
-            stage="gradients",
-            tensors="*",
-            reason="ZeRO-3 divides gradients by the ranks of Ulysses as well, ZeRO 0 to 2 do not",
-            link="docs/findings/deepspeed-ulysses-scale.md",
-        ),
-        *RING_DIFFERENCES,
-    )
+    expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",

@@ -2,11 +2,12 @@
 
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
-from impl.ring.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.fsdp2.expected import EXPECTED
+from impl.ring.support import RING_MODULES, ring_support
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -23,19 +24,7 @@ class Fsdp2Backend(StrategyBackend):
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
-    expected = (
-        *(
-            ExpectedDifference(
-                cells=f"sft-packed/{model}/fsdp2/*.lastsync.shipped/*",
-                stage="gradients",
-                tensors="model.layers.*.self_attn.[qk]_norm.weight",
-                reason="transformers sums a head norm's accumulated gradient over tp at every micro-batch",
-                link="docs/findings/hf-head-norm-accumulation.md",
-            )
-            for model in ("qwen3", "gemma3")
-        ),
-        *RING_DIFFERENCES,
-    )
+    expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **VOCABULARY_SEAMS,

@@ -3,13 +3,14 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, ExpectedDifference, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Unsupported
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.megatron.convert import all_parameters, is_trained
+from impl.megatron.expected import EXPECTED
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
 from impl.ring.support import RING_MODULES, ring_support
@@ -17,7 +18,6 @@ from impl.ring.support import RING_MODULES, ring_support
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
 
-_MODELS = ("pangu", "llama", "qwen3")  # ours, in float32 and with a vocabulary that needs padding
 _OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "overlap", "shipped")
 
 
@@ -31,29 +31,7 @@ class MegatronBackend(StrategyBackend):
         default_zero=0,
     )
     preload = ("impl.megatron.context", *RING_MODULES)
-    expected = (
-        *(
-            ExpectedDifference(
-                cells=f"*/{model}/megatron/*.shipped/{precision}",
-                stage="weights",
-                tensors="*",
-                reason=f"megatron-core copies the float32 masters from the model, which is {precision} by then",
-                link="docs/findings/megatron-rounded-masters.md",
-            )
-            for model in _MODELS
-            for precision in ("bf16", "fp16")
-        ),
-        *(
-            ExpectedDifference(
-                cells=f"*/{model}/megatron/*.shipped/*",
-                stage="log-probs",
-                tensors="logprob",
-                reason="the padding of the vocabulary takes part in the softmax",
-                link="docs/findings/megatron-padded-vocabulary.md",
-            )
-            for model in _MODELS
-        ),
-    )
+    expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **VOCABULARY_SEAMS,

@@ -2,35 +2,12 @@
 
 import json
 
-from conformance.backend import ExpectedDifference, Support, Supported, Unsupported
+from conformance.backend import Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from impl.ring.flash import INSTALL, available
 
-RING_DIFFERENCES = (
-    *(
-        ExpectedDifference(
-            cells=f"sft-*/{model}/*.{ring}.*shipped/fp32",
-            stage="gradients",
-            tensors="model.[el]*",  # all but the head and the norm before it
-            reason="ring_flash_attn overwrites the float32 gradients of queries, keys and values that it sums up",
-            link="docs/findings/ring-attention-gradients.md",
-        )
-        for model in ("pangu", "llama", "qwen3")
-        for ring in ("ring", "zigzag")
-    ),
-    *(
-        ExpectedDifference(
-            cells=f"sft-*/gemma3/*.{ring}.*shipped/*",
-            stage="log-probs",
-            tensors="logprob",
-            reason="ring_flash_attn applies a sliding window to every block as if it were the query's own",
-            link="docs/findings/ring-attention-window.md",
-        )
-        for ring in ("ring", "zigzag")
-    ),
-)
 RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
 
 
