@@ -41,6 +41,7 @@ class Observable:
         oracle's it may be as wrong as they are all together: their errors may point in one direction.
     mean_of, max_of: key of the rows of which this scalar is the mean or the largest; it is rebuilt from the rows that
         the cell itself recorded, and judged by that alone: the rows are held against the oracle.
+    explains: key of the rows whose variance this scalar says the rows ``made_of`` explain; it is rebuilt as a mean is.
     made_of: key of the rows that this scalar is a weighted sum of. The error of a sum of N numbers is about theirs over
         the root of N; one run may be luckier, and is not taken at its word then.
     rowwise: the worst row of each tensor is judged, too.
@@ -64,6 +65,7 @@ class Observable:
     norm_of: str = ""
     mean_of: str = ""
     max_of: str = ""
+    explains: str = ""
     made_of: str = ""
     rowwise: bool = False
     rebuilt: bool = False
@@ -76,7 +78,12 @@ class Observable:
     @property
     def judged_as(self) -> str:
         """The name of the quantity that judges this number: what follows from rows is judged against the cell's own."""
-        return self.key + AGAINST_REBUILT if self.mean_of or self.max_of else self.key
+        return self.key + AGAINST_REBUILT if self.is_of_rows else self.key
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it is rebuilt from the rows that the cell itself recorded."""
+        return bool(self.mean_of or self.max_of or self.explains)
 
     @property
     def replica_stage(self) -> str:

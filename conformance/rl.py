@@ -196,6 +196,7 @@ class Ppo(PolicyGradient):
 
     def estimates(self) -> tuple[Observable, ...]:
         explained = curve("critic.explained_var", "returns", "explained variance", printed="vf_explained_var")
+        explained = replace(explained, explains="return", made_of="critic.old_value")
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def of_critic(self) -> tuple[Observable, ...]:

@@ -25,7 +25,6 @@ LONG = (
     "test_pytest_plugin",
     "test_cells_rl",
     "test_liars",
-    "test_mutation_score",
     "test_deepspeed",
     "test_fsdp2_models",
     "test_claims",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from judge_sample import Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
-from conformance.judge.tolerance import Measurement, allowed_errors
 from conformance.judge.verdict import judge
 from conformance.record.format import RecordError
 
@@ -163,14 +162,3 @@ def test_a_norm_may_be_as_wrong_as_its_tensors_are_together_and_no_more(tmp_path
     for by, found in ((2.5e-3, False), (4e-3, True)):
         verdict = judge([write(tmp_path / str(by), longer(by), precision="bf16")], oracle=oracle, noise=noise)
         assert ("grad_norm" in {finding.tensor for finding in verdict.findings}) == found, verdict.findings
-
-
-def test_what_drifts_apart_after_a_step_makes_no_bound_before_it_blunter() -> None:
-    noise = [Measurement(stage="log-probs", tensor="logprob", step=n, error=1e-3, scalar=True) for n in range(2)]
-    bounds = allowed_errors(
-        noise, precision="bf16", noise=noise, gradients=frozenset(), amplified={}, drift={1: 4.0, 2: 9.0}
-    )
-    assert bounds == {
-        ("log-probs", "logprob", 0): pytest.approx(3e-3),
-        ("log-probs", "logprob", 1): pytest.approx(12e-3),
-    }

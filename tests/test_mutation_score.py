@@ -147,6 +147,7 @@ def test_every_fault_is_planned_on_every_backend_in_every_tier(tmp_path: Path) -
     assert score.honest.keys() == {row.cell.removesuffix(f"/fault-{row.fault}") for row in score.in_tiers}
 
 
+@pytest.mark.exhaustive
 def test_the_command_plants_what_it_says_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     options = ("--backends", "fsdp2", "--faults", "inverted-clip", "schedule-per-micro-batch", "--tiers", "exact")
     assert score_of(tmp_path / "out", *options, "--minutes", "0")[0] == 3

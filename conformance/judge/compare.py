@@ -111,8 +111,8 @@ def _step(
         if not o.applies(step.step):
             continue
         own, ref = named(tensors, o.key), named(reference, o.key)
-        if o.mean_of or o.max_of:
-            yield _of_rows(o, step, named(tensors, o.mean_of or o.max_of))
+        if o.is_of_rows:
+            yield _of_rows(o, step, tensors)
         elif o.kind in ("scalar", "setting"):
             parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
             typical = _of_parts(parts, named(reference, o.norm_of or o.made_of), independent=bool(o.made_of))
@@ -276,15 +276,33 @@ def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float
     return finite(math.sqrt(sum(squares)) / (norm or 1.0)) / math.sqrt(max(1, count))
 
 
-def _of_rows(o: Observable, step: StepRecord, rows: Tensors) -> Measurement:
-    """A mean or a maximum against that of the rows; an error of a mean is relative to the mean size of the numbers."""
-    own, numbers = step.value(o.key), [tensor.double().flatten() for tensor in rows.values()]
-    if own is None or not numbers:
+def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
+    """A number that follows from rows against that of the cell's own rows.
+
+    An error of a mean is relative to the mean size of the numbers; of an explained variance, which is 1 less the ratio
+    of two, to that ratio. The denominator is verl's.
+    """
+    own, rows = step.value(o.key), _in_order(tensors, o.mean_of or o.max_of or o.explains)
+    if own is None or rows is None:
         return _infinite(o.stage, f"{o.key} (missing)", step.step)
-    every = torch.cat(numbers)
-    rebuilt, unit = (every.mean(), every.abs().mean()) if o.mean_of else (every.max(), every.max())
+    if o.mean_of:
+        rebuilt, unit = rows.mean(), rows.abs().mean()
+    elif o.max_of:
+        rebuilt = unit = rows.max()
+    else:
+        explaining = _in_order(tensors, o.made_of)
+        if explaining is None or explaining.shape != rows.shape:
+            return _infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+        unit = (rows - explaining).var() / (rows.var() + 1e-5)
+        rebuilt = 1 - unit
     bound = NORM_ROUNDINGS * ROUNDING
     return _number(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+
+
+def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
+    """The numbers of all rows, one after another; None if there are none."""
+    rows = named(tensors, key)
+    return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None
 
 
 def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:

@@ -16,7 +16,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
@@ -104,28 +104,25 @@ def allowed_errors(
                 f"more than can be judged by ({limit:.1e}); raise eps or lower the learning rate, or run the cell in "
                 f"fp32 and the exact tier"
             )
+    # Drift makes no bound blunter than the limit does; what is above it already is an amplified update.
+    noise = [replace(q, error=max(q.error, min(q.error * drift.get(q.step, 1.0), limits[q.key]))) for q in noise]
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
         # A worst row is an extreme of few, so the noise of one is that of the worst of all tensors.
         tensor = OF_ROWS if q.of_row else q.tensor
         largest[q.stage, tensor] = max(largest[q.stage, tensor], q.error, q.typical)
-
-    def drifted(error: float, q: Measurement) -> float:
-        """Drift makes no bound blunter than the limit does; what is above it already is an amplified update."""
-        return max(error, min(error * drift.get(q.step, 1.0), limits.get(q.key, 0.0)))
-
     bounds = {}
     for q in quantities:
         if q.fixed is not None:
             bounds[q.key] = q.fixed
         elif q.scalar:
-            bounds[q.key] = NOISE_FACTOR * max(drifted(largest[q.stage, q.tensor], q), SCALAR_ROUNDINGS * ROUNDING)
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], SCALAR_ROUNDINGS * ROUNDING)
         elif q.of_row:
-            bounds[q.key] = NOISE_FACTOR * drifted(largest[q.stage, OF_ROWS], q)
+            bounds[q.key] = NOISE_FACTOR * largest[q.stage, OF_ROWS]
         else:
-            error = max(largest[q.stage, q.tensor], medians.get((q.stage, q.step), 0.0))
-            bounds[q.key] = NOISE_FACTOR * max(drifted(error, q), amplified.get(q.key, 0.0))
+            typical = max(medians.get((q.stage, q.step), 0.0), amplified.get(q.key, 0.0))
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], typical)
     return bounds
 
 

@@ -70,6 +70,8 @@ class Refusals:
         if cell.faults or len(alike) > 1 or isinstance(adapter, Verdict):
             return ()
         expected: tuple[ExpectedDifference, ...] = getattr(adapter, "expected", ())
+        if not expected:
+            return ()
         zero = adapter.describe().default_zero
         about = (one for one in expected if one.is_about(cell.scenario, leg.layout, default_zero=zero))
         found = (one.of(cell.scenario, leg.layout) for one in about)

@@ -123,10 +123,10 @@ RING_FAULTS = (
     ),
     Fault(
         name="ring-not-reduced",
-        summary="gradients are reduced over dp and not over the ring",
+        summary="the ranks of the ring shard nothing among them and reduce no gradients: dp alone does",
         source="https://github.com/verl-project/verl/issues/7493, where replicas are not reduced over",
         seam="reduction_mesh",
-        stage="gradients",
+        stage="configuration",
         loss_blind=True,
         needs="sp of 2 or more",
         wrap=_ring_not_reduced,
