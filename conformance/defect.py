@@ -79,7 +79,8 @@ _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unmodelled:
-    """What a defect shows that the oracle cannot have: findings at ``stage``, of tensors that match one of ``tensors``.
+    """What a defect shows that the oracle cannot have: findings at ``stage``, of any model, of tensors that match one
+    of ``tensors``.
 
     These are shell patterns of what is named at the stage. No finding may be another; nothing else is hidden.
     onward: wrong numbers go on to be used, so other stages may differ from the oracle after the first findings. What is

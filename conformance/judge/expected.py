@@ -72,7 +72,8 @@ def _explains(allowed: Unmodelled, finding: Quantity, verdict: Verdict, observab
 
 def _is_named(allowed: Unmodelled, finding: Quantity) -> bool:
     tensor = finding.tensor.removesuffix(f" {OF_ROWS}")
-    return finding.stage == allowed.stage and any(fnmatchcase(tensor, pattern) for pattern in allowed.tensors)
+    is_of_any_model = finding.stage == allowed.stage or finding.stage.endswith(f" {allowed.stage}")
+    return is_of_any_model and any(fnmatchcase(tensor, pattern) for pattern in allowed.tensors)
 
 
 def _is_against_the_oracle(finding: Quantity, observables: Sequence[Observable]) -> bool:
