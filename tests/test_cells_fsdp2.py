@@ -30,7 +30,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
         exhaustive("sft-packed", "qwen3", "sp3"),
         exhaustive("sft-packed", "pangu", "sp2.tp2.seqpar.losspar"),
         exhaustive("sft-packed", "gemma3", "dp2.sp2.ckpt.offload"),
-        ("sft-packed", "qwen3", "dp2.sp2.zigzag"),
+        exhaustive("sft-packed", "qwen3", "dp2.sp2.zigzag"),
         ("sft-padded", "llama", "sp2.torchcp"),
         ("sft-sgd", "pangu", "sp2.ring"),
         exhaustive("sft-uneven", "gemma3", "dp3"),

@@ -34,7 +34,7 @@ WHITENED = ("ppo", "reinforce", "reinforce-baseline")
         exhaustive("deepspeed", "ppo", "llama", "dp2.zero3"),
         exhaustive("megatron", "grpo", "pangu", "sp2"),
         ("megatron", "ppo", "qwen3", "pp2.vpp2"),
-        ("fsdp2", "reinforce", "pangu", "dp2"),
+        exhaustive("fsdp2", "reinforce", "pangu", "dp2"),
         exhaustive("deepspeed", "reinforce-baseline", "qwen3", "dp2.zero1"),
         exhaustive("megatron", "reinforce", "llama", "tp2"),
         exhaustive("fsdp2", "reinforce-baseline", "gemma3", "sp2"),

@@ -35,7 +35,7 @@ FIRST = (0, 4)
         exhaustive("fsdp2", "grpo", "pangu", "tp2.seqpar.losspar"),
         exhaustive("fsdp2", "ppo", "qwen3", "sp2.zigzag"),
         exhaustive("fsdp2", "grpo", "qwen3", "dp2.ckpt"),
-        ("deepspeed", "ppo", "llama", "dp2.zero2"),
+        exhaustive("deepspeed", "ppo", "llama", "dp2.zero2"),
         exhaustive("deepspeed", "grpo", "pangu", "dp2.zero3"),
         exhaustive("deepspeed", "ppo", "gemma3", "tp2.zero1"),
         exhaustive("deepspeed", "grpo", "qwen3", "sp2.zero1"),
