@@ -193,9 +193,8 @@ def run(session: Session, job: Job) -> Row:
     row = job.row
     for cell in job.cells:
         verdict = (judged := session.run(cell)).verdict
-        row = dataclasses.replace(
-            row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=verdict.reason
-        )
+        said = verdict.reason.partition("\n")[0]  # the rest is logs and stacks of this machine
+        row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=said)
         if judged.completed and row.tier != QUICK:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
         if row.state == "conforms" if not row.fault else row.as_predicted or row.tier == QUICK:

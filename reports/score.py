@@ -27,8 +27,8 @@ class Row:
     """One fault in one cell, or no fault (``fault`` is empty).
 
     predicted, stage: the stage at which it should be, and was, seen first. state: of the cell's verdict, or BLANK.
-    reason: of the verdict, or why it is blank. loss, norm: relative errors of the loss and of the gradient norm, the
-    larger of policy and critic, at the first and the last step; None if there is no record of them.
+    reason: of the verdict, in one line, or why it is blank. loss, norm: relative errors of the loss and of the gradient
+    norm, the larger of policy and critic, at the first and the last step; None if there is no record of them.
     """
 
     fault: str
@@ -188,9 +188,9 @@ def _missed(score: Score) -> Iterator[str]:
     yield "## Not as predicted\n"
     for row in score.in_tiers:
         if not row.as_predicted:
-            yield f"* `{row.cell}`: {row.state}, {row.stage or _first_line(row)}; predicted: {row.predicted}"
+            yield f"* `{row.cell}`: {row.state}, {row.stage or row.reason}; predicted: {row.predicted}"
     for row in score.false_alarms:
-        yield f"* `{row.cell}`, without a fault: {row.state}, {_first_line(row)}"
+        yield f"* `{row.cell}`, without a fault: {row.state}, {row.reason}"
     yield ""
 
 
@@ -228,10 +228,6 @@ def _all(score: Score) -> Iterator[str]:
 
 def _place(row: Row) -> tuple[str, str, int]:
     return row.fault, row.backend, ORDER.index(row.tier)
-
-
-def _first_line(row: Row) -> str:
-    return row.reason.partition("\n")[0]
 
 
 def _errors(pair: tuple[float, float] | None) -> tuple[str, ...]:

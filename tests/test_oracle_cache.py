@@ -17,6 +17,7 @@ import conformance.oracle
 from conformance.batch import read_batches, write_batches
 from conformance.defect import DividedGradients, RoundedMasters
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.paths import resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import read_record
 from conformance.run.oracles import Oracles, _cache_key, cache_folder, prune
@@ -175,6 +176,17 @@ def test_what_the_oracle_does_not_see_makes_no_other_record(inputs: FrozenInputs
 
 def test_the_place_of_the_inputs_makes_no_other_record(frozen: FrozenInputs, inputs: FrozenInputs) -> None:
     assert key(inputs) == key(frozen)
+
+
+def test_the_same_model_in_another_folder_is_judged_by_a_record_that_names_it(cache: Path, tmp_path: Path) -> None:
+    scenario = cell().scenario
+    moved = Path(shutil.copytree(resolve(scenario.model), tmp_path / "moved"))
+    there = dataclasses.replace(cell(), scenario=dataclasses.replace(scenario, model=str(moved)))
+    assert ask(tmp_path / "out", cell(), there) == ["", ""]
+    named = {
+        read_record(path.parent).header["scenario"]["model"] for path in tmp_path.glob("out/oracle/*/*/record.jsonl")
+    }
+    assert named == {scenario.model, str(moved)}
 
 
 def export_after_one(scenario_cell: Cell) -> Cell:

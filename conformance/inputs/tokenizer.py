@@ -1,7 +1,7 @@
 """Tokenizer: the tokens of a sample, by the tokenizer and the chat template of somebody's model folder.
 
-A template is a program of its author's, which transformers runs in a sandbox that knows no limit of time. So what is
-made of a sample is measured, in seconds and in characters.
+A template is a program of its author's. transformers keeps it from files and modules, but not from running for ever.
+So what is made of a sample is measured, in seconds and in characters.
 """
 
 import contextlib

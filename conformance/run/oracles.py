@@ -165,7 +165,7 @@ def _policies(cell: Cell) -> list[PolicyName]:
 
 
 def _relevant(scenario: Scenario) -> dict[str, object]:
-    """What of a scenario the oracle's numbers depend on; its model and data are told by their files."""
+    """What of a scenario a record of the oracle is held against."""
     values = scenario_to_json(scenario.reference)
     return {key: value for key, value in values.items() if key not in ("name", "precision")}
 
@@ -179,8 +179,7 @@ def _is_whole(record: Path) -> bool:
 
 def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
-    values = _relevant(cell.scenario)
-    values.pop("model")
+    values = _relevant(cell.scenario)  # with the paths of model and data: a record names them, and is held against them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
     parts = [values, policy, list(cell.restarts), *versions, defects_to_json(defects)]
