@@ -86,6 +86,18 @@ class Location:
     in_collective: bool
 
 
+def is_whole(stacks: Path) -> bool:
+    """Whether faulthandler has written to the end: the main thread comes last, its outermost frame (or "...") too.
+
+    A rank is started by ``python -m``, so that frame is runpy's.
+    """
+    try:
+        text = stacks.read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    return text.endswith((" in _run_module_as_main\n", "  ...\n"))
+
+
 def read_location(stacks: Path) -> Location | None:
     """Read what faulthandler wrote; None when the rank wrote nothing (it is dead, or stuck in the kernel)."""
     try:

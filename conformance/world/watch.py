@@ -20,6 +20,7 @@ from conformance.world.reason import (
     exit_words,
     first_cause,
     indent,
+    is_whole,
     read_location,
     tail,
 )
@@ -27,7 +28,7 @@ from conformance.world.wire import Garbage, Message
 
 GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
 _CUT_GRACE_S = 0.5  # for the zygote to say how a rank died whose socket has closed
-_STACKS_LIMIT_S = 0.5
+_STACKS_LIMIT_S = 1.0
 _STACKS_TICK_S = 0.02
 _TICK_S = 0.25
 
@@ -177,9 +178,8 @@ class _Watch:
             signal_process(self._world.pids[rank], signal.SIGUSR1)
             signal_process(self._world.pids[rank], signal.SIGCONT)  # a stopped rank writes them when it runs again
         deadline = time.monotonic() + _STACKS_LIMIT_S
-        while not all(_is_written(file) for file in files.values()) and time.monotonic() < deadline:
+        while not all(is_whole(file) for file in files.values()) and time.monotonic() < deadline:
             time.sleep(_STACKS_TICK_S)
-        time.sleep(_STACKS_TICK_S)  # the rest of the threads
         for file in self._log_dir.glob("rank-*.stacks"):
             if not _is_written(file):
                 file.unlink(missing_ok=True)
