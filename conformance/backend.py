@@ -22,6 +22,7 @@ import torch
 
 from conformance.batch import Batch
 from conformance.layout import Layout
+from conformance.observable import StateKind
 from conformance.packages import missing_package
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
@@ -87,7 +88,7 @@ class Shard:
     tensor: torch.Tensor
 
 
-TensorKind = Literal["weight", "gradient"]
+TensorKind = Literal["weight", "gradient"] | StateKind
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -102,8 +103,10 @@ class Backend(Protocol):
     Optional class attributes: ``objectives`` (a container of the kinds of objective that it trains; ``sft`` alone where
     it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of
     conformance.expectation.ExpectedDifference), ``preload``
-    (names of modules that are slow to import, loaded once before ranks are forked), and ``fresh_ranks`` (True for a
-    framework that leaves something in its process: each cell then runs in ranks that have seen no other).
+    (names of modules that are slow to import, loaded once before ranks are forked), ``fresh_ranks`` (True for a
+    framework that leaves something in its process: each cell then runs in ranks that have seen no other), and
+    ``shows_training_state`` (True if ``named_tensors`` gives the kinds of training state; else a handover is judged by
+    the steps that follow it).
     """
 
     @classmethod
@@ -133,7 +136,14 @@ class Backend(Protocol):
         ...
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
-        """Current (master) weights, or the unclipped gradients of the step's loss."""
+        """Current (master) weights, or the unclipped gradients of the step's loss.
+
+        Where the adapter ``shows_training_state``, its kinds (conformance.observable.STATE_KINDS) are asked for around
+        a handover. ``exp_avg``, ``exp_avg_sq`` and ``momentum_buffer`` are the optimizer's, as torch calls them, by
+        parameter; ``step`` is the number of updates that it counts for each parameter, without dimensions; ``progress``
+        has other numbers of the training by names of the adapter's own, such as ``schedule`` or ``loss_scale``. What an
+        optimizer does not have gives no tensor.
+        """
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
@@ -144,11 +154,23 @@ class Backend(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write the training state of all models (weights, optimizer, schedule) into the empty folder ``path``."""
+        """Write the training state of all models (weights, optimizer, schedule, loss scale), and every rank's random
+        generators, into the empty folder ``path``. The weights of what is frozen need not be in it."""
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what ``save`` wrote, into a backend that was set up afresh, in another process."""
+        """Restore what ``save`` wrote, into a backend that was set up afresh, in another process. The layout may be
+        another one, if ``supports`` says so of both; random generators are then nobody's."""
+        ...
+
+    def export_state(self, path: Path) -> None:
+        """Write the training state of all trained models into the empty folder ``path``, a folder each by the model's
+        name, in the form that every backend reads: see docs/checkpoints.md. An adapter without it, or without
+        ``import_state``, is in no program that hands over a ``state``."""
+        ...
+
+    def import_state(self, path: Path) -> None:
+        """Restore what ``export_state`` of any backend wrote in any layout."""
         ...
 
     def export(self, path: Path, model: str) -> None:

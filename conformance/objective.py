@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from conformance.batch import Batch
 from conformance.observable import (
     CONFIGURATION,
+    GENERATORS,
     LOGPROBS,
     LOSS,
     TOKEN_COUNT,
@@ -79,7 +80,7 @@ def all_observables(objective: Objective) -> tuple[Observable, ...]:
     """The objective's and the engine's observables, in causal order: weights, outputs, losses, then model by model."""
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix)]
-    return (CONFIGURATION, *loaded, *objective.observables(), *trained)
+    return (CONFIGURATION, *loaded, GENERATORS, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:

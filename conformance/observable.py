@@ -7,11 +7,13 @@ have no list of their own. Serves claim 1 (every quantity is judged where it ari
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
-When = Literal["loaded", "every", "first", "later"]
+When = Literal["loaded", "every", "first", "later", "handover"]
 Replicated = Literal["no", "holders", "all ranks"]
+StateKind = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "step", "progress"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # of training state, see conformance.backend
 
 AGAINST_REBUILT = " against rebuilt"  # ends the name of a quantity that was compared within one cell
 SETTING_ERROR = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
@@ -28,6 +30,7 @@ class Observable:
         batch, all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is
         computed for. ``evidence``: what the suite saw of a leg's first step, in the footer of its record.
     when: the steps at which it is judged: as ``loaded``, at ``every`` step, at the ``first`` one, or at ``later`` ones.
+        What is judged at a ``handover`` is what a leg has loaded, against what the leg before had at its end.
     change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
     scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.
     required: a record without it cannot be judged.
@@ -99,11 +102,12 @@ class Observable:
 
     def applies(self, step: int) -> bool:
         """Whether it is judged at a step: -1 is as loaded, 0 the first optimizer step."""
-        at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0}
+        at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0, "handover": False}
         return at[self.when]
 
 
 CONFIGURATION = Observable(key="evidence", stage="configuration", kind="evidence", when="loaded", required=False)
+GENERATORS = Observable(key="generators", stage="generators", kind="evidence", when="handover", required=False)
 LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks", column="loss", drawn=True)
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
@@ -123,9 +127,21 @@ def model_key(model: str, key: str) -> str:
 
 
 def loaded_observables(model: str, *, trained: bool) -> tuple[Observable, ...]:
-    """What the engine declares of every model. ``model`` is empty for the policy."""
+    """What the engine declares of every model as loaded. ``model`` is empty for the policy."""
     key, stage = model_key(model, "weight"), _stage(model, "weights")
-    return (Observable(key=key, stage=stage, kind="tensors", when="loaded", rounded=not trained),)
+    weights = Observable(key=key, stage=stage, kind="tensors", when="loaded", rounded=not trained)
+    return (weights, *(_handed_over(model, kind) for kind in STATE_KINDS if trained))
+
+
+def _handed_over(model: str, kind: str) -> Observable:
+    return Observable(
+        key=model_key(model, kind),
+        stage=_stage(model, "training state"),
+        kind="tensors",
+        when="handover",
+        required=False,
+        effect_at=_stage(model, "weights after N steps"),
+    )
 
 
 def trained_observables(model: str) -> tuple[Observable, ...]:

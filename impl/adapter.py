@@ -16,6 +16,7 @@ from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from impl import training_state
 from impl.dropout import switch_off_dropout
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
@@ -61,6 +62,7 @@ class StrategyBackend:
     info: ClassVar[BackendInfo]
     objectives = FUNCTIONS
     expected: ClassVar[tuple[ExpectedDifference, ...]] = ()
+    shows_training_state = True
     preload: ClassVar[tuple[str, ...]]
     seams: ClassVar[dict[str, str]]
     context: Context
@@ -117,6 +119,14 @@ class StrategyBackend:
     def load(self, path: Path) -> None:
         for name, trainable in self._trained():
             trainable.load_ckpt(path / name)
+
+    def export_state(self, path: Path) -> None:
+        for name, trainable in self._trained():
+            training_state.export_state(path / name, trainable)
+
+    def import_state(self, path: Path) -> None:
+        for name, trainable in self._trained():
+            training_state.import_state(path / name, trainable)
 
     def _trained(self) -> Iterator[tuple[str, Trainable]]:
         trained = {role.name for role in self.objective.roles if role.trained}

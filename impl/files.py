@@ -38,12 +38,26 @@ class SliceReader:
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """``[start:stop]`` along ``dim`` of a tensor, in the dtype of the file."""
+        piece = self._file(name).get_slice(name)
+        tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
+        return tensor
+
+    def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The part of a tensor that begins at ``start`` and has this ``shape``, in the dtype of the file."""
+        piece = self._file(name).get_slice(name)
+        tensor: torch.Tensor = piece[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+        return tensor
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, in the dtype of the file."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def _file(self, name: str) -> Any:
         if name not in self._where:
             files = ", ".join(map(str, self._paths))
             raise ValueError(f"no tensor {name!r} in {files}, though the model's config.json promises it")
-        piece = self._where[name].get_slice(name)
-        tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
-        return tensor
+        return self._where[name]
 
 
 class TensorWriter:

@@ -1,11 +1,13 @@
 """torch's optimizers and transformers' schedules as a scenario asks for them, for backends that train with these."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
+from torch.amp import GradScaler
 from torch.nn import Module, Parameter
+from torch.optim.lr_scheduler import LRScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 
@@ -39,11 +41,11 @@ def torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> to
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> torch.optim.lr_scheduler.LRScheduler:
+def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
     """transformers' schedule, which sets the learning rates of the optimizer."""
     # transformers' "constant" has no warm-up, whatever it is given.
     name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
-    scheduler: torch.optim.lr_scheduler.LRScheduler = transformers.get_scheduler(
+    scheduler: LRScheduler = transformers.get_scheduler(
         name,
         optimizer,
         num_warmup_steps=config.warmup_steps,
@@ -51,3 +53,25 @@ def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> 
         scheduler_specific_kwargs={"min_lr_rate": config.min_factor} if config.name == "cosine" else None,
     )
     return scheduler
+
+
+def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[str, torch.Tensor]]:
+    """How far schedule and loss scale have come, by the names of impl.strategy.Trainable.named_tensors."""
+    found = {"schedule": float(scheduler.last_epoch)}
+    if scaler.is_enabled():
+        found |= {"loss_scale": scaler.get_scale(), "good_steps": float(scaler._get_growth_tracker())}
+    yield from ((name, torch.tensor(value, dtype=torch.float64)) for name, value in found.items())
+
+
+def set_schedule(scheduler: LRScheduler, updates: int) -> None:
+    """Let a schedule have counted ``updates``, and the optimizer's learning rates be those that follow."""
+    if updates:
+        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": updates - 1, "_step_count": updates + 1})
+        scheduler.step()
+
+
+def set_loss_scale(scaler: GradScaler, progress: Mapping[str, float]) -> None:
+    """Set loss scale and good steps of torch's scaler, where both sides have one."""
+    if scaler.is_enabled() and "loss_scale" in progress:
+        found = {"scale": progress["loss_scale"], "_growth_tracker": int(progress.get("good_steps", 0))}
+        scaler.load_state_dict(scaler.state_dict() | found)

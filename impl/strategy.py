@@ -9,7 +9,7 @@ contract that keeps their numbers equal is in ``forward_backward`` and ``optimiz
 whole step's totals, and each trainable undoes whatever averaging its library does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +22,10 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
+from impl.files import SliceReader
 from impl.micro_batches import Loss
 from impl.outputs import Outputs, Wanted
+from impl.training_state import WrittenKind
 
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
@@ -84,7 +86,21 @@ class Trainable(Protocol):
     def learning_rate(self) -> float: ...
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        """Full weights or gradients under Hugging Face names; see conformance.backend.Backend."""
+        """Full weights, gradients or training state under Hugging Face names; see conformance.backend.Backend.
+
+        ``progress`` has ``schedule`` (updates that the learning-rate schedule has counted) and, with a loss scale,
+        ``loss_scale`` and ``good_steps`` (updates since the last overflow, or since it grew); ``step`` and ``progress``
+        are float64 without dimensions.
+        """
+        ...
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        """Set the masters, and what is computed with, or one kind of optimizer state from whole tensors under Hugging
+        Face names, of which a rank reads what it holds. The optimizer may not have made a step yet."""
+        ...
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        """Set what ``named_tensors("progress")`` gives; names that this backend does not have are left out."""
         ...
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]: ...

@@ -9,6 +9,7 @@ for granted.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
     _check_order(records, scenarios[0])
     for record in records:
         _check_leg(record, is_first=record is records[0])
+    for before, after in pairwise(records):
+        _check_handover(before, after)
     return Records(
         legs=records,
         oracle=(reference := _read_oracle(oracle, FLOAT64, scenarios[0], defects)),
@@ -88,8 +91,23 @@ def _check_leg(record: Record, *, is_first: bool) -> None:
         raise RecordError(f"{record.path} does not say which ZeRO stage the backend has by default; {AGAIN}")
     if (optimizer := record.header.get("optimizer")) not in (("new",) if is_first else ("new", "loaded")):
         raise RecordError(f"{record.path} says of its optimizer {optimizer!r}, which cannot be; {AGAIN}")
+    loads = ("",) if optimizer == "new" else ("checkpoint", "state")
+    if record.header.get("loads") not in loads:
+        raise RecordError(f"{record.path} says that it loads {record.header.get('loads')!r}, which cannot be; {AGAIN}")
     if "leaks" not in record.footer:
         raise RecordError(f"{record.path} does not say what was left in a lower precision; {AGAIN}")
+
+
+def _check_handover(before: Record, after: Record) -> None:
+    """Both legs say of every rank in which state its random generators were, where training goes on."""
+    if after.header["optimizer"] == "new":
+        return
+    for record, step in ((before, (before.loaded, *before.steps)[-1]), (after, after.loaded)):
+        ranks, told = len(record.footer["evidence"]), len(step.line.get("generators", ()))
+        if told != ranks:
+            raise RecordError(
+                f"{record.path} tells the generators of {told} ranks at step {step.step}, and has {ranks}; {AGAIN}"
+            )
 
 
 def _check_id(cell: str, records: Sequence[Record], scenario: Scenario) -> None:

@@ -51,7 +51,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
         for m in _tensors(o, -1, named(start.own, o.key), named(start.reference, o.key))
     ]
     for before, after in pairwise(legs):
-        found += _handed_over(before, after, [o for o in observables if o.when == "loaded"])
+        found += _handed_over(before, after, observables)
     steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
     for reference in oracle.steps:
@@ -66,16 +66,45 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
     return found
 
 
-def _handed_over(before: Record, after: Record, loaded: Sequence[Observable]) -> Iterator[Measurement]:
+def _handed_over(before: Record, after: Record, observables: Sequence[Observable]) -> Iterator[Measurement]:
     """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
 
-    It is told at the step that comes next.
+    It is told at the step that comes next. Training state and generators are handed over where the optimizer is.
     """
-    last, first = (before.steps[-1] if before.steps else before.loaded).tensors(), after.loaded.tensors()
-    for observable in loaded:
-        frozen = not named(last, observable.key)  # a model that is not trained is recorded as loaded only
-        reference = named(before.loaded.tensors() if frozen else last, observable.key)
-        yield from _tensors(observable, after.loaded.step + 1, named(first, observable.key), reference)
+    end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
+    last, first = end.tensors(), after.loaded.tensors()
+    goes_on = after.header["optimizer"] == "loaded"
+    for o in observables:
+        own, reference = named(first, o.key), named(last, o.key)
+        if o.when == "loaded":
+            # A model that is not trained is recorded as loaded only.
+            yield from _tensors(o, number, own, reference or named(before.loaded.tensors(), o.key))
+        elif o.when == "handover" and o.kind == "tensors" and goes_on:
+            for found in _tensors(o, number, own, reference):
+                yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
+            for name in own.keys() & reference.keys():
+                if own[name].dtype != reference[name].dtype:
+                    dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
+                    yield _infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
+        elif o.when == "handover" and o.kind == "evidence" and goes_on and _same_ranks(before, after):
+            yield from _generators(o, number, after.loaded.line["generators"], end.line["generators"])
+
+
+def _same_ranks(before: Record, after: Record) -> bool:
+    """Whether each rank goes on with its own work, and so with its own random numbers."""
+    same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
+    return same and after.header["loads"] == "checkpoint"
+
+
+def _generators(
+    observable: Observable, step: int, own: Sequence[Mapping[str, str]], reference: Sequence[Mapping[str, str]]
+) -> Iterator[Measurement]:
+    """Digests are equal or not: there is no distance between the states of two generators."""
+    for rank, (mine, theirs) in enumerate(zip(own, reference, strict=True)):
+        for name, digest in theirs.items():
+            error = 0.0 if mine.get(name) == digest else math.inf
+            what = f"{name} of rank {rank}"
+            yield Measurement(stage=observable.stage, tensor=what, step=step, error=error, fixed=0.0)
 
 
 def _gaps(
@@ -83,7 +112,7 @@ def _gaps(
 ) -> Iterator[Measurement]:
     """What is optional and was observed at some steps has to be observed at all."""
     for observable in observables:
-        if observable.required:
+        if observable.required or observable.when == "handover":
             continue
         seen = {step.step: _is_there(observable, step) for step in steps}
         if any(seen.values()):

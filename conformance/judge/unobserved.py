@@ -6,7 +6,7 @@ replicas where no two ranks hold the same. The latter is believed of a backend t
 of them apart; of several ranks that name none, nobody knows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from conformance.layout import Layout
 from conformance.observable import Observable, unobserved_step
@@ -23,7 +23,11 @@ def unobserved(
     lost: dict[str, None] = {}
     apart: dict[str, None] = {}
     remarks: list[str] = []
+    if any(leg.header["optimizer"] == "loaded" for leg in legs):
+        remarks += _not_handed_over(observables, stages)
     for o in observables:
+        if o.when == "handover":
+            continue
         is_single = o.kind in ("scalar", "setting", "rows")  # one quantity per step, with the name of its key
         if not o.required and ((o.stage, o.key) not in seen if is_single else o.stage not in stages):
             if o.effect_at in stages:
@@ -38,6 +42,13 @@ def unobserved(
     if apart:
         remarks.append(f"no two ranks hold the same: {', '.join(apart)}")
     return list(lost), remarks
+
+
+def _not_handed_over(observables: Sequence[Observable], stages: Set[str]) -> Iterator[str]:
+    """A remark for each model whose training state the backend does not show around a handover."""
+    for stage, effect in {o.stage: o.effect_at for o in observables if o.when == "handover" and o.effect_at}.items():
+        if stage not in stages:
+            yield f"the {stage} as loaded is not shown, and judged by its effect at {effect}"
 
 
 def _are_apart(leg: Record, key: str) -> bool:

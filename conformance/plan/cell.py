@@ -16,7 +16,7 @@ from conformance.rl import PolicyGradient
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 
-Handover = Literal["checkpoint", "export"]
+Handover = Literal["checkpoint", "state", "export"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Leg:
     """A part of a cell: load what the leg before saved, look at the weights, train ``steps`` steps, save.
 
     save: ``checkpoint`` is the backend's own format, with the optimizer; the next leg goes on as if nothing had
-    happened.
+    happened. ``state`` is the same in the form that all backends read.
     ``export`` is one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
     """
 
@@ -80,16 +80,18 @@ class Cell:
             raise UsageError(f"the last leg of {name} saves for nobody; add a leg, or leave out its save")
         for before, after in pairwise(self.legs):
             if before.save is None:
-                raise UsageError(f'a leg of {name} saves nothing for the next; give it save = "checkpoint" or "export"')
+                raise UsageError(
+                    f'a leg of {name} saves nothing for the next; give it save = "checkpoint", "state" or "export"'
+                )
             if before.save == "checkpoint" and before.backend != after.backend:
                 raise UsageError(
                     f"{name} hands a checkpoint of {before.backend.name} to {after.backend.name}, which cannot "
-                    f'read it; use save = "export"'
+                    f'read it; use save = "state" or "export"'
                 )
-            if before.save == "checkpoint" and after.steps == 1:
+            if before.save in ("checkpoint", "state") and after.steps == 1:
                 raise UsageError(
-                    f"{name} has one step after a checkpoint, and lost optimizer state shows at the second; use two or "
-                    f"more"
+                    f"{name} has one step after a {before.save}, and lost optimizer state shows at the second; use two "
+                    f"or more"
                 )
 
     @property

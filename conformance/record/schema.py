@@ -56,6 +56,7 @@ class _Step:
     values: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, _Replicas] = field(default_factory=dict)
     seconds: float = 0.0
+    generators: tuple[dict[str, str], ...] = ()  # by rank, a digest by the generator's name
     tensors: _TensorFile | None = None
 
 

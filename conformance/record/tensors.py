@@ -107,9 +107,12 @@ class RecordWriter:
         declared = observables_to_json(observables)
         self._line({"type": "header", "schema": SCHEMA, "first_step": first_step, "observables": declared, **header})
 
-    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The first entry: the weights before the first step."""
-        self._entry("loaded.safetensors", {}, tensors)
+    def loaded(self, tensors: Mapping[str, torch.Tensor], *, generators: Sequence[Mapping[str, str]] = ()) -> None:
+        """The first entry: the weights before the first step; with the training state where it was handed over.
+
+        ``generators``: digests of each rank's random generators then.
+        """
+        self._entry("loaded.safetensors", {"generators": [*generators]} if generators else {}, tensors)
 
     def step(
         self,
@@ -118,9 +121,15 @@ class RecordWriter:
         *,
         replicas: Mapping[str, Any] | None = None,
         seconds: float,
+        generators: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Add the next optimizer step. ``values`` by the key of their observable, ``replicas`` as JSON values."""
-        line = {"values": dict(values), "replicas": replicas or {}, "seconds": seconds}
+        """Add the next optimizer step. ``values`` by the key of their observable, ``replicas`` as JSON values.
+
+        ``generators``: see ``loaded``.
+        """
+        line: Line = {"values": dict(values), "replicas": replicas or {}, "seconds": seconds}
+        if generators:
+            line["generators"] = [*generators]
         self._entry(f"step-{self._next:04d}.safetensors", line, tensors)
 
     def _entry(self, name: str, line: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

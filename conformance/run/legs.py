@@ -82,10 +82,12 @@ def leg_arguments(
 
     ``folder`` is the leg's; ``saved_before`` is what the leg before has saved.
     """
-    leg, before = cell.legs[number], cell.legs[number - 1].save if number else None
+    leg = cell.legs[number]
     models = {role: str(path) for role, path in inputs.models.items()}
-    if before == "export":
+    loads = cell.legs[number - 1].save if number else None
+    if loads == "export":
         models = {role: str(saved_before / role) for role in models} if saved_before else models
+        loads = None
     return {
         "cell": str(cell),
         "target": leg.backend.target,
@@ -95,9 +97,8 @@ def leg_arguments(
         "batches": str(inputs.batches),
         "first_step": cell.first_steps[number],
         "steps": leg.steps,
-        "load": str(saved_before) if before == "checkpoint" else None,
-        "save": str(folder / "saved") if leg.save == "checkpoint" else None,
-        "export": str(folder / "saved") if leg.save == "export" else None,
+        "load": [loads, str(saved_before)] if loads else None,
+        "save": [leg.save, str(folder / "saved")] if leg.save else None,
         "record": str(folder / "record"),
         "planted": list(cell.faults),
     }

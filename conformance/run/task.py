@@ -20,11 +20,13 @@ from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, Tenso
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.objective import all_observables
-from conformance.observable import Observable, model_key, unobserved_step
+from conformance.observable import STATE_KINDS, Observable, model_key, unobserved_step
+from conformance.plan.cell import Handover
 from conformance.record.tensors import RecordWriter
 from conformance.role import Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
+from conformance.run.generators import generator_digests, seed_generators
 from conformance.run.replicas import Replicas, compare
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.world.heartbeat import RankContext
@@ -41,22 +43,22 @@ def run_leg(
     batches: str,
     first_step: int,
     steps: int,
-    load: str | None,
-    save: str | None,
-    export: str | None,
+    load: tuple[Literal["checkpoint", "state"], str] | None,
+    save: tuple[Handover, str] | None,
     record: str,
     planted: list[str],
 ) -> None:
     """Run one leg and write its record at ``record``; called in every rank, with plain JSON values.
 
-    models: the Hugging Face folder of each role. load, save: a checkpoint's folder. export: where to write a folder for
-    each role.
+    models: the Hugging Face folder of each role. load, save: what is handed over, and its folder.
     """
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
-        begins = header(cell, adapter, config, layout, optimizer="loaded" if load else "new")
+        begins = header(cell, adapter, config, layout, loads=load[0] if load else "")
         observer = _Observer(rank, config, begins, Path(record), first_step)
+        # A leg begins with generators of its own, so that those of a checkpoint are missed where nobody restores them.
+        seed_generators(config.seed, rank.rank, first_step)
         calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
             stack.enter_context(exact_tier())
@@ -67,34 +69,38 @@ def run_leg(
         resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
         if load:
             rank.beat("load")
-            backend.load(Path(load))
-        observer.start(backend, resolved)
+            what, folder = load
+            (backend.load if what == "checkpoint" else backend.import_state)(Path(folder))
+        observer.start(backend, resolved, handed=bool(load) or bool(save and not steps))
         trained_on = read_batches(Path(batches))[first_step : first_step + steps]
         # Evidence is of one step; what a roll-out needs beforehand would hide how a training pass is made.
         watched = next((batch for batch in trained_on if not batch.rollout), trained_on[0])
         for batch in trained_on:
             rank.beat(f"step {batch.step}")
             read = batch.step != unobserved_step(first_step, steps)
-            observer.step(backend, batch, read=read, watched=batch is watched)
+            handed = bool(save) and batch is trained_on[-1]
+            observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
         if save:
             rank.beat("save")
-            _make_folder(rank, Path(save))
-            backend.save(Path(save))
-        if export:
-            rank.beat("export")
-            _make_folder(rank, Path(export))
-            for role in config.objective.roles:
-                backend.export(Path(export) / role.name, role.name)
+            _save(rank, backend, config, *save)
         rank.beat("teardown")
         backend.teardown()
         observer.finish(time.perf_counter() - started)
         _check_faults(rank, planted, calls)
 
 
-def _make_folder(rank: RankContext, path: Path) -> None:
+def _save(rank: RankContext, backend: Backend, scenario: Scenario, what: Handover, folder: str) -> None:
+    path = Path(folder)
     if rank.rank == 0:
         path.mkdir()
     dist.barrier()
+    if what == "checkpoint":
+        backend.save(path)
+    elif what == "state":
+        backend.export_state(path)
+    else:
+        for role in scenario.objective.roles:
+            backend.export(path / role.name, role.name)
 
 
 def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int]) -> None:
@@ -110,16 +116,17 @@ def _check_faults(rank: RankContext, planted: list[str], calls: Mapping[str, int
 
 
 def header(
-    cell: str, adapter: type[Backend], scenario: Scenario, layout: str, *, optimizer: Literal["new", "loaded"]
+    cell: str, adapter: type[Backend], scenario: Scenario, layout: str, *, loads: Literal["", "checkpoint", "state"]
 ) -> dict[str, Any]:
-    """First line of the leg's record: who, what, where, and whether the leg began with a new optimizer."""
+    """First line of the leg's record: who, what, where, and which training state it goes on from, if from any."""
     info = adapter.describe()
     return {
         "cell": cell,
         "backend": {"name": info.name, "url": info.url, "default_zero": info.default_zero},
         "scenario": scenario_to_json(scenario),
         "layout": layout,
-        "optimizer": optimizer,
+        "optimizer": "loaded" if loads else "new",
+        "loads": loads,
         "environment": {
             "backend-parity": conformance.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -150,18 +157,22 @@ class _Observer:
         self.leaks: list[dict[str, Any]] = []
         self.watch = Watch()  # of one step
 
-    def start(self, backend: Backend, resolved: dict[str, Any]) -> None:
+    def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
+        """``handed``: the training state was handed over, or is now."""
         loaded: dict[str, torch.Tensor] = {}
         for role in self.roles:
             loaded |= self._full("weight", role, backend)
+        generators = self._generators() if handed else []
+        if handed:
+            loaded |= self._state(backend)
         if self.rank.rank == 0:
             header = {**self.header, "resolved": resolved}
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
-            self.writer.loaded(loaded)
+            self.writer.loaded(loaded, generators=generators)
 
-    def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool) -> None:
+    def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool, handed: bool) -> None:
         """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out.
-        ``watched``: this step gives the evidence."""
+        ``watched``: this step gives the evidence. ``handed``: the training state is handed over after it."""
         first = batch.step == self.first_step
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
@@ -198,12 +209,15 @@ class _Observer:
             for role in trained.values():
                 tensors |= self._full("weight", role, backend)
             shards = _shards("weight", trained.values(), backend)
+        generators = self._generators() if handed else []
+        if handed:
+            tensors |= self._state(backend)
         values = check_values(metrics, self.observables, type(backend).__name__)
         replicas |= compare(shards | _pieces(metrics, self.observables))
         tensors |= self._rows(metrics)
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
-            self.writer.step(values, tensors, replicas=found, seconds=seconds)
+            self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
 
     def finish(self, seconds: float) -> None:
         # The footer says that all ranks came to their end.
@@ -219,6 +233,20 @@ class _Observer:
             if self.rank.rank == 0:
                 kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
         return kept
+
+    def _state(self, backend: Backend) -> dict[str, torch.Tensor]:
+        """The training state of what is trained, where the backend shows it."""
+        if not getattr(backend, "shows_training_state", False):
+            return {}
+        trained = [role for role in self.roles if role.trained]
+        parts = [self._full(kind, role, backend) for role in trained for kind in STATE_KINDS]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def _generators(self) -> list[dict[str, str]]:
+        """Digests of every rank's random generators."""
+        found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
+        dist.all_gather_object(found, generator_digests())
+        return found
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
         """Each row from the first rank that has it."""

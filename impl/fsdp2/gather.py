@@ -1,7 +1,8 @@
 """Full tensors from DTensors, many at a time.
 
 ``DTensor.full_tensor`` costs a collective each, and on many small ranks the wait for all to join is most of a tiny
-cell. Tensors that are cut alike, along their first dimension over one mesh axis, share one collective here.
+cell. Tensors that are cut alike, along their first dimension over one mesh axis, share one collective here. The way
+back, from whole tensors in files, needs none.
 """
 
 from collections import defaultdict
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from impl.files import SliceReader
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -46,3 +50,12 @@ def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list
         column.reshape(size * shape[0], *shape[1:])[: tensor.shape[0]]
         for column, tensor, shape in zip(columns, tensors, shapes, strict=True)
     ]
+
+
+def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
+    """Set what this rank holds of a tensor from the whole one in a file."""
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"
+    if local.numel():
+        local.copy_(read.region(name, start, shape))

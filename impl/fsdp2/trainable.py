@@ -4,7 +4,7 @@ FSDP2 averages gradients over rep x dp x sp; ``backward`` multiplies the loss by
 divided by the whole step's totals already.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,15 +21,24 @@ from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
-from impl.files import write_model
+from impl.files import SliceReader, write_model
 from impl.fsdp2 import norm
-from impl.fsdp2.gather import full_tensors
+from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
-from impl.optimizers import learning_rates, parameter_groups, torch_optimizer, trained_parameters
+from impl.optimizers import (
+    learning_rates,
+    parameter_groups,
+    read_progress,
+    set_loss_scale,
+    set_schedule,
+    torch_optimizer,
+    trained_parameters,
+)
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
+from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.fsdp2.context import Fsdp2Context
@@ -183,6 +192,14 @@ class Fsdp2Trainable:
         return float(self.scheduler.get_last_lr()[0])
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "progress":
+            yield from read_progress(self.scheduler, self.scaler)
+            return
+        if kind == "step":
+            for name, parameter in self.model.named_parameters():
+                if "step" in (state := self.optimizer.state.get(parameter, {})):
+                    yield name, torch.tensor(float(state["step"]), dtype=torch.float64)
+            return
         batch: dict[str, DTensor] = {}
         for name, tensor in self._named(kind):
             # Offloaded pieces lie where NCCL cannot reach.
@@ -201,11 +218,29 @@ class Fsdp2Trainable:
 
     def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
         for name, parameter in self.model.named_parameters():
-            if kind == "gradient" and not parameter.requires_grad:
-                continue
-            tensor = parameter if kind == "weight" else parameter.grad
-            assert isinstance(tensor, DTensor), f"{name} has no {kind}"
-            yield name, cast(DTensor, tensor.detach())
+            if kind == "weight":
+                yield name, cast(DTensor, parameter.detach())
+            elif kind == "gradient" and parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                yield name, cast(DTensor, parameter.grad.detach())
+            elif kind in (state := self.optimizer.state.get(parameter, {})):
+                yield name, cast(DTensor, state[kind])
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        for name, parameter in self.model.named_parameters():
+            if kind == "weight":
+                write_region(cast(DTensor, parameter), name, read)
+            elif parameter.requires_grad and kind == "step":
+                # A tensor of its own for each parameter: AdamW counts in place.
+                self.optimizer.state[parameter][kind] = read.whole(name).to(torch.get_default_dtype(), copy=True)
+            elif parameter.requires_grad:
+                state = torch.empty_like(parameter)
+                write_region(cast(DTensor, state), name, read)
+                self.optimizer.state[parameter][kind] = state
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        set_schedule(self.scheduler, int(progress["schedule"]))
+        set_loss_scale(self.scaler, progress)
 
     def resolved(self) -> dict[str, Any]:
         config, mesh, ring = self.context.config, self.context.mesh, self.context.ring

@@ -1,0 +1,77 @@
+"""Training state in one form for all backends: what one of them wrote in any layout, another reads in any other.
+
+A folder per model: ``training_state.json``, and by kind a folder of safetensors under Hugging Face names: ``weight``
+(the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the number of updates that the
+optimizer counts, for each parameter. docs/checkpoints.md describes it. Serves claim 5.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from conformance.backend import NamedTensors, TensorKind
+from conformance.observable import STATE_KINDS
+from conformance.validation import UsageError
+from impl.files import SliceReader, write_tensors
+
+FORMAT, VERSION, FILE = "backend-parity training state", 1, "training_state.json"
+WrittenKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
+WRITTEN: tuple[WrittenKind, ...] = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step")
+assert set(WRITTEN) == {"weight", *STATE_KINDS} - {"progress"}
+
+
+class HasTrainingState(Protocol):
+    """The part of impl.strategy.Trainable that is needed here."""
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors: ...
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None: ...
+
+    def set_progress(self, progress: Mapping[str, float]) -> None: ...
+
+
+def export_state(folder: Path, model: HasTrainingState) -> None:
+    """Write a model's training state into ``folder``; collective. Rank 0 holds one file of tensors at a time."""
+    kinds = []
+    for kind in WRITTEN:
+        tensors = model.named_tensors(kind)
+        if first := next(tensors, None):  # the same on every rank
+            kinds.append(kind)
+            write_tensors(folder / kind, itertools.chain([first], tensors))
+    progress = {name: float(value) for name, value in model.named_tensors("progress")}
+    if dist.get_rank() == 0:
+        told = {"format": FORMAT, "version": VERSION, "kinds": kinds, "progress": progress}
+        (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    dist.barrier()
+
+
+def import_state(folder: Path, model: HasTrainingState) -> None:
+    """Set a model's training state to what ``export_state`` wrote; each rank reads the slices that it holds.
+
+    Raises UsageError for a folder that is no training state of this version.
+    """
+    told = read_told(folder)
+    for kind in told["kinds"]:
+        with SliceReader(sorted((folder / kind).glob("*.safetensors"))) as read, torch.no_grad():
+            model.write_state(kind, read)
+    model.set_progress(told["progress"])
+    dist.barrier()
+
+
+def read_told(folder: Path) -> dict[str, Any]:
+    """The values of ``training_state.json``. Raises UsageError where it is not there or not as it is written here."""
+    file = folder / FILE
+    if not file.is_file():
+        raise UsageError(f"{folder} holds no {FILE}; give the folder of one model that export_state has written")
+    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
+        raise UsageError(
+            f"{file} is of format {told.get('format')!r}, version {told.get('version')!r}; this version "
+            f"of the suite reads {FORMAT!r}, version {VERSION}"
+        )
+    return told
