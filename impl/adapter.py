@@ -4,20 +4,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conformance.backend import (
-    BackendInfo,
-    NamedTensors,
-    Shard,
-    StepMetrics,
-    Support,
-    TensorKind,
-)
+import torch.distributed as dist
+
+from conformance.backend import BackendInfo, NamedTensors, Shard, StepMetrics, Support, TensorKind
 from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl import training_state
+from impl.checkpoints import generators
+from impl.checkpoints.folder import verified, writing
+from impl.checkpoints.manifest import About, Form
 from impl.dropout import switch_off_dropout
+from impl.files import shapes_of
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
@@ -56,6 +55,9 @@ VOCABULARY_SEAMS = {
 }
 
 
+CHECKPOINT = "checkpoint"  # the folder of a checkpoint in the one that the suite gives
+
+
 class StrategyBackend:
     """Adapter over ``get_context(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
 
@@ -67,6 +69,7 @@ class StrategyBackend:
     seams: ClassVar[dict[str, str]]
     context: Context
     models: dict[str, Trainable]
+    step: int  # optimizer steps that are done, with those before a checkpoint
 
     @classmethod
     def describe(cls) -> BackendInfo:
@@ -85,7 +88,8 @@ class StrategyBackend:
             packed=scenario.data.packed,
             trust_remote_code=scenario.trust_remote_code,
         )
-        self.objective = scenario.objective
+        self.objective, self.optimizer, self.step = scenario.objective, scenario.optimizer.name, 0
+        self.shapes = {role.name: shapes_of(weights[role.name]) for role in self.objective.roles if role.trained}
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
         self.models = {}
@@ -104,7 +108,9 @@ class StrategyBackend:
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         if self.objective.reads == "rollouts":
             batch = self.rollouts.annotated(batch)
-        return train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
+        metrics = train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
+        self.step = batch.step + 1
+        return metrics
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
         return self.models[model].named_tensors(kind)
@@ -113,20 +119,47 @@ class StrategyBackend:
         return self.models[model].local_shards(kind)
 
     def save(self, path: Path) -> None:
-        for name, trainable in self._trained():
-            trainable.save_ckpt(path / name)
+        states = generators.read_generators(self.context.library_generators())  # saving may draw numbers
+        with writing(path / CHECKPOINT, self.about("native")) as folder:
+            for name, trainable in self._trained():
+                trainable.save_ckpt(folder / name)
+            generators.write_file(folder, dist.get_rank(), states)
 
     def load(self, path: Path) -> None:
+        folder, wanted = path / CHECKPOINT, self.about("native")
+        found = verified(folder, wanted).about
+        same_ranks = (found.layout, found.world_size) == (wanted.layout, wanted.world_size)
+        states = generators.read_together(folder) if same_ranks else None
         for name, trainable in self._trained():
-            trainable.load_ckpt(path / name)
+            trainable.load_ckpt(folder / name)
+        if states:
+            self.context.set_library_generators(generators.set_generators(states))
+        self.step = found.step
 
     def export_state(self, path: Path) -> None:
-        for name, trainable in self._trained():
-            training_state.export_state(path / name, trainable)
+        with writing(path / CHECKPOINT, self.about("state")) as folder:
+            for name, trainable in self._trained():
+                training_state.export_state(folder / name, trainable)
 
     def import_state(self, path: Path) -> None:
+        found = verified(path / CHECKPOINT, self.about("state")).about
         for name, trainable in self._trained():
-            training_state.import_state(path / name, trainable)
+            training_state.import_state(path / CHECKPOINT / name, trainable)
+        self.step = found.step
+
+    def about(self, form: Form) -> About:
+        """What a checkpoint of this training is of now."""
+        return About(
+            form=form,
+            backend=self.info.name,
+            layout=str(self.context.config.layout),
+            precision=self.context.config.precision,
+            objective=self.objective.kind,
+            optimizer=self.optimizer,
+            step=self.step,
+            world_size=dist.get_world_size(),
+            models=self.shapes,
+        )
 
     def _trained(self) -> Iterator[tuple[str, Trainable]]:
         trained = {role.name for role in self.objective.roles if role.trained}

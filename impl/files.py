@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from conformance.backend import NamedTensors
 from conformance.inputs.folder import NOT_COPIED
-from conformance.inputs.model import INDEX
+from conformance.inputs.model import INDEX, weight_files
+from impl.together import agree, on_first
 
 FILE_SIZE = 2**30  # bytes; a file is written when it is larger
 
@@ -102,20 +103,32 @@ class TensorWriter:
         (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")
 
 
+def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a Hugging Face folder, by name; no tensor is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(model):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    return shapes
+
+
 def write_tensors(folder: Path, tensors: NamedTensors) -> None:
-    """Write full tensors into a folder, from the first rank; collective."""
-    if dist.get_rank() == 0:
-        with TensorWriter(folder) as writer:
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-    else:
-        for _ in tensors:
-            pass
-    dist.barrier()
+    """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
+    failed = None
+    try:
+        if dist.get_rank() == 0:
+            with TensorWriter(folder) as writer:
+                for name, tensor in tensors:
+                    writer.add(name, tensor)
+    except Exception as error:
+        failed = error
+    for _ in tensors:  # on the other ranks all of them; on the first what is left when it cannot write
+        pass
+    agree(f"writing tensors into {folder}", failed)
 
 
 def write_model(folder: Path, *, source: Path, weights: NamedTensors) -> None:
     """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective."""
-    if dist.get_rank() == 0:
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
+    ignore = shutil.ignore_patterns(*NOT_COPIED)
+    on_first(f"writing {folder}", lambda: shutil.copytree(source, folder, ignore=ignore, dirs_exist_ok=True))
     write_tensors(folder, weights)

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
@@ -159,6 +161,12 @@ class Context(Protocol):
     def new_trainable(self, head: Head) -> Trainable:
         """An empty trainable: a language model, or a value model with one number per token."""
         ...
+
+    def library_generators(self) -> dict[str, Tensor]:
+        """States of this rank's random generators that the library keeps beside torch's, by name."""
+        ...
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None: ...
 
     def teardown(self) -> None:
         """Leave; trainables are torn down before."""

@@ -18,6 +18,7 @@ from conformance.backend import NamedTensors, TensorKind
 from conformance.observable import STATE_KINDS
 from conformance.validation import UsageError
 from impl.files import SliceReader, write_tensors
+from impl.together import on_first
 
 FORMAT, VERSION, FILE = "backend-parity training state", 1, "training_state.json"
 WrittenKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
@@ -44,10 +45,8 @@ def export_state(folder: Path, model: HasTrainingState) -> None:
             kinds.append(kind)
             write_tensors(folder / kind, itertools.chain([first], tensors))
     progress = {name: float(value) for name, value in model.named_tensors("progress")}
-    if dist.get_rank() == 0:
-        told = {"format": FORMAT, "version": VERSION, "kinds": kinds, "progress": progress}
-        (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
-    dist.barrier()
+    told = json.dumps({"format": FORMAT, "version": VERSION, "kinds": kinds, "progress": progress}, indent=1)
+    on_first(f"writing {folder / FILE}", lambda: (folder / FILE).write_text(told, encoding="utf-8"))
 
 
 def import_state(folder: Path, model: HasTrainingState) -> None:

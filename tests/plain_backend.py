@@ -6,7 +6,7 @@ transformers nor torch.optim and start in a moment. ``plain_backend:Plain`` name
 another backend that does the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,6 +169,12 @@ class PlainContext:
 
     def new_trainable(self, head: Head) -> PlainTrainable:
         return PlainTrainable(head)
+
+    def library_generators(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
+        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
         pass

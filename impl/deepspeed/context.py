@@ -3,10 +3,12 @@
 Mesh axes, outermost first: ``dp``, ``sp`` (the ring), ``ulysses``, ``tp``. ZeRO cuts over all but ``tp``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
@@ -69,6 +71,12 @@ class DeepspeedContext:
 
     def new_trainable(self, head: Head) -> DeepspeedTrainable:
         return DeepspeedTrainable(self, head)
+
+    def library_generators(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
+        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
         self.ring = None

@@ -5,10 +5,12 @@ state are cut over dp x sp, called ``shard``.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
@@ -77,6 +79,12 @@ class Fsdp2Context:
 
     def new_trainable(self, head: Head) -> Fsdp2Trainable:
         return Fsdp2Trainable(self, head)
+
+    def library_generators(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
+        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
         # The mesh's process groups stay open: DTensor's caches hold on to them, also for a later mesh that is equal.

@@ -3,12 +3,15 @@
 Ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
@@ -70,6 +73,14 @@ class MegatronContext:
 
     def new_trainable(self, head: Head) -> MegatronTrainable:
         return MegatronTrainable(self, head)
+
+    def library_generators(self) -> dict[str, Tensor]:
+        with self.placed():
+            return dict(get_cuda_rng_tracker().get_states())
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
+        with self.placed():
+            get_cuda_rng_tracker().set_states(dict(states))
 
     def teardown(self) -> None:
         with self.placed():

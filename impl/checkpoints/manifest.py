@@ -1,0 +1,135 @@
+"""Manifest of a checkpoint: what it is of, and the size and digest of every file. Knows neither ranks nor folders.
+
+It is written last, and a checkpoint without it is half-written. It has a digest of itself, too: a number in it that is
+wrong is found as the byte of a tensor is. A digest finds damage, no forger; what a forger may do is in pickles.py.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from conformance.reading import parse_json
+from conformance.scenario import Precision
+from conformance.validation import STRICT, UsageError, explain, shown
+from impl.data_position import DataPosition
+
+FORMAT, VERSION, FILE = "backend-parity checkpoint", 1, "checkpoint.json"
+Form = Literal["native", "state"]
+Shapes = dict[str, tuple[NonNegativeInt, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class About:
+    """What a checkpoint is of, or what is to go on from one.
+
+    form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: optimizer steps that
+    are done. models: of each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: where
+    the training stands in its data, for a training that keeps count.
+    """
+
+    form: Form
+    backend: str
+    layout: str
+    precision: Precision
+    objective: str
+    optimizer: str
+    step: NonNegativeInt
+    world_size: PositiveInt
+    models: dict[str, Shapes]
+    data: DataPosition | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FileEntry:
+    size: NonNegativeInt
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Manifest:
+    """``files`` by their paths in the checkpoint's folder, with slashes, all but the manifest itself."""
+
+    suite_version: str
+    about: About
+    files: dict[str, FileEntry]
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+def to_text(manifest: Manifest) -> str:
+    """What the file holds; ``from_text`` reads it."""
+    return _with_digest({"format": FORMAT, "version": VERSION, **_ADAPTER.dump_python(manifest, mode="json")})
+
+
+def _with_digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, indent=1, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), **values}, indent=1, sort_keys=True)
+
+
+def from_text(text: str, *, source: str) -> Manifest:
+    """Read what ``to_text`` gave. Raises UsageError that names ``source`` for anything else, down to a single byte."""
+    values = parse_json(text, source)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UsageError(f"{source} is no manifest of a checkpoint, or it is damaged; give another checkpoint")
+    if values.get("version") != VERSION:
+        raise UsageError(
+            f"{source} is of version {shown(values.get('version'))} of the format, written by suite version "
+            f"{shown(values.get('suite_version'))}; this version of the suite reads version {VERSION}"
+        )
+    values.pop("sha256", None)
+    if _with_digest(values) != text:
+        raise UsageError(f"{source} is damaged: it does not have the digest that it states; give another checkpoint")
+    del values["format"], values["version"]
+    try:
+        return _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        raise explain(error, source=source, what="manifest of a checkpoint") from None
+
+
+def check_fits(found: About, wanted: About, *, source: str) -> None:
+    """Raises UsageError where what is ``wanted`` cannot go on from what was ``found`` in the checkpoint ``source``."""
+    if found.form != wanted.form:
+        forms = {"native": "a backend's own checkpoint", "state": "a training state for all backends"}
+        raise UsageError(f"{source} is {forms[found.form]}, and {forms[wanted.form]} is asked for; give one of these")
+    if wanted.form == "native" and found.backend != wanted.backend:
+        raise UsageError(
+            f"{source} is of backend {shown(found.backend)}, and {wanted.backend} cannot read it; save a training "
+            f"state, which every backend reads, or go on with the backend that wrote it"
+        )
+    # Files of a backend have the dtypes of its precision; of a training state, float64 would be rounded in silence.
+    rounded = found.precision == "exact" and wanted.precision != "exact"
+    if found.precision != wanted.precision and (wanted.form == "native" or rounded):
+        raise UsageError(
+            f"{source} is of precision {found.precision}, and this training is {wanted.precision}; go on in "
+            f"{found.precision}" + ("" if rounded else ", or save a training state")
+        )
+    if found.optimizer != wanted.optimizer:
+        raise UsageError(
+            f"{source} has the state of {shown(found.optimizer)}, and the optimizer is {wanted.optimizer}; use "
+            f"the same one"
+        )
+    _check_models(found.models, wanted.models, source)
+
+
+def _check_models(found: dict[str, Shapes], wanted: dict[str, Shapes], source: str) -> None:
+    if found.keys() != wanted.keys():
+        trained = ", ".join(sorted(found)) or "nothing"
+        raise UsageError(f"{source} is of {trained}, and this training trains {', '.join(sorted(wanted))}")
+    for model, shapes in wanted.items():
+        names = sorted(shapes.keys() ^ found[model].keys())
+        names = names or [name for name, shape in shapes.items() if found[model][name] != shape]
+        if names:
+            name, more = names[0], f", and {len(names) - 1} others" if len(names) > 1 else ""
+            own, its = (_shape(of.get(name)) for of in (shapes, found[model]))
+            raise UsageError(
+                f"{source} is of another model: {model}'s {name} is {its} there and {own} in the model that was "
+                f"given{more}; give the model that was trained"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
