@@ -12,7 +12,7 @@ from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl import training_state
-from impl.checkpoints import generators
+from impl.checkpoints import native
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.dropout import switch_off_dropout
@@ -119,21 +119,11 @@ class StrategyBackend:
         return self.models[model].local_shards(kind)
 
     def save(self, path: Path) -> None:
-        states = generators.read_generators(self.context.library_generators())  # saving may draw numbers
         with writing(path / CHECKPOINT, self.about("native")) as folder:
-            for name, trainable in self._trained():
-                trainable.save_ckpt(folder / name)
-            generators.write_file(folder, dist.get_rank(), states)
+            native.write(folder, self.context, dict(self._trained()))
 
     def load(self, path: Path) -> None:
-        folder, wanted = path / CHECKPOINT, self.about("native")
-        found = verified(folder, wanted).about
-        same_ranks = (found.layout, found.world_size) == (wanted.layout, wanted.world_size)
-        states = generators.read_together(folder) if same_ranks else None
-        for name, trainable in self._trained():
-            trainable.load_ckpt(folder / name)
-        if states:
-            self.context.set_library_generators(generators.set_generators(states))
+        found = native.read(path / CHECKPOINT, self.about("native"), self.context, dict(self._trained()))
         self.step = found.step
 
     def export_state(self, path: Path) -> None:

@@ -62,8 +62,8 @@ def set_generators(states: GeneratorStates) -> dict[str, torch.Tensor]:
     """
     try:
         random.setstate(states.python)
-        kind, keys, *rest = states.numpy
-        numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), *rest))
+        kind, keys, position, has_gauss, gauss = states.numpy
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, gauss))
         torch.set_rng_state(_to_tensor(states.torch))
         if states.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_to_tensor(states.cuda))

@@ -1,6 +1,7 @@
 """The checkpoints of one training: a folder for each, a file that names the last one, and no more than are kept.
 
-``ROOT/step-000012/`` is a checkpoint (impl/checkpoints/folder.py), ``ROOT/latest`` holds the name of the last one. It is replaced when the checkpoint has its name, and older ones go only after that: at every moment the one that
+``ROOT/step-000012/`` is a checkpoint (impl/checkpoints/folder.py), ``ROOT/latest`` holds the name of the last one.
+It is replaced when the checkpoint has its name, and older ones go only after that: at every moment the one that
 ``latest`` names is whole.
 """
 

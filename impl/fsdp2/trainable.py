@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -21,7 +22,7 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
 from impl.files import SliceReader, write_model
-from impl.fsdp2 import checkpoint, norm
+from impl.fsdp2 import norm
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
@@ -274,11 +275,11 @@ class Fsdp2Trainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        checkpoint.save(self._state(), path)
+        dcp.save(self._state(), checkpoint_id=path)
 
     def load_ckpt(self, path: Path) -> None:
         state = self._state()
-        checkpoint.load(state, path)
+        dcp.load(state, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
