@@ -9,6 +9,7 @@ import torch.distributed as dist
 from conformance.backend import BackendInfo, NamedTensors, Shard, StepMetrics, Support, TensorKind
 from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
+from conformance.inputs.model import weight_shapes
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl import training_state
@@ -16,7 +17,6 @@ from impl.checkpoints import native
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.dropout import switch_off_dropout
-from impl.files import shapes_of
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
@@ -89,7 +89,7 @@ class StrategyBackend:
             trust_remote_code=scenario.trust_remote_code,
         )
         self.objective, self.optimizer, self.step = scenario.objective, scenario.optimizer.name, 0
-        self.shapes = {role.name: shapes_of(weights[role.name]) for role in self.objective.roles if role.trained}
+        self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
         self.models = {}

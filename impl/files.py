@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from conformance.backend import NamedTensors
 from conformance.inputs.folder import NOT_COPIED
-from conformance.inputs.model import INDEX, weight_files
+from conformance.inputs.model import INDEX
 from impl.together import agree, on_first
 
 FILE_SIZE = 2**30  # bytes; a file is written when it is larger
@@ -101,15 +101,6 @@ class TensorWriter:
             path.rename(self._folder / name)
             where |= dict.fromkeys(names, name)
         (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")
-
-
-def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a Hugging Face folder, by name; no tensor is read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(model):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-    return shapes
 
 
 def write_tensors(folder: Path, tensors: NamedTensors) -> None:

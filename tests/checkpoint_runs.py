@@ -1,0 +1,62 @@
+"""What the tests of checkpoints share: tasks of tests/checkpoint_tasks.py in ranks, with the inputs of a small cell."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cells import BACKENDS, cell_of
+
+from conformance.backend import BackendEntry
+from conformance.inputs.prepare import prepare_inputs
+from conformance.scenario import parse_scenario, scenario_to_json
+from conformance.world import Outcome, Pool, WorldConfig
+
+ENTRIES = {**BACKENDS, "plain": BackendEntry(name="plain", target="plain_backend:Plain")}
+STEPS, DROPOUT = 4, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Runs tasks of one backend and layout. ``folder``: for inputs and logs."""
+
+    pool: Pool
+    folder: Path
+    backend: str
+    layout: str
+
+    def __call__(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> list[Any]:
+        """The ranks' results. ``dropout``: the model's configuration has dropout in attention."""
+        outcome = self.outcome(task, fresh=fresh, dropout=dropout, **arguments)
+        assert outcome.state == "done", outcome.reason
+        return outcome.results
+
+    def outcome(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> Outcome:
+        entry = ENTRIES[self.backend]
+        cell = cell_of("fsdp2", "sft-sgd" if self.backend == "plain" else "sft-packed", "llama", self.layout, "fp32")
+        scenario = scenario_to_json(cell.scenario) | {"steps": STEPS}
+        frozen = prepare_inputs(parse_scenario(scenario), self.folder)
+        model = frozen.models["policy"]
+        if dropout:
+            config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"attention_dropout": DROPOUT}
+            (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return self.pool.run(
+            key=self.backend,
+            config=WorldConfig(
+                size=cell.world_size,
+                device="cpu",
+                preload=(entry.target.partition(":")[0], "checkpoint_tasks", *entry.load().preload),  # type: ignore[attr-defined]
+            ),
+            task=f"checkpoint_tasks:{task}",
+            kwargs={
+                "target": entry.target,
+                "scenario": scenario,
+                "layout": self.layout,
+                "models": {"policy": str(model)},
+                "batches": str(frozen.batches),
+                **arguments,
+            },
+            log_dir=self.folder / "logs",
+            budget_s=120.0,
+            fresh=fresh,
+        )

@@ -1,0 +1,197 @@
+"""Tasks that the tests of checkpoints run in ranks: train, save, go on, with dropout or until somebody is killed."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from conformance.backend import BackendEntry
+from conformance.batch import read_batches
+from conformance.layout import Layout
+from conformance.run.generators import generator_digests, seed_generators
+from conformance.scenario import parse_scenario
+from conformance.validation import UsageError
+from conformance.world import RankContext
+from impl.adapter import StrategyBackend
+from impl.checkpoints import generators, native
+from impl.checkpoints.training_folder import TrainingFolder
+from impl.files import TensorWriter
+from impl.together import on_first, together
+
+SHARE = 0.1  # of what is dropped
+
+
+def set_up(
+    context: RankContext, target: str, scenario: dict[str, Any], layout: str, models: dict[str, str]
+) -> StrategyBackend:
+    adapter: type[StrategyBackend] = BackendEntry(name="", target=target).load()  # type: ignore[assignment]
+    backend = adapter()
+    folders = {role: Path(folder) for role, folder in models.items()}
+    backend.setup(parse_scenario(scenario), Layout.parse(layout), folders, context.device)
+    return backend
+
+
+def go_on(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    folder: str,
+    first: int,
+    save_at: int | None,
+    of_first_rank: bool = False,
+) -> dict[str, Any]:
+    """Train to the end with dropout, from the checkpoint in ``folder`` unless ``first`` is 0, which is written there at
+    ``save_at``. Returns losses and sums of weights from there on. ``of_first_rank``: its generators, for all ranks."""
+    seed_generators(parse_scenario(scenario).seed, context.rank, first)
+    backend = set_up(context, target, scenario, layout, models)
+    for module in (module for chunk in getattr(backend.models["policy"], "chunks", ()) for module in chunk.modules()):
+        if hasattr(module, "hidden_dropout"):  # megatron-core's; dropout in attention is not built in
+            module.hidden_dropout = SHARE
+    if first:
+        own = generators.read_file
+        if of_first_rank:
+            generators.read_file = lambda folder, rank: own(folder, 0)
+        backend.load(Path(folder))
+        generators.read_file = own
+    told = []
+    for batch in read_batches(Path(batches))[first:]:
+        if batch.step == save_at:
+            backend.save(Path(folder))
+        metrics = backend.train_step(batch, lambda model: None)
+        sums = [float(weight.double().sum()) for _, weight in backend.named_tensors("weight", "policy")]
+        told.append([metrics.values["loss"], *sums])
+    backend.teardown()
+    return {"told": told[(save_at or first) - first :], "generators": generator_digests()}
+
+
+def save_both_forms(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    folder: str,
+    forms: list[str],
+) -> None:
+    """One step, and a checkpoint of each form."""
+    backend = set_up(context, target, scenario, layout, models)
+    backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+    for form in forms:
+        together("making a folder", lambda form=form: (Path(folder) / form).mkdir(exist_ok=True))
+        (backend.save if form == "native" else backend.export_state)(Path(folder) / form)
+    backend.teardown()
+
+
+def train_until_killed(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    root: str,
+    victim: int,
+    fraction: float,
+) -> None:
+    """Two steps, each with a checkpoint; in the second save a rank is killed, at a fraction of the first one's time."""
+    backend = set_up(context, target, scenario, layout, models)
+    seconds = 0.0
+    for batch in read_batches(Path(batches))[:2]:
+        backend.train_step(batch, lambda model: None)
+        if batch.step and context.rank == victim:
+            threading.Timer(fraction * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        began = time.monotonic()
+        with TrainingFolder(root=Path(root)).writing(backend.about("native")) as folder:
+            native.write(folder, backend.context, backend.models)
+        seconds = time.monotonic() - began
+    time.sleep(60)  # the timer comes, later than the save has ended
+
+
+def load_latest(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    root: str,
+) -> list[float]:
+    """The step of the last checkpoint, and the loss of the one after it."""
+    backend = set_up(context, target, scenario, layout, models)
+    latest = TrainingFolder(root=Path(root)).latest()
+    found = native.read(latest, backend.about("native"), backend.context, backend.models)
+    loss = backend.train_step(read_batches(Path(batches))[found.step], lambda model: None).values["loss"]
+    backend.teardown()
+    return [found.step, loss]
+
+
+def keep_two(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    root: str,
+) -> list[list[str]]:
+    """What is in the folder of a training after each of four saves, the last of a step that is there but not latest."""
+    backend = set_up(context, target, scenario, layout, models)
+    folder, there = TrainingFolder(root=Path(root), keep=2), []
+    for step in (1, 2, 3, 4):
+        backend.step = step
+        if step == 4:
+            on_first("leaving rests", lambda: _leave_rests(Path(root)))
+        with folder.writing(backend.about("native")) as inside:
+            native.write(inside, backend.context, backend.models)
+        there.append(sorted(path.name for path in Path(root).iterdir()))
+    backend.teardown()
+    return there
+
+
+def _leave_rests(root: Path) -> None:
+    """What crashes leave: a half-written folder, and a whole one that ``latest`` does not name."""
+    (root / "step-000003.partial").mkdir()
+    (root / "step-000004").mkdir()
+
+
+def one_rank_fails(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    folder: str,
+) -> dict[str, str]:
+    """What this rank hears when the disk of the last one is full in a save, and that of the first in an export."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    backend, told = set_up(context, target, scenario, layout, models), {}
+    for owner, name, rank, write in (
+        (generators, "write_file", context.world_size - 1, lambda: backend.save(Path(folder))),
+        (TensorWriter, "add", 0, lambda: backend.export(Path(folder) / "model", "policy")),
+    ):
+        before = getattr(owner, name)
+        if context.rank == rank:
+            setattr(owner, name, full)
+        try:
+            write()
+        except UsageError as error:
+            told[name] = str(error)
+        setattr(owner, name, before)
+    backend.teardown()
+    return told

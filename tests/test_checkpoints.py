@@ -1,0 +1,110 @@
+"""Checkpoints in ranks: generators, the folder of a training, ranks that fail and ranks that are killed."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cells import exhaustive
+from checkpoint_runs import Ranks
+
+from conformance.validation import UsageError
+from conformance.world import Pool
+from impl.checkpoints.manifest import FILE
+from impl.checkpoints.training_folder import TrainingFolder
+from impl.checkpoints.verify import read_manifest, verify
+
+MOMENTS = 20
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        ("fsdp2", "dp2"),
+        exhaustive("fsdp2", "dp2.tp2"),
+        exhaustive("deepspeed", "dp2.zero1"),
+        exhaustive("deepspeed", "dp2.zero3"),
+        exhaustive("megatron", "tp2.seqpar"),
+        exhaustive("megatron", "dp2.zero1"),
+    ],
+)
+def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
+    pool: Pool, tmp_path: Path, backend: str, layout: str
+) -> None:
+    ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
+    saved = {"folder": str(tmp_path), "dropout": backend != "megatron"}
+    whole = ranks("go_on", first=0, save_at=2, **saved)
+    resumed = ranks("go_on", first=2, save_at=None, fresh=True, **saved)
+    assert resumed == whole
+    others = ranks("go_on", first=2, save_at=None, of_first_rank=True, **saved)
+    assert others[0]["told"] != whole[0]["told"]
+
+
+def test_no_rank_waits_for_one_that_cannot_write(pool: Pool, tmp_path: Path) -> None:
+    ranks = Ranks(pool=pool, folder=tmp_path, backend="plain", layout="dp3")
+    told = ranks("one_rank_fails", folder=str(tmp_path))
+    assert told[0] == told[1] == told[2]
+    assert "No space left on device" in told[0]["write_file"]
+    assert "No space left on device" in told[0]["add"]
+    with pytest.raises(UsageError, match=r"there is no .*checkpoint, and .*checkpoint\.partial is half-written"):
+        read_manifest(tmp_path / "checkpoint")
+
+
+def test_the_last_two_checkpoints_stay_and_rests_of_crashes_go(pool: Pool, tmp_path: Path) -> None:
+    root = tmp_path / "training"
+    ranks = Ranks(pool=pool, folder=tmp_path, backend="plain", layout="dp3")
+    *_, third, last = ranks("keep_two", root=str(root))[0]
+    assert third == ["latest", "step-000002", "step-000003"]
+    assert last == ["latest", "step-000003", "step-000004"]
+    assert TrainingFolder(root=root).latest() == root / "step-000004"
+    (root / "latest").write_text("../step-000004")
+    with pytest.raises(UsageError, match=r"holds '\.\./step-000004' where the name of a checkpoint is due"):
+        TrainingFolder(root=root).latest()
+    (root / "latest").unlink()
+    with pytest.raises(UsageError, match=r"no checkpoint was finished there; .* holds step-000003, step-000004"):
+        TrainingFolder(root=root).latest()
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "moments"),
+    [
+        ("plain", "dp2", 2),
+        exhaustive("plain", "dp2", MOMENTS),
+        exhaustive("fsdp2", "dp2", MOMENTS),
+        exhaustive("deepspeed", "dp2.zero1", MOMENTS),
+        exhaustive("megatron", "tp2", MOMENTS),
+    ],
+)
+def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
+    pool: Pool, tmp_path: Path, backend: str, layout: str, moments: int
+) -> None:
+    ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
+    numbers = random.Random(f"{backend} {moments}")
+    half_written, losses = 0, {}
+    for moment in range(moments):
+        root = tmp_path / str(moment)
+        killed = ranks.outcome(
+            "train_until_killed", root=str(root), victim=moment % 2, fraction=numbers.uniform(0.0, 1.0)
+        )
+        assert "killed" in killed.reason or "SIGKILL" in killed.reason, killed.reason
+        step, loss = ranks("load_latest", root=str(root))[0]
+        assert losses.setdefault(step, loss) == loss
+        half_written += step == 1
+        assert told_of(root / "step-000002") == ("" if step == 2 else "half-written")
+    assert half_written
+
+
+def told_of(folder: Path) -> str:
+    """What reading a checkpoint of a killed training says; nothing where it is whole."""
+    if (folder / FILE).exists():  # the rank that did not die may have come to the end
+        verify(folder, read_manifest(folder).about)
+        return ""
+    with pytest.raises(UsageError, match=rf"{folder}\.partial is half-written|there is no checkpoint {folder}"):
+        read_manifest(folder)
+    return "half-written"
