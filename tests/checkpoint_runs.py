@@ -9,11 +9,11 @@ from cells import BACKENDS, cell_of
 
 from conformance.backend import BackendEntry
 from conformance.inputs.prepare import prepare_inputs
-from conformance.scenario import parse_scenario, scenario_to_json
+from conformance.scenario import scenario_to_json
 from conformance.world import Outcome, Pool, WorldConfig
 
 ENTRIES = {**BACKENDS, "plain": BackendEntry(name="plain", target="plain_backend:Plain")}
-STEPS, DROPOUT = 4, 0.1
+STEPS, ROWS, DROPOUT = 3, 12, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,10 @@ class Ranks:
 
     def outcome(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> Outcome:
         entry = ENTRIES[self.backend]
-        cell = cell_of("fsdp2", "sft-sgd" if self.backend == "plain" else "sft-packed", "llama", self.layout, "fp32")
-        scenario = scenario_to_json(cell.scenario) | {"steps": STEPS}
-        frozen = prepare_inputs(parse_scenario(scenario), self.folder)
+        name = "sft-sgd" if self.backend == "plain" else "sft-packed"
+        cell = cell_of("fsdp2", name, "llama", self.layout, "fp32", rows=ROWS, steps=STEPS, accumulation=1)
+        scenario = scenario_to_json(cell.scenario)
+        frozen = prepare_inputs(cell.scenario, self.folder)
         model = frozen.models["policy"]
         if dropout:
             config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"attention_dropout": DROPOUT}

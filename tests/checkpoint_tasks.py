@@ -70,7 +70,7 @@ def go_on(
     return {"told": told[(save_at or first) - first :], "generators": generator_digests()}
 
 
-def save_both_forms(
+def save_forms(
     context: RankContext,
     *,
     target: str,
@@ -80,12 +80,14 @@ def save_both_forms(
     batches: str,
     folder: str,
     forms: list[str],
+    steps: int,
 ) -> None:
-    """One step, and a checkpoint of each form."""
+    """Some steps, and a checkpoint of each form."""
     backend = set_up(context, target, scenario, layout, models)
-    backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+    for batch in read_batches(Path(batches))[:steps]:
+        backend.train_step(batch, lambda model: None)
     for form in forms:
-        together("making a folder", lambda form=form: (Path(folder) / form).mkdir(exist_ok=True))
+        together("making a folder", lambda form=form: (Path(folder) / form).mkdir(exist_ok=True, parents=True))
         (backend.save if form == "native" else backend.export_state)(Path(folder) / form)
     backend.teardown()
 

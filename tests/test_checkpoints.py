@@ -39,10 +39,10 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
 ) -> None:
     ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
     saved = {"folder": str(tmp_path), "dropout": backend != "megatron"}
-    whole = ranks("go_on", first=0, save_at=2, **saved)
-    resumed = ranks("go_on", first=2, save_at=None, fresh=True, **saved)
+    whole = ranks("go_on", first=0, save_at=1, **saved)
+    resumed = ranks("go_on", first=1, save_at=None, fresh=True, **saved)
     assert resumed == whole
-    others = ranks("go_on", first=2, save_at=None, of_first_rank=True, **saved)
+    others = ranks("go_on", first=1, save_at=None, of_first_rank=True, **saved)
     assert others[0]["told"] != whole[0]["told"]
 
 
