@@ -1,24 +1,24 @@
 """Tasks that the tests of checkpoints run in ranks: train, save, go on, with dropout or until somebody is killed."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from conformance.backend import BackendEntry
 from conformance.batch import read_batches
 from conformance.layout import Layout
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.scenario import parse_scenario
-from conformance.validation import UsageError
 from conformance.world import RankContext
 from impl.adapter import StrategyBackend
 from impl.checkpoints import generators, native
 from impl.checkpoints.training_folder import TrainingFolder
-from impl.files import TensorWriter
-from impl.together import on_first, together
+from impl.together import on_first
 
 SHARE = 0.1  # of what is dropped
 
@@ -87,7 +87,6 @@ def save_forms(
     for batch in read_batches(Path(batches))[:steps]:
         backend.train_step(batch, lambda model: None)
     for form in forms:
-        together("making a folder", lambda form=form: (Path(folder) / form).mkdir(exist_ok=True, parents=True))
         (backend.save if form == "native" else backend.export_state)(Path(folder) / form)
     backend.teardown()
 
@@ -176,24 +175,25 @@ def one_rank_fails(
     models: dict[str, str],
     batches: str,
     folder: str,
-) -> dict[str, str]:
-    """What this rank hears when the disk of the last one is full in a save, and that of the first in an export."""
+    failing: str,
+    rank: int,
+    exports: bool,
+) -> str:
+    """What this rank hears of a save or an export in which, on the one ``rank``, the disk is full for a function."""
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    backend, told = set_up(context, target, scenario, layout, models), {}
-    for owner, name, rank, write in (
-        (generators, "write_file", context.world_size - 1, lambda: backend.save(Path(folder))),
-        (TensorWriter, "add", 0, lambda: backend.export(Path(folder) / "model", "policy")),
-    ):
-        before = getattr(owner, name)
-        if context.rank == rank:
-            setattr(owner, name, full)
+    backend = set_up(context, target, scenario, layout, models)
+    module, _, name = failing.partition(":")
+    told = ""
+    with mock.patch(f"{module}.{name}", full) if context.rank == rank else contextlib.nullcontext():
         try:
-            write()
-        except UsageError as error:
-            told[name] = str(error)
-        setattr(owner, name, before)
+            if exports:
+                backend.export(Path(folder) / "model", "policy")
+            else:
+                backend.save(Path(folder))
+        except Exception as error:
+            told = str(error)
     backend.teardown()
     return told

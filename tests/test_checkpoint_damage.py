@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cells import exhaustive
@@ -201,11 +202,15 @@ OTHER_FORM = {"form": "state"}
         ({"optimizer": "sgd"}, {}, "has the state of 'sgd', and the optimizer is adamw"),
         (OTHER_FORM, {}, "is a training state for all backends, and a backend's own checkpoint is asked for"),
         ({"models": {"actor": {}}}, {}, "is of actor, and this training trains policy"),
-        ({"models": {"policy": {"a": (2, 3)}}}, {}, "policy's b is missing there and 4 in the model that was given"),
-        ({"models": {"policy": {"a": (3, 3), "b": (5,)}}}, {}, r"policy's a is 3x3 there and 2x3 in .*, and 1 others"),
+        ({"models": {"policy": {"a": (2, 3)}}}, {}, "is of another model: policy's b is missing there and 4 in the"),
+        (
+            {"models": {"policy": {"a": (3, 3), "b": (5,)}}},
+            {},
+            r"is of another model: policy's a is 3x3 there and 2x3 .*, and 1 others",
+        ),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_told(found: dict[str, object], wanted: dict[str, object], message: str) -> None:
+)
+def test_what_does_not_fit_is_told(found: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^CHECKPOINT {message}"):
         manifest.check_fits(replace(WANTED, **found), replace(WANTED, **wanted), source="CHECKPOINT")
 

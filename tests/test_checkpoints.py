@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,22 +39,32 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
     pool: Pool, tmp_path: Path, backend: str, layout: str
 ) -> None:
     ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
-    saved = {"folder": str(tmp_path), "dropout": backend != "megatron"}
-    whole = ranks("go_on", first=0, save_at=1, **saved)
-    resumed = ranks("go_on", first=1, save_at=None, fresh=True, **saved)
-    assert resumed == whole
-    others = ranks("go_on", first=1, save_at=None, of_first_rank=True, **saved)
+    train = partial(ranks, "go_on", folder=str(tmp_path), dropout=backend != "megatron")
+    whole = train(first=0, save_at=1)
+    assert train(first=1, save_at=None, fresh=True) == whole
+    others = train(first=1, save_at=None, of_first_rank=True)
     assert others[0]["told"] != whole[0]["told"]
 
 
-def test_no_rank_waits_for_one_that_cannot_write(pool: Pool, tmp_path: Path) -> None:
-    ranks = Ranks(pool=pool, folder=tmp_path, backend="plain", layout="dp3")
-    told = ranks("one_rank_fails", folder=str(tmp_path))
-    assert told[0] == told[1] == told[2]
-    assert "No space left on device" in told[0]["write_file"]
-    assert "No space left on device" in told[0]["add"]
-    with pytest.raises(UsageError, match=r"there is no .*checkpoint, and .*checkpoint\.partial is half-written"):
-        read_manifest(tmp_path / "checkpoint")
+@pytest.mark.parametrize(
+    ("backend", "layout", "failing", "rank", "exports"),
+    [
+        ("plain", "dp3", "impl.checkpoints.generators:write_file", 2, False),
+        ("plain", "dp3", "impl.files:TensorWriter.add", 0, True),
+        exhaustive("fsdp2", "dp2", "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 1, False),
+        exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),
+        exhaustive("megatron", "tp2", "impl.files:TensorWriter.add", 0, False),
+    ],
+)
+def test_no_rank_waits_for_one_that_cannot_write(
+    pool: Pool, tmp_path: Path, backend: str, layout: str, failing: str, rank: int, exports: bool
+) -> None:
+    ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
+    for told in ranks("one_rank_fails", folder=str(tmp_path), failing=failing, rank=rank, exports=exports):
+        assert "No space left on device" in told
+    if not exports:
+        with pytest.raises(UsageError, match=r"there is no .*checkpoint, and .*checkpoint\.partial is half-written"):
+            read_manifest(tmp_path / "checkpoint")
 
 
 def test_the_last_two_checkpoints_stay_and_rests_of_crashes_go(pool: Pool, tmp_path: Path) -> None:
@@ -86,7 +97,7 @@ def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
 ) -> None:
     ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
     numbers = random.Random(f"{backend} {moments}")
-    half_written, losses = 0, {}
+    half_written, losses = 0, dict[float, float]()
     for moment in range(moments):
         root = tmp_path / str(moment)
         killed = ranks.outcome(

@@ -25,6 +25,7 @@ from impl.deepspeed import process
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
 from impl.deepspeed.ulysses import exchange_heads
+from impl.deepspeed.writing import errors_at_the_end
 from impl.files import write_model
 from impl.micro_batches import Loss, one_after_another
 from impl.models import load_model
@@ -247,7 +248,8 @@ class DeepspeedTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        self.engine.save_checkpoint(str(path), tag="state")
+        with errors_at_the_end(self.engine):
+            self.engine.save_checkpoint(str(path), tag="state")
 
     def load_ckpt(self, path: Path) -> None:
         folder, _ = self.engine.load_checkpoint(str(path), tag="state")
