@@ -206,7 +206,7 @@ OTHER_FORM = {"form": "state"}
         (
             {"models": {"policy": {"a": (3, 3), "b": (5,)}}},
             {},
-            r"is of another model: policy's a is 3x3 there and 2x3 .*, and 1 others",
+            r"is of another model: policy's a is 3x3 there and 2x3 .* 1 others",
         ),
     ],
 )
