@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cells import exhaustive
-from checkpoint_runs import Ranks
+from resume_runs import Ranks
 
 from conformance.validation import UsageError
 from conformance.world import Pool

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: tasks of tests/checkpoint_tasks.py in ranks, with the inputs of a small cell."""
+"""What the tests of checkpoints share: tasks of tests/resume_tasks.py in ranks, with the inputs of a small cell."""
 
 import json
 from dataclasses import dataclass
@@ -46,9 +46,9 @@ class Ranks:
             config=WorldConfig(
                 size=cell.world_size,
                 device="cpu",
-                preload=(entry.target.partition(":")[0], "checkpoint_tasks", *entry.load().preload),  # type: ignore[attr-defined]
+                preload=(entry.target.partition(":")[0], "resume_tasks", *entry.load().preload),  # type: ignore[attr-defined]
             ),
-            task=f"checkpoint_tasks:{task}",
+            task=f"resume_tasks:{task}",
             kwargs={
                 "target": entry.target,
                 "scenario": scenario,
