@@ -44,7 +44,7 @@ from conformance.run.environment import environment
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 from impl.faults.catalogue import CATALOGUE
-from impl.faults.places import PLACES, TIERS, Place, with_dropout
+from impl.faults.places import PLACES, TIERS, Place, with_dropout, with_handover
 from reports.score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
@@ -112,6 +112,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
                     continue
                 cell = _cell(place, entries[backend], tier, fault.name)
                 cell = with_dropout(cell, models) if place.dropout else cell
+                cell = with_handover(cell) if place.hands_over else cell
                 yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
             if cells := tuple(_of_quick(quick, place, entries[backend], fault.name)):
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)

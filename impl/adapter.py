@@ -49,6 +49,11 @@ RL_SEAMS = {
     "value_losses": "impl.rl.objective:value_losses",
     "of_all_ranks": "impl.trainer:of_all_ranks",
 }
+# Seams of handing over training state, on all backends too.
+HANDOVER_SEAMS = {
+    "load_kind": "impl.training_state:load_kind",
+    "load_progress": "impl.training_state:load_progress",
+}
 # Of backends whose logits stay cut along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",

@@ -57,10 +57,19 @@ def import_state(folder: Path, model: HasTrainingState) -> None:
     """
     told = read_told(folder)
     for kind in told["kinds"]:
-        with SliceReader(sorted((folder / kind).glob("*.safetensors"))) as read, torch.no_grad():
-            model.write_state(kind, read)
-    model.set_progress(told["progress"])
+        load_kind(model, kind, folder / kind)
+    load_progress(model, told["progress"])
     dist.barrier()
+
+
+def load_kind(model: HasTrainingState, kind: WrittenKind, folder: Path) -> None:
+    """Set one kind of a model's training state from the safetensors files of a folder."""
+    with SliceReader(sorted(folder.glob("*.safetensors"))) as read, torch.no_grad():
+        model.write_state(kind, read)
+
+
+def load_progress(model: HasTrainingState, progress: Mapping[str, float]) -> None:
+    model.set_progress(progress)
 
 
 def read_told(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.scenario import Precision
@@ -31,12 +32,13 @@ IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The cheapest cell in which a fault changes anything. ``layouts``: by backend. ``dropout``: the model's
-    configuration has it."""
+    configuration has it. ``hands_over``: it has two legs, and training state is handed over after two steps."""
 
     scenario: str
     model: str
     layouts: Mapping[str, str]
     dropout: bool = False
+    hands_over: bool = False
     blank: Mapping[Precision, str] = field(default_factory=dict)
 
     def scenario_in(self, precision: Precision) -> str:
@@ -152,7 +154,35 @@ _RL = {
     "critic-leaks-into-policy": _rl("ppo", WHOLE),
 }
 
-PLACES: Mapping[str, Place] = {**_SFT, **_RL}
+HANDED_LAYOUTS = {"fsdp2": "tp2", "deepspeed": "dp2.zero2", "megatron": "pp2"}
+HANDED_TO = {"fsdp2": "dp2", "deepspeed": "dp2.zero3", "megatron": "tp2"}
+
+
+def _handed(*, blank: Mapping[Precision, str] | None = None) -> Place:
+    return Place(scenario="sft-warmup", model="llama", layouts=HANDED_LAYOUTS, hands_over=True, blank=blank or {})
+
+
+_HANDOVER = {
+    "moments-not-loaded": _handed(),
+    "steps-not-loaded": _handed(),
+    "moments-exchanged": _handed(),
+    "moments-of-another-layer": _handed(),
+    "weights-of-another-layer": _handed(),
+    "gate-for-up": _handed(),
+    "masters-from-bf16": _handed(blank=_ROUNDED),
+    "schedule-restarted": _handed(),
+    "loss-scale-forgotten": _handed(blank=_FP16),
+}
+
+PLACES: Mapping[str, Place] = {**_SFT, **_RL, **_HANDOVER}
+
+
+def with_handover(cell: Cell) -> Cell:
+    """The same in two legs: after two steps the training state goes to another layout of the same backend."""
+    (leg,) = cell.legs
+    first = replace(leg, steps=2, save="state")
+    second = replace(leg, layout=Layout.parse(HANDED_TO[leg.backend.name]), steps=leg.steps - 2)
+    return replace(cell, legs=(first, second), program="state")
 
 
 def with_dropout(cell: Cell, root: Path) -> Cell:
