@@ -15,6 +15,7 @@ import transformers
 
 from conformance.batch import read_batches
 from conformance.layout import Layout
+from conformance.observable import StateKind
 from conformance.run.exact import exact_tier
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, parse_scenario
 from conformance.validation import UsageError
@@ -204,9 +205,10 @@ def optimizer_state(
             lambda model: gradients.update({n: g.clone() for n, g in backend.named_tensors("gradient", model)}),
         )
         first, second = config.optimizer.betas
-        errors = {}
-        for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
-            state = dict(backend.models["policy"].named_optimizer_state(key))  # type: ignore[attr-defined]
+        errors: dict[str, float] = {}
+        moments: tuple[tuple[StateKind, float, int], ...] = (("exp_avg", first, 1), ("exp_avg_sq", second, 2))
+        for key, beta, power in moments:
+            state = dict(backend.named_tensors(key, "policy"))
             assert state.keys() == gradients.keys()
             wanted = {name: (1 - beta) * g**power for name, g in gradients.items()}
             errors[key] = max(float((state[n] - w).norm() / w.norm()) for n, w in wanted.items())
