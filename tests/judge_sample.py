@@ -55,7 +55,8 @@ def write(
     if not oracle:
         backend = {"name": "b", "url": "", "default_zero": None}
         header = {"cell": f"x/m/b/{layout}/{precision}", "layout": layout, "backend": backend}
-    header |= {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
+    handed = {"optimizer": "loaded", "loads": "state"} if first else {"optimizer": "new", "loads": ""}
+    header |= {"scenario": scenario_to_json(scenario), **handed}
     writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
     ranks = Layout.parse(layout).world_size
     generator = torch.Generator().manual_seed(0)
