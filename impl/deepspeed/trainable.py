@@ -19,9 +19,8 @@ from deepspeed.utils.groups import get_tensor_model_parallel_group
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from conformance.validation import UsageError
 from impl.collate import MicroBatch
-from impl.deepspeed import process
+from impl.deepspeed import checkpoint, process
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
@@ -271,12 +270,10 @@ class DeepspeedTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        self.engine.save_checkpoint(str(path), tag="state")
+        checkpoint.save(self.engine, path, checkpoint.cut_of_engine(self.engine, self.context.config))
 
     def load_ckpt(self, path: Path) -> None:
-        folder, _ = self.engine.load_checkpoint(str(path), tag="state")
-        if folder is None:
-            raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+        checkpoint.load(self.engine, path, checkpoint.cut_of_engine(self.engine, self.context.config))
 
     def save_model(self, path: Path) -> None:
         write_model(path, source=self.source, weights=self.named_tensors("weight"))
