@@ -215,6 +215,31 @@ def optimizer_state(
     return errors
 
 
+def save_checkpoint(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> None:
+    """One step, and DeepSpeed's own checkpoint after it."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        backend.save(Path(batches).with_name("saved"))
+
+
+def load_checkpoint(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, Any]:
+    """What is said to one who loads it, whether weights have changed then, and what is in its folder after all."""
+    folder, said = Path(batches).with_name("saved"), ""
+    with set_up(context, scenario, layout, models) as backend:
+        before = {name: tensor.clone() for name, tensor in backend.named_tensors("weight", "policy")}
+        try:
+            backend.load(folder)
+        except UsageError as error:
+            said = str(error)
+        after = dict(backend.named_tensors("weight", "policy"))
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+    return {"said": said, "changed": changed, "left": sorted(path.name for path in folder.iterdir())}
+
+
 def save_model(
     context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
 ) -> list[str]:

@@ -21,10 +21,8 @@ import torch.distributed as dist  # noqa: E402
 from deepspeed.checkpoint import ds_to_universal  # noqa: E402
 from deepspeed.runtime.zero import GatheredParameters  # noqa: E402
 
-Made = type[torch.optim.AdamW] | type[torch.optim.SGD]
 
-
-def engine_of(stage: int, made: Made = torch.optim.AdamW) -> Any:
+def engine_of(stage: int, name: str = "AdamW") -> Any:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     settings = {
@@ -32,12 +30,12 @@ def engine_of(stage: int, made: Made = torch.optim.AdamW) -> Any:
         "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = made(model.parameters(), lr=1e-2, **({"momentum": 0.9} if made is torch.optim.SGD else {}))
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+    made = {"AdamW": torch.optim.AdamW(model.parameters()), "SGD": torch.optim.SGD(model.parameters(), momentum=0.9)}
+    return deepspeed.initialize(model=model, optimizer=made[name], config=settings, dist_init_required=False)[0]
 
 
-def saved(folder: str, stage: int, made: Made = torch.optim.AdamW) -> str:
-    engine = engine_of(stage, made)
+def saved(folder: str, stage: int, name: str = "AdamW") -> str:
+    engine = engine_of(stage, name)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
     engine.save_checkpoint(folder, tag="native")
@@ -95,7 +93,7 @@ if __name__ == "__main__":
         found = {f"ZeRO-{a} to ZeRO-{b}": loaded(at[a], b) for a, b in ((2, 1), (2, 3), (3, 2), (2, 0), (0, 2))}
         found["universal, ZeRO-0, AdamW"] = converted(at[0])
         for stage in (2, 3):
-            found[f"universal, ZeRO-{stage}, SGD"] = converted(saved(f"{folder}/sgd{stage}", stage, torch.optim.SGD))
+            found[f"universal, ZeRO-{stage}, SGD"] = converted(saved(f"{folder}/sgd{stage}", stage, "SGD"))
         found["universal, ZeRO-2, AdamW"] = converted(at[2])
         dist.destroy_process_group()
     for case, result in found.items():

@@ -80,8 +80,8 @@ if __name__ == "__main__":
             train(engine)
             found[stage] = shown(engine)
         engine = resumed(f"{folder}/again", 3)
-        for group, decay in zip(engine.basic_optimizer.param_groups, right[0], strict=True):
-            group["weight_decay"] = decay
+        for group, own in zip(engine.basic_optimizer.param_groups, right[0], strict=True):
+            group["weight_decay"] = own
         for state in engine.basic_optimizer.state.values():
             state["step"] = state["step"].clone()
         train(engine)

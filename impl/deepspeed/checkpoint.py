@@ -1,8 +1,6 @@
 """DeepSpeed's own checkpoints, also of another number of ranks, by way of its universal form.
 
-Its files are cut as its optimizer is, so they fit optimizers of the same class only; beside them lies a file that says
-which that was. What DeepSpeed cannot read it refuses after it has changed some of the state, or never, so it is refused
-here before.
+Beside its files lies one that says how they are cut (impl/deepspeed/cut.py).
 """
 
 import argparse
@@ -11,7 +9,6 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,40 +17,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 
 from conformance.validation import UsageError
-from impl.strategy import ContextConfig
+from impl.deepspeed.cut import Cut, check
 
 TAG, FILE = "state", "cut.json"
-WAY_ON = 'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell)'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a checkpoint is cut: by which class of optimizer, over how many ranks.
-
-    ranks: those that ZeRO cuts over; they may be data ranks, of a ring or of Ulysses. universal: whether DeepSpeed's
-    universal form has what the optimizer keeps.
-    """
-
-    stage: str
-    precision: str
-    tp: int
-    ulysses: int
-    ranks: int
-    universal: bool
-
-
-def cut_of_engine(engine: DeepSpeedEngine, config: ContextConfig) -> Cut:
-    """What ``save`` writes of an engine, and ``load`` wants."""
-    stage, layout = engine.zero_optimization_stage(), config.layout
-    both = "zero1" if config.precision == "bf16" else "zero1 or zero2"  # in bf16, ZeRO-1 has a class of its own
-    return Cut(
-        stage={0: "zero0", 1: both, 2: "zero2" if config.precision == "bf16" else both, 3: "zero3"}[stage],
-        precision=config.precision,
-        tp=layout.tp,
-        ulysses=layout.ulysses,
-        ranks=layout.world_size // layout.tp,
-        universal="betas" in engine.basic_optimizer.defaults,
-    )
 
 
 def save(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
@@ -75,29 +41,6 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
     else:
         with _universal(path) as folder:
             _load_universal(engine, folder)
-
-
-def check(saved: Cut, own: Cut) -> None:
-    """Raises UsageError where DeepSpeed cannot read a checkpoint that is cut as ``saved`` is."""
-    for name in ("stage", "precision", "tp"):
-        before, now = getattr(saved, name), getattr(own, name)
-        if before != now:
-            told = f"{name} {before}, and this is {name} {now}" if name != "stage" else f"{before}, and this is {now}"
-            raise UsageError(f"DeepSpeed's checkpoint is of {told}, which cannot read it; {WAY_ON}")
-    if saved.ranks == own.ranks or own.stage == "zero0":
-        return
-    reason = ""
-    if own.tp > 1:
-        reason = "under AutoTP"
-    elif own.ulysses > 1 and own.stage != "zero3":
-        reason = "into Ulysses below zero3"
-    elif not own.universal:
-        reason = "of AdamW only, and not of this optimizer"
-    if reason:
-        raise UsageError(
-            f"the checkpoint is cut over {saved.ranks} ranks and this layout cuts over {own.ranks}; DeepSpeed's "
-            f"universal checkpoint, which goes between them, is not read {reason}; {WAY_ON}"
-        )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
 from impl.deepspeed import checkpoint, process
+from impl.deepspeed.cut import cut_of
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
@@ -270,10 +271,10 @@ class DeepspeedTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        checkpoint.save(self.engine, path, checkpoint.cut_of_engine(self.engine, self.context.config))
+        checkpoint.save(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
 
     def load_ckpt(self, path: Path) -> None:
-        checkpoint.load(self.engine, path, checkpoint.cut_of_engine(self.engine, self.context.config))
+        checkpoint.load(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
 
     def save_model(self, path: Path) -> None:
         write_model(path, source=self.source, weights=self.named_tensors("weight"))
