@@ -25,8 +25,8 @@ from impl.deepspeed import process
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
 from impl.deepspeed.ulysses import exchange_heads
-from impl.files import write_model
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.models import load_model
 from impl.optimizers import learning_rates, parameter_groups, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
@@ -254,8 +254,8 @@ class DeepspeedTrainable:
         if folder is None:
             raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         self.engine.destroy()
