@@ -1,0 +1,48 @@
+"""Tasks that tests of exports and conversions run in ranks: train a step with any backend, and write what it has."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from conformance.backend import BackendEntry
+from conformance.batch import read_batches
+from conformance.layout import Layout
+from conformance.run.exact import exact_tier
+from conformance.scenario import parse_scenario
+from conformance.world import RankContext
+
+
+def write_all(
+    context: RankContext,
+    *,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    out: str,
+    wanted: list[str],
+) -> None:
+    """Train two steps; write what is ``wanted`` of it: folders of these names, and the masters in a file."""
+    config = parse_scenario(scenario)
+    backend: Any = BackendEntry(name="", target=target).load()()
+    with exact_tier() if config.precision == "exact" else contextlib.nullcontext():
+        folders = {role: Path(folder) for role, folder in models.items()}
+        backend.setup(config, Layout.parse(layout), folders, context.device)
+        for batch in read_batches(Path(batches))[:2]:
+            backend.train_step(batch, lambda model: None)
+        folder, model = Path(out), backend.models["policy"]
+        masters = {name: weight.cpu() for name, weight in model.named_tensors("weight")}
+        if context.rank == 0:
+            save_file({name: weight.contiguous() for name, weight in masters.items()}, folder / "masters.safetensors")
+        writers = {
+            "checkpoint": lambda path: model.save_ckpt(path),
+            "state": lambda path: backend.export_state(path),
+            "masters": lambda path: model.save_model(path, dtype="masters"),
+            "source": lambda path: model.save_model(path),
+        }
+        for name in wanted:
+            writers[name](folder / name)
+        backend.teardown()
