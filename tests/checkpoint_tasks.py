@@ -12,6 +12,12 @@ from conformance.layout import Layout
 from conformance.run.exact import exact_tier
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext
+from impl.training_state import export_state
+
+
+def write_state(path: Path, model: Any) -> None:
+    path.mkdir(exist_ok=True)  # by any rank
+    export_state(path, model)
 
 
 def write_all(
@@ -38,10 +44,10 @@ def write_all(
         if context.rank == 0:
             save_file({name: weight.contiguous() for name, weight in masters.items()}, folder / "masters.safetensors")
         writers = {
-            "checkpoint": lambda path: model.save_ckpt(path),
-            "state": lambda path: backend.export_state(path),
+            "checkpoint": model.save_ckpt,
+            "state": lambda path: write_state(path, model),
             "masters": lambda path: model.save_model(path, dtype="masters"),
-            "source": lambda path: model.save_model(path),
+            "source": model.save_model,
         }
         for name in wanted:
             writers[name](folder / name)

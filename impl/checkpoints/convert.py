@@ -65,7 +65,7 @@ def _opened(source: Path, *, beside: Path) -> Iterator[Checkpoint]:
     elif kind is DEEPSPEED:
         beside.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
-            yield deepspeed.universal(source, Path(folder))
+            yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
     else:
         raise UsageError(f"{source} is of {found.format}, which is not converted; load it by ranks and export a state")
 
