@@ -26,6 +26,7 @@ ALLOWED_IN_METADATA = {
     (f"{_DCP}.filesystem", "_StorageInfo"),
     # megatron-core keeps the plan of its save
     *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    ("pathlib", "PosixPath"),  # where it was saved
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),  # a layout by its name
     *(("torch", dtype) for dtype in ("float64", "float32", "bfloat16", "float16")),
