@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from conformance import cli, commands
 from conformance.inputs.prepare import prepare_inputs
 from conformance.oracle.architecture import read_architecture
-from conformance.oracle.forward import POLICIES, forward
+from conformance.oracle.forward import forward
+from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
 from conformance.scenario import Precision, scenario_to_json
 from conformance.validation import UsageError
