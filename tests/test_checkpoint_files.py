@@ -1,6 +1,7 @@
 """Exports, inspections and conversions of what backends have written: the same bits as the backend has, for readers
 that know nothing of this project, and without running anything that a file says."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -67,9 +68,11 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Any:
         def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
             key = (backend, layout, str(model), precision, scenario)
             if key not in written:
-                written[key] = folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
-                asked = cell_of(backend, scenario, str(model), layout, precision)
+                folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
+                asked = cell_of(backend, scenario, "qwen3", layout, precision)
+                asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
                 _train(pool, folder, backend, asked)
+                written[key] = folder
             return written[key]
 
         yield once
@@ -255,7 +258,8 @@ def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     index = json.loads(before["model.safetensors.index.json"])
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
-    assert all(path.stat().st_size < 2 * 30_000 + 4096 for path in folder.glob("*.safetensors"))
+    for path in folder.glob("*.safetensors"):
+        assert len(load_file(path)) == 1 or sum(weight.nbytes for weight in load_file(path).values()) <= 30_000
 
     def fails() -> Any:
         yield from list(weights.items())[:9]
