@@ -138,7 +138,8 @@ class StrategyBackend:
         return ((name, trainable) for name, trainable in self.models.items() if name in trained)
 
     def export(self, path: Path, model: str) -> None:
-        self.models[model].save_model(path)
+        # The masters as they are: what the next leg has loaded is compared with them bit by bit.
+        self.models[model].save_model(path, dtype="masters")
 
     def teardown(self) -> None:
         for trainable in self.models.values():

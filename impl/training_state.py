@@ -7,7 +7,7 @@ optimizer counts, for each parameter. docs/checkpoints.md describes it. Serves c
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,8 +45,7 @@ def export_state(folder: Path, model: HasTrainingState) -> None:
             write_tensors(folder / kind, itertools.chain([first], tensors))
     progress = {name: float(value) for name, value in model.named_tensors("progress")}
     if dist.get_rank() == 0:
-        told = {"format": FORMAT, "version": VERSION, "kinds": kinds, "progress": progress}
-        (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        write_told(folder, kinds=kinds, progress=progress)
     dist.barrier()
 
 
@@ -70,6 +69,12 @@ def load_kind(model: HasTrainingState, kind: WrittenKind, folder: Path) -> None:
 
 def load_progress(model: HasTrainingState, progress: Mapping[str, float]) -> None:
     model.set_progress(progress)
+
+
+def write_told(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float]) -> None:
+    """Write ``training_state.json``, when all else is there; in one process."""
+    told = {"format": FORMAT, "version": VERSION, "kinds": list(kinds), "progress": dict(progress)}
+    (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
 def read_told(folder: Path) -> dict[str, Any]:

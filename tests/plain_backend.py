@@ -23,8 +23,9 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.adapter import StrategyBackend
 from impl.collate import MicroBatch
-from impl.files import SliceReader, write_model
+from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted
 from impl.strategy import CONTEXTS, ContextConfig
 from impl.training_state import WrittenKind
@@ -148,8 +149,8 @@ class PlainTrainable:
         for name, weight in self.weights.items():
             weight.data = weights[name]
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         self.weights = {}

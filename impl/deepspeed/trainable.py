@@ -26,8 +26,9 @@ from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
-from impl.files import SliceReader, write_model
+from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.models import load_model
 from impl.optimizers import learning_rates, parameter_groups, set_schedule, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
@@ -276,8 +277,8 @@ class DeepspeedTrainable:
     def load_ckpt(self, path: Path) -> None:
         checkpoint.load(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         self.engine.destroy()
