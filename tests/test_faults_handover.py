@@ -20,7 +20,7 @@ BELOW: dict[str, Precision] = {"loss-scale-forgotten": "fp16", "masters-from-bf1
 
 
 def cell(backend: str, *faults: str) -> Cell:
-    precision = next((BELOW[name] for name in faults if name in BELOW), "exact")
+    precision: Precision = next((BELOW[name] for name in faults if name in BELOW), "exact")
     place = PLACES["moments-not-loaded"]
     asked = cell_of(backend, place.scenario, place.model, place.layouts[backend], precision)
     return with_handover(

@@ -43,9 +43,9 @@ class Watch(EagerMode):
     group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether they are of a ``forward``
     pass, of a ``backward`` one, or of a forward pass that is ``recomputed`` in a backward one: the engine runs, and a
     graph is recorded. ``widths`` and ``lengths``: the last two dimensions of floating-point tensors (rows, length,
-    width), such as logits, outside of the engine. ``reduced``: by size of the group, elements that were summed over it. ``held``: how many
-    storages of how many bytes are alive when gradients of the first model have been read, of those that an operator of
-    the step was given or has made, without activations: what was ever seen with three dimensions.
+    width), such as logits, outside of the engine. ``reduced``: by size of the group, elements that were summed over it.
+    ``held``: how many storages of how many bytes are alive when gradients of the first model have been read, of those
+    that an operator of the step was given or has made, without activations: what was ever seen with three dimensions.
     """
 
     def __init__(self) -> None:
