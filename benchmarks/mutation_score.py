@@ -112,7 +112,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
                     continue
                 cell = _cell(place, entries[backend], tier, fault.name)
                 cell = with_dropout(cell, models) if place.dropout else cell
-                cell = with_handover(cell) if place.hands_over else cell
+                cell = with_handover(cell, place.hands_over) if place.hands_over else cell
                 yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
             if cells := tuple(_of_quick(quick, place, entries[backend], fault.name)):
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)

@@ -39,6 +39,7 @@ class DeepspeedBackend(StrategyBackend):
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **HANDOVER_SEAMS,
+        "write_model": "impl.deepspeed.trainable:write_model",
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",

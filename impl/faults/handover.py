@@ -3,13 +3,19 @@
 The first loss after loading is right in most of them, which is what tests of resuming look at.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 
 from conformance.faults.fault import Fault, Function
+from conformance.inputs.model import weight_files
+
+Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def _without(*kinds: str) -> Callable[[Function], Function]:
@@ -115,6 +121,64 @@ def _less_progress(*names: str) -> Callable[[Function], Function]:
     return wrap
 
 
+def _one_count_for_all(load_kind: Function) -> Function:
+    def faulty(model: Any, kind: str, folder: Path) -> None:
+        load_kind(model, kind, folder)
+        if kind == "step":
+            counting = [state for state in _optimizer_state(model).values() if "step" in state]
+            for state in counting:
+                state["step"] = counting[0]["step"]
+
+    return faulty
+
+
+def _optimizer_state(model: Any) -> Mapping[Any, dict[str, Any]]:
+    """The state of torch's optimizer inside of a backend's trainable."""
+    optimizer = model.engine.basic_optimizer if hasattr(model, "engine") else model.optimizer
+    chained = getattr(optimizer, "chained_optimizers", None)  # of megatron-core: one, around torch's
+    state: Mapping[Any, dict[str, Any]] = chained[0].optimizer.state if chained else optimizer.state
+    return state
+
+
+def _stale_shard(write_model: Function) -> Function:
+    def faulty(folder: Path, *, source: Path, weights: Named, **options: Any) -> None:
+        write_model(folder, source=source, weights=_with_an_old_one(source, weights), **options)
+
+    return faulty
+
+
+def _with_an_old_one(source: Path, weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in weights:
+        yield name, _stored(source, name).to(weight) if name.endswith("down_proj.weight") else weight
+
+
+def _stored(folder: Path, name: str) -> torch.Tensor:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118
+                found: torch.Tensor = tensors.get_tensor(name)
+                return found
+    raise KeyError(name)
+
+
+def _untied(write_model: Function) -> Function:
+    def faulty(folder: Path, *, source: Path, weights: Named, **options: Any) -> None:
+        write_model(folder, source=source, weights=_with_a_head(weights), **options)
+        if dist.get_rank() == 0:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
+        dist.barrier()
+
+    return faulty
+
+
+def _with_a_head(weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in weights:
+        yield name, weight
+        if name.endswith("embed_tokens.weight"):
+            yield "lm_head.weight", weight.clone()
+
+
 _MEGATRON_LAYERS = "https://github.com/NVIDIA/Megatron-LM/issues/7452"
 
 HANDOVER_FAULTS = (
@@ -207,5 +271,35 @@ HANDOVER_FAULTS = (
         loss_blind=True,
         needs="a handover of training state to another leg, in fp16",
         wrap=_less_progress("loss_scale", "good_steps"),
+    ),
+    Fault(
+        name="one-count-for-all",
+        summary="all parameters share the tensor in which AdamW counts its steps, and each of them counts",
+        source="docs/findings/megatron-shared-step.md",
+        seam="load_kind",
+        stage="weights after N steps",
+        loss_blind=True,
+        needs="a handover of training state of AdamW to another leg",
+        wrap=_one_count_for_all,
+    ),
+    Fault(
+        name="stale-shard",
+        summary="an export has weights of an earlier one among its own",
+        source="https://github.com/huggingface/diffusers/issues/14769",
+        seam="write_model",
+        stage="weights",
+        loss_blind=False,
+        needs="an export to another leg",
+        wrap=_stale_shard,
+    ),
+    Fault(
+        name="untied-export",
+        summary="a tied head is exported as a parameter of its own, and trained apart from then on",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/6500",
+        seam="write_model",
+        stage="weights",
+        loss_blind=True,
+        needs="an export of a model with a tied head to another leg",
+        wrap=_untied,
     ),
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from conformance.layout import Layout
 from conformance.paths import resolve
-from conformance.plan.cell import Cell
+from conformance.plan.cell import Cell, Handover
 from conformance.scenario import Precision
 
 DROPOUT = 0.1
@@ -32,13 +32,13 @@ IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The cheapest cell in which a fault changes anything. ``layouts``: by backend. ``dropout``: the model's
-    configuration has it. ``hands_over``: it has two legs, and training state is handed over after two steps."""
+    configuration has it. ``hands_over``: it has two legs, of which the first hands this over after two steps."""
 
     scenario: str
     model: str
     layouts: Mapping[str, str]
     dropout: bool = False
-    hands_over: bool = False
+    hands_over: Handover | None = None
     blank: Mapping[Precision, str] = field(default_factory=dict)
 
     def scenario_in(self, precision: Precision) -> str:
@@ -158,8 +158,8 @@ HANDED_LAYOUTS = {"fsdp2": "tp2", "deepspeed": "dp2.zero2", "megatron": "pp2"}
 HANDED_TO = {"fsdp2": "dp2", "deepspeed": "dp2.zero3", "megatron": "tp2"}
 
 
-def _handed(*, blank: Mapping[Precision, str] | None = None) -> Place:
-    return Place(scenario="sft-warmup", model="llama", layouts=HANDED_LAYOUTS, hands_over=True, blank=blank or {})
+def _handed(what: Handover = "state", *, model: str = "llama", blank: Mapping[Precision, str] | None = None) -> Place:
+    return Place(scenario="sft-warmup", model=model, layouts=HANDED_LAYOUTS, hands_over=what, blank=blank or {})
 
 
 _HANDOVER = {
@@ -172,17 +172,20 @@ _HANDOVER = {
     "masters-from-bf16": _handed(blank=_ROUNDED),
     "schedule-restarted": _handed(),
     "loss-scale-forgotten": _handed(blank=_FP16),
+    "one-count-for-all": _handed(),
+    "stale-shard": _handed("export"),
+    "untied-export": _handed("export", model="qwen3"),
 }
 
 PLACES: Mapping[str, Place] = {**_SFT, **_RL, **_HANDOVER}
 
 
-def with_handover(cell: Cell) -> Cell:
-    """The same in two legs: after two steps the training state goes to another layout of the same backend."""
+def with_handover(cell: Cell, what: Handover) -> Cell:
+    """The same in two legs: after two steps ``what`` goes to another layout of the same backend."""
     (leg,) = cell.legs
-    first = replace(leg, steps=2, save="state")
+    first = replace(leg, steps=2, save=what)
     second = replace(leg, layout=Layout.parse(HANDED_TO[leg.backend.name]), steps=leg.steps - 2)
-    return replace(cell, legs=(first, second), program="state")
+    return replace(cell, legs=(first, second), program=what)
 
 
 def with_dropout(cell: Cell, root: Path) -> Cell:

@@ -28,6 +28,7 @@ class Fsdp2Backend(StrategyBackend):
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **HANDOVER_SEAMS,
+        "write_model": "impl.fsdp2.trainable:write_model",
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.trainable:outputs_of",

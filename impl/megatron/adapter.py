@@ -35,6 +35,7 @@ class MegatronBackend(StrategyBackend):
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **HANDOVER_SEAMS,
+        "write_model": "impl.megatron.trainable:write_model",
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
         "outputs_of": "impl.megatron.trainable:outputs_of",
