@@ -31,7 +31,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from conformance.backend import registered_backends
+from conformance.backend import BackendEntry, registered_backends
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
@@ -44,7 +44,7 @@ from conformance.run.environment import environment
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
 from impl.faults.catalogue import CATALOGUE
-from impl.faults.places import PLACES, TIERS, Place, with_dropout
+from impl.faults.places import PLACES, TIERS, Place, with_dropout, with_handover
 from reports.score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
@@ -101,6 +101,7 @@ def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *
 
 def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], models: Path) -> Iterator[Job]:
     quick = select_cells(Selection()) if QUICK in tiers else []
+    entries = registered_backends()
     for fault in (fault for fault in CATALOGUE if fault.name in faults):
         place = PLACES[fault.name]
         for backend in (name for name in backends if name in place.layouts):
@@ -109,27 +110,28 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
                 if why := place.why_blank(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
-                cell = _cell(place, backend, tier, fault.name)
+                cell = _cell(place, entries[backend], tier, fault.name)
                 cell = with_dropout(cell, models) if place.dropout else cell
+                cell = with_handover(cell, place.hands_over) if place.hands_over else cell
                 yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
-            if cells := tuple(_of_quick(quick, place, backend, fault.name)):
+            if cells := tuple(_of_quick(quick, place, entries[backend], fault.name)):
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)
 
 
-def _cell(place: Place, backend: str, tier: Precision, fault: str) -> Cell:
+def _cell(place: Place, backend: BackendEntry, tier: Precision, fault: str) -> Cell:
     file = FIXTURES / "scenarios" / f"{place.scenario_in(tier)}.toml"
     return Cell.single(
         scenario=load_scenario(file, model=f"models/{place.model}", precision=tier),
-        backend=registered_backends()[backend],
-        layout=Layout.parse(place.layouts[backend]),
+        backend=backend,
+        layout=Layout.parse(place.layouts[backend.name]),
         faults=(fault,),
     )
 
 
-def _of_quick(quick: Sequence[Cell], place: Place, backend: str, fault: str) -> Iterator[Cell]:
+def _of_quick(quick: Sequence[Cell], place: Place, backend: BackendEntry, fault: str) -> Iterator[Cell]:
     """Cells of the backend, those of the fault's own scenario and small ones first."""
     reads = _cell(place, backend, "exact", fault).scenario.objective.reads
-    own = [cell for cell in quick if cell.backend == backend]
+    own = [cell for cell in quick if cell.backend == backend.name]
     for cell in sorted(own, key=lambda cell: (cell.scenario.name != place.scenario, cell.world_size)):
         if reads in ("samples", cell.scenario.objective.reads):  # what goes wrong in roll-outs needs some
             yield dataclasses.replace(cell, faults=(fault,))

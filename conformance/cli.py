@@ -1,4 +1,4 @@
-"""The command line: parity list | run | judge | report | compare | doctor.
+"""The command line: parity list | run | judge | report | compare | doctor, and commands that packages announce.
 
 Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or differ as expected), 1 a cell differs,
 2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, less than was demanded, or the output
@@ -22,6 +22,7 @@ from pathlib import Path
 import conformance
 from conformance import doctor
 from conformance.backend import registered_backends
+from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="list|run|judge|report|compare|doctor")
+    announced = announced_commands()
+    names = ("list", "run", "judge", "report", "compare", "doctor", *announced)
+    commands = parser.add_subparsers(required=True, metavar="|".join(names))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)
@@ -107,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("doctor", help="check this machine and what is installed")
     check.add_argument("--json", action="store_true")
     check.set_defaults(command=_doctor)
+
+    for name, command in announced.items():
+        other = commands.add_parser(name, help=command.help)
+        command.add_arguments(other)
+        other.set_defaults(command=lambda options, _, command=command: command.run(options))
     return parser
 
 

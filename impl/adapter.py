@@ -48,6 +48,11 @@ RL_SEAMS = {
     "value_losses": "impl.rl.objective:value_losses",
     "of_all_ranks": "impl.trainer:of_all_ranks",
 }
+# Seams of handing over training state, on all backends too.
+HANDOVER_SEAMS = {
+    "load_kind": "impl.training_state:load_kind",
+    "load_progress": "impl.training_state:load_progress",
+}
 # Of backends whose logits stay cut along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",
@@ -88,7 +93,7 @@ class StrategyBackend:
             packed=scenario.data.packed,
             trust_remote_code=scenario.trust_remote_code,
         )
-        self.objective, self.optimizer, self.step = scenario.objective, scenario.optimizer.name, 0
+        self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
         self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
@@ -145,7 +150,7 @@ class StrategyBackend:
             layout=str(self.context.config.layout),
             precision=self.context.config.precision,
             objective=self.objective.kind,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer_kind,
             step=self.step,
             world_size=dist.get_world_size(),
             models=self.shapes,
@@ -156,7 +161,8 @@ class StrategyBackend:
         return ((name, trainable) for name, trainable in self.models.items() if name in trained)
 
     def export(self, path: Path, model: str) -> None:
-        self.models[model].save_model(path)
+        # The masters as they are: what the next leg has loaded is compared with them bit by bit.
+        self.models[model].save_model(path, dtype="masters")
 
     def teardown(self) -> None:
         for trainable in self.models.values():

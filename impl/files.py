@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from conformance.backend import NamedTensors
-from conformance.inputs.folder import NOT_COPIED
-from conformance.inputs.model import INDEX
-from impl.together import agree, on_first
+from conformance.inputs.model import INDEX, SINGLE
+from impl.together import agree
 
-FILE_SIZE = 2**30  # bytes; a file is written when it is larger
+FILE_SIZE = 2**30  # bytes of tensors that a file holds at most, but for a single larger one
 
 
 class SliceReader:
@@ -62,11 +61,15 @@ class SliceReader:
 
 
 class TensorWriter:
-    """Writes tensors into a folder as Hugging Face lays them out; several files and an index where one is too large."""
+    """Writes tensors into a folder as Hugging Face lays them out; several files and an index where one is too large.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Of the tensors, no more than one file's are in memory. What an older save left there is removed.
+    """
+
+    def __init__(self, folder: Path, *, file_size: int = FILE_SIZE) -> None:
+        self._folder, self._file_size = folder, file_size
         self._pending: dict[str, torch.Tensor] = {}
+        self._pending_size = self._size = 0
         self._files: list[tuple[Path, list[str]]] = []
 
     def __enter__(self) -> "TensorWriter":
@@ -76,15 +79,17 @@ class TensorWriter:
         return self
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(t.nbytes for t in self._pending.values()) > FILE_SIZE:
+        if self._pending and self._pending_size + tensor.nbytes > self._file_size:
             self._write()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_size += tensor.nbytes
+        self._size += tensor.nbytes
 
     def _write(self) -> None:
         path = self._folder / f"part-{len(self._files)}.safetensors"
         save_file(self._pending, path, metadata={"format": "pt"})
         self._files.append((path, list(self._pending)))
-        self._pending = {}
+        self._pending, self._pending_size = {}, 0
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -93,14 +98,15 @@ class TensorWriter:
             self._write()
         count = len(self._files)
         if count == 1:
-            self._files[0][0].rename(self._folder / "model.safetensors")
+            self._files[0][0].rename(self._folder / SINGLE)
             return
         where: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, start=1):
             name = f"model-{number:05d}-of-{count:05d}.safetensors"
             path.rename(self._folder / name)
             where |= dict.fromkeys(names, name)
-        (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8")
+        told = {"metadata": {"total_size": self._size}, "weight_map": where}
+        (self._folder / INDEX).write_text(json.dumps(told, indent=2), encoding="utf-8")
 
 
 def write_tensors(folder: Path, tensors: NamedTensors) -> None:
@@ -118,8 +124,23 @@ def write_tensors(folder: Path, tensors: NamedTensors) -> None:
     agree(f"writing tensors into {folder}", failed)
 
 
-def write_model(folder: Path, *, source: Path, weights: NamedTensors) -> None:
-    """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective."""
-    ignore = shutil.ignore_patterns(*NOT_COPIED)
-    on_first(f"writing {folder}", lambda: shutil.copytree(source, folder, ignore=ignore, dirs_exist_ok=True))
-    write_tensors(folder, weights)
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder``, which takes its place when it is complete: whatever ends the process before,
+    what was there stays. Between two renames an older folder has the name ``.NAME.replaced``."""
+    beside = folder.with_name(f".{folder.name}.unfinished")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if replaced.exists() and not folder.exists():  # the process ended between the two
+        replaced.rename(folder)
+    for left in (beside, replaced):
+        shutil.rmtree(left, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -26,6 +26,7 @@ from conformance.validation import UsageError
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.micro_batches import Loss
+from impl.model_folder import Dtype
 from impl.outputs import Outputs, Wanted
 from impl.training_state import WrittenKind
 
@@ -117,8 +118,9 @@ class Trainable(Protocol):
 
     def load_ckpt(self, path: Path) -> None: ...
 
-    def save_model(self, path: Path) -> None:
-        """Hugging Face folder: everything of the folder that was loaded, with safetensors of the master weights."""
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        """Hugging Face folder: everything of the folder that was loaded, with safetensors of the master weights, each
+        in the dtype that it has in that folder, or in the masters'. See impl.model_folder."""
         ...
 
     def teardown(self) -> None: ...

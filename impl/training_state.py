@@ -7,7 +7,7 @@ optimizer counts, for each parameter. docs/checkpoints.md describes it. Serves c
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,8 +45,7 @@ def export_state(folder: Path, model: HasTrainingState) -> None:
             kinds.append(kind)
             write_tensors(folder / kind, itertools.chain([first], tensors))
     progress = {name: float(value) for name, value in model.named_tensors("progress")}
-    told = json.dumps({"format": FORMAT, "version": VERSION, "kinds": kinds, "progress": progress}, indent=1)
-    on_first(f"writing {folder / FILE}", lambda: (folder / FILE).write_text(told, encoding="utf-8"))
+    on_first(f"writing {folder / FILE}", lambda: write_told(folder, kinds=kinds, progress=progress))
 
 
 def import_state(folder: Path, model: HasTrainingState) -> None:
@@ -56,10 +55,25 @@ def import_state(folder: Path, model: HasTrainingState) -> None:
     """
     told = read_told(folder)
     for kind in told["kinds"]:
-        with SliceReader(sorted((folder / kind).glob("*.safetensors"))) as read, torch.no_grad():
-            model.write_state(kind, read)
-    model.set_progress(told["progress"])
+        load_kind(model, kind, folder / kind)
+    load_progress(model, told["progress"])
     dist.barrier()
+
+
+def load_kind(model: HasTrainingState, kind: WrittenKind, folder: Path) -> None:
+    """Set one kind of a model's training state from the safetensors files of a folder."""
+    with SliceReader(sorted(folder.glob("*.safetensors"))) as read, torch.no_grad():
+        model.write_state(kind, read)
+
+
+def load_progress(model: HasTrainingState, progress: Mapping[str, float]) -> None:
+    model.set_progress(progress)
+
+
+def write_told(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float]) -> None:
+    """Write ``training_state.json``, when all else is there; in one process."""
+    told = {"format": FORMAT, "version": VERSION, "kinds": list(kinds), "progress": dict(progress)}
+    (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
 def read_told(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from conformance.record.files import write_file
 from conformance.record.format import dumps
 from conformance.record.states import STATES
-from reports import grid, side_by_side, words
+from reports import grid, handover, side_by_side, words
 from reports.heatmap import SHADES
 from reports.load import Report, read_report
 from reports.packing import Shared, cell_data, pack
@@ -45,6 +45,7 @@ def write_html(out: Path) -> Path:
         attention=words.attention(report),
         known=[c for c in report.cells if c.state == "expected_difference"],
         matrix=matrix(report),
+        handed=handover.tables(report),
         numbers={cell.id: number for number, cell in enumerate(report.cells)},
         sides=None if groups is None else [_side(group, report) for group in groups],
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),

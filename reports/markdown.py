@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
-from reports import side_by_side
+from reports import handover, side_by_side
 from reports.load import Cell, Report, read_report
 from reports.words import attention, code, explain, headline, number, plain, plural, ratio
 
@@ -49,6 +49,8 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
     if groups:
         yield f"\n### Backends side by side\n\n{side_by_side.NOTE}\n"
         yield from side_by_side.blocks(groups)
+    for table in handover.tables(report):
+        yield _handed(table)
     for state in STATES:
         cells = [c for c in report.cells if c.state == state]
         if cells and state not in ("differs", *NO_ANSWER):
@@ -58,6 +60,17 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
                 yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
     facts = {"profile": report.run.profile, "device": report.run.device, **report.run.environment}
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
+
+
+def _handed(table: handover.Table) -> str:
+    """A table of cells that save and load, a symbol for each."""
+    lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} conform\n"]
+    lines.append(f"| saved / loaded | {' | '.join(map(plain, table.columns))} |")
+    lines.append(f"|{' :-- |' * (len(table.columns) + 1)}")
+    for row in table.rows:
+        found = [table.cells.get((row, column)) for column in table.columns]
+        lines.append(f"| {plain(row)} | {' | '.join(STATES[cell.state].symbol if cell else '' for cell in found)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _coverage(report: Report) -> Iterator[str]:

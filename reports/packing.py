@@ -70,7 +70,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
     stages = [o.stage for o in drawn if not o.title]
     titles = [o.title or (o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}") for o in drawn]
     charts = [[title, o.stage, o.key, o.judged_as, o.panel] for title, o in zip(titles, drawn, strict=True)]
-    tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors"))
+    tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors" and o.when != "handover"))
     numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
     return {
         **{"id": cell.id, "state": cell.state, "reason": cell.reason, "backend": entry.backend, "layout": entry.layout},

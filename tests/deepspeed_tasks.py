@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import transformers
 
 from conformance.batch import read_batches
 from conformance.layout import Layout
+from conformance.observable import StateKind
 from conformance.run.exact import exact_tier
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, parse_scenario
 from conformance.validation import UsageError
@@ -204,13 +206,39 @@ def optimizer_state(
             lambda model: gradients.update({n: g.clone() for n, g in backend.named_tensors("gradient", model)}),
         )
         first, second = config.optimizer.betas
-        errors = {}
-        for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
-            state = dict(backend.models["policy"].named_optimizer_state(key))  # type: ignore[attr-defined]
+        errors: dict[str, float] = {}
+        moments: tuple[tuple[StateKind, float, int], ...] = (("exp_avg", first, 1), ("exp_avg_sq", second, 2))
+        for key, beta, power in moments:
+            state = dict(backend.named_tensors(key, "policy"))
             assert state.keys() == gradients.keys()
             wanted = {name: (1 - beta) * g**power for name, g in gradients.items()}
             errors[key] = max(float((state[n] - w).norm() / w.norm()) for n, w in wanted.items())
     return errors
+
+
+def save_checkpoint(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> None:
+    """One step, and DeepSpeed's own checkpoint after it."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        backend.save(Path(batches).with_name("saved"))
+
+
+def load_checkpoint(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, Any]:
+    """What is said to one who loads it, whether weights have changed then, and what is in its folder after all."""
+    folder, said = Path(batches).with_name("saved"), ""
+    with set_up(context, scenario, layout, models) as backend:
+        before = {name: tensor.clone() for name, tensor in backend.named_tensors("weight", "policy")}
+        try:
+            backend.load(folder)
+        except UsageError as error:
+            said = str(error)
+        after = dict(backend.named_tensors("weight", "policy"))
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+    return {"said": said, "changed": changed, "left": sorted(path.name for path in folder.iterdir())}
 
 
 def save_model(
@@ -220,7 +248,8 @@ def save_model(
     folder, source = Path(batches).with_name(f"saved {layout}"), Path(models["policy"])
     with set_up(context, scenario, layout, models) as backend:
         backend.export(folder, "policy")
-        assert (folder / "config.json").read_text() == (source / "config.json").read_text()
+        told, before = (json.loads((path / "config.json").read_text()) for path in (folder, source))
+        assert told == before | {"dtype": "float64"}
         saved, loaded = (
             dict(load_model(path, dtype=torch.float64, attention="eager").named_parameters())
             for path in (folder, source)

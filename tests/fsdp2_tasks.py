@@ -329,7 +329,7 @@ def export(
             trainable = load(opened, source, model["head"], trained=model["trained"])
             if model["trained"]:
                 train(trainable, batch(packed=True), want=model["want"])
-            trainable.save_model(path)
+            trainable.save_model(path, dtype="masters")
             weights = {key: weight.cpu() for key, weight in trainable.named_tensors("weight")}
             stored = load_file(path / "model.safetensors")
             again = dict(load(opened, path, model["head"], trained=False).named_tensors("weight"))

@@ -56,8 +56,10 @@ def write(
         backend = {"name": "b", "url": "", "default_zero": None}
         header = {"cell": f"x/m/b/{layout}/{precision}", "layout": layout, "backend": backend}
     header |= {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
+    header["loads"] = "checkpoint" if first else ""
     writer = RecordWriter(path, header, observables=OBSERVABLES, first_step=first)
     ranks = Layout.parse(layout).world_size
+    generators = [{"torch": f"of rank {rank}"} for rank in range(ranks)]
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
     for step in range(-1, until):
@@ -75,11 +77,14 @@ def write(
         if step == first - 1:
             loaded = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
             change(step, {}, loaded)
-            writer.loaded(loaded)
+            writer.loaded(loaded, generators=generators if first else ())
         elif step >= first:
             change(step, values, tensors := tensors | more)
             replicas = values.pop("replicas")
-            writer.step({k: v for k, v in values.items() if v is not None}, tensors, replicas=replicas, seconds=0.0)
+            generators = values.pop("generators", generators)
+            handed = generators if step == until - 1 < STEPS - 1 else ()
+            known = {k: v for k, v in values.items() if v is not None}
+            writer.step(known, tensors, replicas=replicas, seconds=0.0, generators=handed)
     writer.finish({"seconds": 0.0, "leaks": list(leaks), "evidence": [evidence(precision)] * ranks})
     return read_record(path)
 

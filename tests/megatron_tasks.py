@@ -310,7 +310,7 @@ def save(rank: RankContext, *, layout: str, folders: dict[str, str], out: str) -
     with opened(rank, layout, "fp32") as context:
         for name, head in plain.HEADS.items():
             model = new(context, folders[name], head=head, optimizer="adamw" if name in plain.TRAINED else "")
-            model.save_model(Path(out) / name)
+            model.save_model(Path(out) / name, dtype="masters")
             model.teardown()
 
 

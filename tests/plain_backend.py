@@ -23,10 +23,12 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.adapter import StrategyBackend
 from impl.collate import MicroBatch
-from impl.files import write_model
+from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted
 from impl.strategy import CONTEXTS, ContextConfig
+from impl.training_state import WrittenKind
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -109,10 +111,26 @@ class PlainTrainable:
         return self.config.lr * self.schedule.factor(self.steps)
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "progress":
+            yield "schedule", torch.tensor(self.steps, dtype=torch.float64)
+        elif kind == "momentum_buffer":
+            yield from self.velocity.items()
+        elif kind in ("weight", "gradient"):
+            for name, weight in self.weights.items():
+                tensor = weight.detach() if kind == "weight" else weight.grad
+                assert tensor is not None
+                yield name, tensor
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
         for name, weight in self.weights.items():
-            tensor = weight.detach() if kind == "weight" else weight.grad
-            assert tensor is not None
-            yield name, tensor
+            if kind == "weight":
+                weight.data = read.whole(name)
+            else:
+                assert kind == "momentum_buffer", f"it has no {kind}"
+                self.velocity[name] = read.whole(name)
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        self.steps = int(progress["schedule"])
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         return (Shard(name, "full", tensor) for name, tensor in self.named_tensors(kind))
@@ -131,8 +149,8 @@ class PlainTrainable:
         for name, weight in self.weights.items():
             weight.data = weights[name]
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         self.weights = {}

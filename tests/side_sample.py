@@ -116,6 +116,9 @@ def write_record(
     path.parent.mkdir(parents=True, exist_ok=True)
     declared = all_observables(scenario.objective)
     begins = {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
+    begins["loads"] = "checkpoint" if first else ""
+    ranks = Layout.parse(header["layout"]).world_size
+    generators = [{"torch": f"of rank {rank}"} for rank in range(ranks)]
     writer = RecordWriter(path, header | begins, observables=declared, first_step=first)
     training, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(4, 3, generator=training, dtype=torch.float64) for name in NAMES}
@@ -137,12 +140,15 @@ def write_record(
         loss = (3.0 - 0.2 * step) * (1 + rounding * torch.randn((), generator=noise).item())
         values = {"loss": loss, "token_count": 5, "grad_norm": norm, "lr": 0.1}
         change(step, values, tensors)
+        momentum = {f"momentum_buffer/{name}": 0.5 * weight for name, weight in weights.items()}
         if step == first - 1:
-            writer.loaded({name: tensor for name, tensor in tensors.items() if name.startswith("weight/")})
+            begun = {name: tensor for name, tensor in tensors.items() if name.startswith("weight/")}
+            writer.loaded(begun | momentum, generators=generators)
         elif step >= first:
             shown = [o for o in declared if o.kind != "tensors" or step != unobserved]
             kept = {name: t for name, t in tensors.items() if name.startswith(tuple(f"{o.key}/" for o in shown))}
             replicas = {o.key: {"offered": 6, "compared": 6, "differing": []} for o in shown if o.replicated != "no"}
-            writer.step(values, kept, replicas=replicas, seconds=0.0)
-    ranks = Layout.parse(header["layout"]).world_size
+            handed = step == until - 1 < STEPS - 1
+            kept |= momentum if handed else {}
+            writer.step(values, kept, replicas=replicas, seconds=0.0, generators=generators if handed else ())
     writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(scenario.precision)] * ranks})

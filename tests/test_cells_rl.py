@@ -3,24 +3,20 @@
 The sweep over all families, layouts and precisions is the full profile; here is one cell of each kind.
 """
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
 from cells import assert_honest, cell_of, exhaustive, record_of
 from rl_fault_cells import ROWS
 
-from conformance.batch import read_batches
-from conformance.inputs.prepare import prepare_inputs
-from conformance.oracle.run import run_oracle
 from conformance.plan.cell import Cell
-from conformance.record.tensors import StepRecord, read_record
+from conformance.record.tensors import StepRecord
 from conformance.rl import PolicyGradient
 from conformance.run.session import Session
 
 MINI_BATCHES, EPOCHS = 2, 2  # of the scenarios in RECOMPUTED
 RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs are; they have a reference
-WHITENED = ("ppo", "reinforce", "reinforce-baseline")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +61,7 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
     assert stages <= verdict.worst.keys()
     if scenario in RECOMPUTED:
         assert_first_ratio_is_one(session, cell)
+    assert_reaches_what_it_is_about(cell, record_of(session, cell).steps)
 
 
 def assert_first_ratio_is_one(session: Session, cell: Cell) -> None:
@@ -102,29 +99,21 @@ def test_fp32_judges_the_clips_too(session: Session, backend: str) -> None:
     assert metrics["pg_clipfrac"].ratio <= 1
 
 
-@pytest.mark.parametrize("scenario", ["grpo", "grpo-off-policy", "gspo", "ppo", "reinforce", "reinforce-baseline"])
-def test_the_scenarios_reach_what_they_are_about(tmp_path: Path, scenario: str) -> None:
-    """Clips on both sides and the dual clip, where they are configured, in what the oracle itself has recorded."""
-    rows = 24 if "off" in scenario else 12
-    asked = cell_of("fsdp2", scenario, "llama", "dp1", "exact", steps=3, rows=rows).scenario.reference
-    inputs = prepare_inputs(asked, tmp_path)
-    batches, out = read_batches(inputs.batches), tmp_path / "record"
-    run_oracle(scenario=asked, models=inputs.models, batches=batches, out=out, policy_name="float64")
-    steps = read_record(out).steps
-    ratios = [numbers(step, "ratio") for step in steps]
-    objective = asked.objective
+def assert_reaches_what_it_is_about(cell: Cell, steps: Sequence[StepRecord]) -> None:
+    """Clips on both sides and the dual clip, where they are configured; the numbers are the oracle's to 1e-12."""
+    ratios, objective = [numbers(step, "ratio") for step in steps], cell.scenario.objective
     assert isinstance(objective, PolicyGradient)
     low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
     assert any((ratio < low).any() and (ratio > high).any() for ratio in ratios)
     assert any(step.value("pg_clipfrac") for step in steps)
-    if scenario == "grpo-off-policy":
+    if cell.scenario.name == "grpo-off-policy":
         assert all(step.value("pg_clipfrac_lower") for step in steps)
-    if scenario == "ppo":
+    if cell.scenario.name == "ppo":
         assert any(step.value("critic.clipfrac") for step in steps)
-    advantages = numbers(steps[0], "advantage")
+    advantages = torch.cat([numbers(step, "advantage") for step in steps])
     assert (advantages < 0).any()
-    if scenario not in WHITENED:
-        assert (advantages == 0).any()  # a group of equal rewards
+    if cell.scenario.name == "grpo":
+        assert (advantages == 0).any()  # a group of equal rewards; the other scenarios' cells here have fewer groups
 
 
 def numbers(step: StepRecord, key: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Claim 8: every planted fault is caught on every backend that has its seam, at the stage that was predicted.
 
 The usual check, the loss of the first step, misses most of them. Those of reinforcement learning are in
-tests/test_faults_rl.py.
+tests/test_faults_rl.py, those of handing over in tests/test_faults_handover.py.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
+from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.places import PLACES
 
+ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
     backend: {
         fault.name: (place.scenario, place.model, place.layouts[backend])
         for fault in CATALOGUE
-        if fault not in RL_FAULTS and backend in (place := PLACES[fault.name]).layouts
+        if fault not in ELSEWHERE and backend in (place := PLACES[fault.name]).layouts
     }
     for backend in BACKENDS
 }
@@ -139,7 +141,7 @@ def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, 
 
 @pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.name)
 def test_the_readme_says_of_each_fault_what_is_tested_here(fault: Fault) -> None:
-    file = "docs/faults.md" if fault in RL_FAULTS else "README.md"  # which has no room for them all
+    file = "docs/faults.md" if fault in ELSEWHERE else "README.md"  # which has no room for them all
     text = (Path(__file__).parent.parent / file).read_text(encoding="utf-8")
     assert f"| `{fault.name}`: {fault.summary} | {fault.stage} | {'yes' if fault.loss_blind else 'no'} |" in text
 

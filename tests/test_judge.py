@@ -19,7 +19,7 @@ from conformance.record.verdict import Verdict
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, unchanged)
     assert verdict.state == "conforms"
-    assert verdict.worst.keys() == set(stages(OBSERVABLES))
+    assert verdict.worst.keys() == set(stages(OBSERVABLES)) - {"training state", "generators"}  # of handovers
     assert all(worst.ratio == 0 for worst in verdict.worst.values())
 
 
@@ -27,6 +27,8 @@ def test_stages_are_in_causal_order() -> None:
     assert stages(OBSERVABLES) == (
         "configuration",
         "weights",
+        "training state",
+        "generators",
         "log-probs",
         "loss",
         "gradients",
@@ -231,6 +233,16 @@ def test_a_gap_in_what_was_observed_is_a_finding(tmp_path: Path) -> None:
 
     verdict = verdict_of(tmp_path, change)
     assert [(f.stage, f.step) for f in verdict.findings] == [("gradient norm", 2)]
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("dp1", set()), ("dp2.tp2", {"gradient norm"})])
+def test_what_one_layout_does_not_report_another_may(tmp_path: Path, layout: str, stages: set[str]) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        values.pop("grad_norm", None)
+
+    legs = [write(tmp_path / "1", first=0, until=1), write(tmp_path / "2", change, first=1, layout=layout)]
+    verdict = judge(legs, oracle=write(tmp_path / "oracle"), noise=None)
+    assert {finding.stage for finding in verdict.findings} == stages
 
 
 def test_replicas_that_no_two_ranks_name_alike_were_not_compared(tmp_path: Path) -> None:

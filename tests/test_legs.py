@@ -37,16 +37,17 @@ def cell(*legs: Leg, program: str = "mine") -> Cell:
         ([leg(2, "checkpoint"), leg(4)], "have 6 steps and scenario sft-warmup has 5"),
         ([leg(5, "checkpoint")], "the last leg of program 'mine' saves for nobody; add a leg, or leave out its save"),
         ([leg(2, "export"), leg(3, "export")], "the last leg of program 'mine' saves for nobody"),
-        ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint" or "export"'),
+        ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
         (
             [leg(2, "checkpoint"), leg(3, backend="megatron")],
-            'hands a checkpoint of fsdp2 to megatron, which cannot read it; use save = "export"',
+            'hands a checkpoint of fsdp2 to megatron, which cannot read it; use save = "state" or "export"',
         ),
         (
             [leg(4, "checkpoint"), leg(1)],
             "one step after a checkpoint, and lost optimizer state shows at the second; use two or more",
         ),
         ([leg(2, "export"), leg(2, "checkpoint"), leg(1)], "one step after a checkpoint"),
+        ([leg(4, "state"), leg(1, backend="megatron")], "one step after a state"),
     ],
 )
 def test_legs_that_cannot_go_on_from_each_other_are_refused(legs: list[Leg], message: str) -> None:
@@ -63,6 +64,7 @@ def test_legs_that_cannot_go_on_from_each_other_are_refused(legs: list[Leg], mes
         [leg(4, "export"), leg(1)],
         [leg(2, "export"), leg(1, "export", backend="megatron"), leg(2, backend="deepspeed")],
         [leg(2, "checkpoint"), leg(0, "export"), leg(3)],
+        [leg(2, "state"), leg(3, backend="megatron")],
     ],
 )
 def test_legs_that_can_are_not(legs: list[Leg]) -> None:
@@ -173,7 +175,10 @@ def test_a_program_that_does_not_fit_its_table_is_refused(
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
-        ('mine = [{ steps = 2, save = "pickle" }, {}]', r"programs.mine.0.save: Input should be 'checkpoint' or 'exp"),
+        (
+            'mine = [{ steps = 2, save = "pickle" }, {}]',
+            r"programs.mine.0.save: Input should be 'checkpoint', 'state' or 'exp",
+        ),
         ("mine = [{ steps = -1 }, {}]", "programs.mine.0.steps: Input should be greater than or equal to 0"),
         ("mine = [{ step = 2 }, {}]", "programs.mine.0.step: Unexpected keyword argument"),
     ],

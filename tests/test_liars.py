@@ -88,7 +88,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
     ("name", "save", "stage"),
     [
         ("WritesNoCheckpoint", "checkpoint", "weights"),
-        ("ForgetsTheOptimizer", "checkpoint", "weights after N steps"),
+        ("ForgetsTheOptimizer", "checkpoint", "training state"),
         ("ExportsOtherWeights", "export", "weights"),
     ],
 )

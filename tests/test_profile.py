@@ -156,6 +156,35 @@ def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_bac
     assert {giver for giver, _ in exported} == {taker for _, taker in exported} == set(BACKENDS)
 
 
+def test_a_table_with_two_lists_of_layouts_goes_from_each_to_each(tmp_path: Path) -> None:
+    file = tmp_path / "ways.toml"
+    file.write_text("""
+        description = "ways"
+        [programs]
+        state = [{ steps = 2, save = "state" }, {}]
+        [[cells]]
+        scenarios = ["sft-sgd"]
+        models = ["llama"]
+        layouts = ["dp2", "tp2"]
+        to = ["dp2", "sp2"]
+        precisions = ["exact"]
+        program = "state"
+    """)
+    cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert {cell.layout for cell in cells} == {"dp2", "dp2-to-sp2", "tp2-to-dp2", "tp2-to-sp2"}
+    assert [str(leg.layout) for leg in cells[-1].legs] == ["tp2", "sp2"]
+
+
+def test_checkpoints_has_every_backend_hand_its_state_to_every_other() -> None:
+    cells = [cell for cell in cells_of("checkpoints") if cell.program == "state"]
+    assert {tuple(leg.backend.name for leg in cell.legs) for cell in cells} == {*itertools.product(BACKENDS, BACKENDS)}
+    for backend in BACKENDS:
+        own = [cell for cell in cells if cell.backend == backend and cell.scenario.name == "sft-warmup"]
+        ways = {tuple(str(leg.layout) for leg in cell.legs) for cell in own if cell.scenario.precision == "exact"}
+        assert len({one for one, _ in ways}) >= 6
+        assert len(ways) >= 36
+
+
 def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
     assert "sft-padded/gemma3/fsdp2/dp2.tp2.sp2/exact" in [str(cell) for cell in cells_of("quick")]
 

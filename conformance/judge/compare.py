@@ -5,6 +5,7 @@ enough is for conformance.judge.tolerance, what it means for conformance.judge.v
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -62,7 +63,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
         found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]))
-    found += _gaps([step for step, _ in steps.values()], observables, unobserved)
+    found += _gaps(list(steps.values()), observables, unobserved)
     return found
 
 
@@ -108,19 +109,25 @@ def _generators(
 
 
 def _gaps(
-    steps: Sequence[StepRecord], observables: Sequence[Observable], unobserved: Set[int | None]
+    steps: Sequence[tuple[StepRecord, Record]], observables: Sequence[Observable], unobserved: Set[int | None]
 ) -> Iterator[Measurement]:
-    """What is optional and was observed at some steps has to be observed at all."""
+    """What is optional and was observed at some steps has to be observed at all; ``steps`` with their legs.
+
+    What is judged by its effect where it is not reported may be reported by one backend, in one layout, only.
+    """
     for observable in observables:
         if observable.required or observable.when == "handover":
             continue
-        seen = {step.step: _is_there(observable, step) for step in steps}
-        if any(seen.values()):
-            yield from (
-                _infinite(observable.stage, f"{observable.key} (missing)", n) for n, here in seen.items() if not here
-            )
+        alike: dict[object, dict[int, bool]] = defaultdict(dict)
+        for step, leg in steps:
+            who = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
+            alike[who][step.step] = _is_there(observable, step)
+        for seen in alike.values():
+            if any(seen.values()):
+                missing = f"{observable.key} (missing)"
+                yield from (_infinite(observable.stage, missing, n) for n, here in seen.items() if not here)
     for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
-        read = [step for step in steps if step.step not in unobserved]
+        read = [step for step, _ in steps if step.step not in unobserved]
         offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read}
         if any(offered.values()):
             yield from (_infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)

@@ -123,6 +123,9 @@ class _Seen:
     def is_wide(self, width: int) -> bool:
         return any(width in rank["widths"] for rank in self._ranks)
 
+    def is_long(self, length: int) -> bool:
+        return any(length in rank.get("lengths", ()) for rank in self._ranks)
+
 
 def _forward(where: str) -> bool:
     return where == "forward"
@@ -225,8 +228,9 @@ def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, vocabulary:
             yield "activations are cut along the sequence", seen.most(("reduce_scatter",), layout.tp, _outside) > 0
         if "losspar" in layout.options:
             padded = -vocabulary // (PADDING * layout.tp) * -PADDING * layout.tp
-            whole = seen.is_wide(vocabulary) or seen.is_wide(padded)
-            yield "no rank holds logits of the whole vocabulary", not whole
+            # Attention's scores are as wide as a row is long, which may be as many as there are tokens to know.
+            wide = [width for width in (vocabulary, padded) if seen.is_wide(width) and not seen.is_long(width)]
+            yield "no rank holds logits of the whole vocabulary", not wide
     if layout.pp > 1:
         sends = seen.most(("send",), None, _anywhere)
         yield "pipeline stages send to each other", sends > 0

@@ -53,7 +53,7 @@ class CellTable:
     """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models.
 
     ``backends``: the table is for these only; for all if it names none. ``program``: a name of the profile's programs.
-    ``steps``: in the place of the profile's.
+    ``to``: layouts of the last leg; each of ``layouts`` goes to each of them. ``steps``: in the place of the profile's.
     """
 
     scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -62,6 +62,7 @@ class CellTable:
     precisions: Annotated[tuple[Precision, ...], Field(min_length=1)]
     backends: tuple[str, ...] = ()
     program: str = ""
+    to: tuple[Layouts, ...] = ()
     steps: Count | None = None
 
 
@@ -155,7 +156,7 @@ def expand(
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
             if first_steps := table.steps or profile.steps:
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
-            for layout, chain in itertools.product(table.layouts, chains):
+            for layout, chain in itertools.product(_ways(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 legs = _legs(_program(profile, table.program), chain, layouts, scenario)
                 cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
@@ -164,6 +165,11 @@ def expand(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
                     )
     return sorted(cells.values(), key=lambda c: (c.backend, c.world_size, str(c)))
+
+
+def _ways(table: CellTable) -> list[str]:
+    """The layouts of the cells' legs."""
+    return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 
 
 def _chains(table: CellTable, backends: Sequence[BackendEntry]) -> list[list[BackendEntry]]:

@@ -78,8 +78,10 @@ class Entry:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """All stages in causal order, whether anything of them was observed or not."""
-        return stages(self.observables)
+        """All stages in causal order, whether anything of them was observed or not; those of a handover if it was."""
+        seen = {quantity.stage for quantity in self.verdict.quantities}
+        absent = {o.stage for o in self.observables if o.when == "handover"} - seen
+        return tuple(stage for stage in stages(self.observables) if stage not in absent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,8 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    reduced: tuple[tuple[StrictInt, Count], ...] = ()  # records of before have neither
+    lengths: tuple[StrictInt, ...] = ()  # records of before have none of these
+    reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held: tuple[tuple[Count, Count], ...] = ()
 
 

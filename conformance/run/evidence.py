@@ -42,10 +42,10 @@ class Watch(EagerMode):
     ``later``: forward passes of later micro-batches, clipping, the optimizer. ``collectives``: by kind, size of the
     group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether they are of a ``forward``
     pass, of a ``backward`` one, or of a forward pass that is ``recomputed`` in a backward one: the engine runs, and a
-    graph is recorded. ``widths``: last dimensions of floating-point tensors (rows, length, width), such as logits,
-    outside of the engine. ``reduced``: by size of the group, elements that were summed over it. ``held``: how many
-    storages of how many bytes are alive when gradients of the first model have been read, of those that an operator of
-    the step was given or has made, without activations: what was ever seen with three dimensions.
+    graph is recorded. ``widths`` and ``lengths``: the last two dimensions of floating-point tensors (rows, length,
+    width), such as logits, outside of the engine. ``reduced``: by size of the group, elements that were summed over it.
+    ``held``: how many storages of how many bytes are alive when gradients of the first model have been read, of those
+    that an operator of the step was given or has made, without activations: what was ever seen with three dimensions.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,7 @@ class Watch(EagerMode):
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
         self.widths: set[int] = set()
+        self.lengths: set[int] = set()
         self.reduced: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
@@ -114,6 +115,7 @@ class Watch(EagerMode):
             self.products[_name(result.dtype), again if where.startswith("backward") else "forward"] += 1
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
+            self.lengths.add(result.shape[-2])
 
     def _pass(self) -> str:
         task = torch._C._current_graph_task_id()
@@ -127,6 +129,7 @@ class Watch(EagerMode):
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "widths": sorted(self.widths),
+            "lengths": sorted(self.lengths),
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held": [[*entry] for entry in sorted(self.held.items())],
         }

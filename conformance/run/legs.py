@@ -4,10 +4,12 @@ Serves claim 9: how the legs ended is told with what else decides whether that i
 the ranks had run other cells before.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.faults import find_fault
 from conformance.inputs.prepare import FrozenInputs
 from conformance.plan.cell import Cell, Leg
 from conformance.scenario import scenario_to_json
@@ -31,14 +33,25 @@ def run_legs(
 
     ``fresh``: the first leg, too, runs in processes that have never seen another cell.
     """
-    used = False
+    used, met = False, Counter[str]()
     for number in range(len(cell.legs)):
         outcome = _run_leg(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
         used = used or outcome.used
         if outcome.state == "failed":
             where = f"leg {number + 1} of {len(cell.legs)}: " if len(cell.legs) > 1 else ""
             return LegsEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
-    return LegsEnded(failure="", kind="", used=used)
+        for of_rank in outcome.results:
+            met.update(of_rank)
+    return LegsEnded(failure=_not_met(cell, met), kind="", used=used)
+
+
+def _not_met(cell: Cell, met: Counter[str]) -> str:
+    """About a planted fault that no rank ever ran into: its cell would conform, and prove nothing."""
+    for name in cell.faults:
+        if not met[name]:
+            needs = find_fault(name).needs
+            return f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}"
+    return ""
 
 
 def _run_leg(

@@ -87,10 +87,12 @@ class HFTrainerBackend:
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():
             torch.save([part.state_dict() for part in self.parts], path / "state.pt")
+        self.trainer._save_rng_state(str(path))
 
     def load(self, path: Path) -> None:
         for part, state in zip(self.parts, torch.load(path / "state.pt", map_location="cpu"), strict=True):
             part.load_state_dict(state)
+        self.trainer._load_rng_state(str(path))
 
     def export(self, path: Path, model: str) -> None:
         self.trainer.model.save_pretrained(path, is_main_process=self.trainer.is_world_process_zero())

@@ -97,3 +97,33 @@ def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
         raise UsageError(f"{source} is refused: torch cannot tell what is in it: {one_line(error)}") from None
     if foreign := sorted(named - ALLOWED_IN_TORCH_FILES):
         raise UsageError(f"{source} is refused: it names {shown(', '.join(foreign))}, which no checkpoint needs")
+
+
+class Opaque:
+    """Stands for an object of a library: its attributes as they are in the file, none of its code."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote, with tensors that are read from the file when they are used, and Opaque for objects of
+    DeepSpeed. Raises UsageError; runs no code of the file."""
+    with path.open("rb") as file:
+        _check_saved_by_torch(file, str(path))
+    return _load(path, source=path, mmap=True)
+
+
+def read_torch_bytes(data: bytes, *, source: Path) -> Any:
+    """The same for a part of the file ``source``, as torch.distributed.checkpoint has one for each small value."""
+    return _load(io.BytesIO(data), source=source)
+
+
+def _load(data: Path | io.BytesIO, *, source: Path, **options: Any) -> Any:
+    # torch wants another type for each name.
+    stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in sorted(ALLOWED_IN_TORCH_FILES)]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(data, map_location="cpu", weights_only=True, **options)
+    except Exception as error:  # UnpicklingError, RuntimeError, EOFError and more
+        raise UsageError(f"{source} is no file of torch that can be read: {one_line(error)}") from None

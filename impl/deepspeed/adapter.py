@@ -6,7 +6,7 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.adapter import RL_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
 from impl.deepspeed.expected import EXPECTED
 from impl.ring.support import RING_MODULES, ring_support
 
@@ -38,6 +38,8 @@ class DeepspeedBackend(StrategyBackend):
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
+        **HANDOVER_SEAMS,
+        "write_model": "impl.deepspeed.trainable:write_model",
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",

@@ -35,7 +35,8 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
     if config.precision == "fp16":
-        settings["fp16"] = {"enabled": True, "initial_scale_power": 12}
+        # A scale that falls at the first overflow, as ZeRO-0's does, and as those of other backends.
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
     if config.precision in ("bf16", "fp16"):
         # float32 masters in any case. Gradients are reduced in float32, and added up over micro-batches in float32 by
         # all stages that offer it: at 0 they are the parameters' own, in half precision.

@@ -6,7 +6,7 @@ accumulation. A frozen model has an engine as well, without an optimizer, which 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +19,21 @@ from deepspeed.utils.groups import get_tensor_model_parallel_group
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from conformance.validation import UsageError
 from impl.collate import MicroBatch
-from impl.deepspeed import process
+from impl.deepspeed import checkpoint, process
+from impl.deepspeed.cut import cut_of
+from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
-from impl.deepspeed.tensors import EngineTensors, FrozenTensors, RankPlace, cut_count
+from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
-from impl.deepspeed.writing import errors_at_the_end
-from impl.files import write_model
+from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.models import load_model
-from impl.optimizers import learning_rates, parameter_groups, torch_optimizer, trained_parameters
+from impl.optimizers import learning_rates, parameter_groups, set_schedule, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
+from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.deepspeed.context import DeepspeedContext
@@ -86,7 +88,7 @@ class DeepspeedTrainable:
             parameter.requires_grad_(optimizer.trains(name))
         self.tensors = tensors = EngineTensors(self.engine, self._place())
         if weights:
-            tensors.set_weights(weights)
+            tensors.write("weight", lambda name, start, shape: _region(weights[name], start, shape))
             if self.stage == 0:
                 self.forget_steps()
 
@@ -209,12 +211,34 @@ class DeepspeedTrainable:
         return float(self.engine.get_lr()[0])
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        return self.tensors.named(kind)
+        if kind == "progress":
+            yield from ((name, torch.tensor(n, dtype=torch.float64)) for name, n in self._progress().items())
+        else:
+            yield from self.tensors.named(kind)
 
-    def named_optimizer_state(self, key: str) -> NamedTensors:
-        """Full optimizer state under Hugging Face names; ``key`` as torch calls it, such as ``exp_avg``."""
-        assert isinstance(self.tensors, EngineTensors), "a frozen model has no optimizer"
-        return self.tensors.optimizer_state(key)
+    def _progress(self) -> dict[str, float]:
+        found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
+        if self.context.config.precision == "fp16":
+            scaler = self._scaler()
+            # It goes on counting when the scale has grown, and lets it grow at every multiple of its window.
+            good = scaler.cur_iter - scaler.last_overflow_iter - 1
+            found |= {"loss_scale": float(scaler.cur_scale), "good_steps": float(good)}
+        return found
+
+    def _scaler(self) -> Any:
+        """What holds the loss scale in fp16; in two classes, by the same names."""
+        return self.engine.optimizer.loss_scale_config if self.stage == 0 else self.engine.optimizer.loss_scaler
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        assert isinstance(self.tensors, EngineTensors), "a frozen model has no training state"
+        self.tensors.write(kind, read.region)
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        set_schedule(self.engine.lr_scheduler, int(progress["schedule"]))
+        if self.context.config.precision == "fp16" and "loss_scale" in progress:
+            scaler = self._scaler()
+            scaler.cur_scale = progress["loss_scale"]
+            scaler.cur_iter, scaler.last_overflow_iter = int(progress.get("good_steps", 0)), -1
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         return self.tensors.local(kind)
@@ -248,19 +272,20 @@ class DeepspeedTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        with errors_at_the_end(self.engine):
-            self.engine.save_checkpoint(str(path), tag="state")
+        checkpoint.save(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
 
     def load_ckpt(self, path: Path) -> None:
-        folder, _ = self.engine.load_checkpoint(str(path), tag="state")
-        if folder is None:
-            raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+        checkpoint.load(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         self.engine.destroy()
         process.forget_model(self.model)
         for name in ("model", "engine", "optimizer", "tensors"):
             self.__dict__.pop(name, None)
+
+
+def _region(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]

@@ -1,7 +1,8 @@
 """The catalogue: each fault with its public source, the seam it wraps, and the stage at which the suite must see it.
 
-``loss_blind`` says whether the loss of step 0 is exactly right in spite of the fault: the checks in common use cannot
-see such a fault, however tight. Seams and what a function there means:
+``loss_blind`` says whether the loss of step 0 (of a fault of handing over, the first one after loading) is exactly
+right in spite of the fault: the checks in common use cannot see such a fault, however tight. Seams and what a function
+there means:
 
 ==================  ===================================================================================
 load_model          (trainable, path) -> model: whole model from a Hugging Face folder
@@ -59,6 +60,9 @@ of_all_ranks        (context, sums, highest) -> numbers of the whole step
 forward_backward    (trainable, inputs, *, want, temperature, loss) -> outputs of all micro-batches
 outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
 through_softmax     (shifted logits, log sum, mean, gradients) -> the logits' gradient by way of the softmax
+load_kind           (model, kind, folder): sets one kind of its training state from files
+load_progress       (model, progress): sets schedule and loss scale
+write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
 through_label       (gradient, of_logprob, *, index, held): adds the gradient of each label's own logit
 ==================  ===================================================================================
 """
@@ -70,6 +74,7 @@ import torch
 
 from conformance.faults.fault import Fault, Function
 from impl.faults.engine import ENGINE_FAULTS
+from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.means import MEANS_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from impl.faults.models import MODELS_FAULTS
@@ -280,4 +285,12 @@ _FAULTS = (
 )
 
 RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS, *MODELS_FAULTS)
-CATALOGUE = (*_FAULTS, *ENGINE_FAULTS, *OPTIMIZER_FAULTS, *RING_FAULTS, *MODEL_PARALLEL_FAULTS, *RL_FAULTS)
+CATALOGUE = (
+    *_FAULTS,
+    *ENGINE_FAULTS,
+    *OPTIMIZER_FAULTS,
+    *RING_FAULTS,
+    *MODEL_PARALLEL_FAULTS,
+    *RL_FAULTS,
+    *HANDOVER_FAULTS,
+)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from conformance.layout import Layout
 from conformance.paths import resolve
-from conformance.plan.cell import Cell
+from conformance.plan.cell import Cell, Handover
 from conformance.scenario import Precision
 
 DROPOUT = 0.1
@@ -31,12 +32,13 @@ IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The cheapest cell in which a fault changes anything. ``layouts``: by backend. ``dropout``: the model's
-    configuration has it."""
+    configuration has it. ``hands_over``: it has two legs, of which the first hands this over after two steps."""
 
     scenario: str
     model: str
     layouts: Mapping[str, str]
     dropout: bool = False
+    hands_over: Handover | None = None
     blank: Mapping[Precision, str] = field(default_factory=dict)
 
     def scenario_in(self, precision: Precision) -> str:
@@ -152,7 +154,38 @@ _RL = {
     "critic-leaks-into-policy": _rl("ppo", WHOLE),
 }
 
-PLACES: Mapping[str, Place] = {**_SFT, **_RL}
+HANDED_LAYOUTS = {"fsdp2": "tp2", "deepspeed": "dp2.zero2", "megatron": "pp2"}
+HANDED_TO = {"fsdp2": "dp2", "deepspeed": "dp2.zero3", "megatron": "tp2"}
+
+
+def _handed(what: Handover = "state", *, model: str = "llama", blank: Mapping[Precision, str] | None = None) -> Place:
+    return Place(scenario="sft-warmup", model=model, layouts=HANDED_LAYOUTS, hands_over=what, blank=blank or {})
+
+
+_HANDOVER = {
+    "moments-not-loaded": _handed(),
+    "steps-not-loaded": _handed(),
+    "moments-exchanged": _handed(),
+    "moments-of-another-layer": _handed(),
+    "weights-of-another-layer": _handed(),
+    "gate-for-up": _handed(),
+    "masters-from-bf16": _handed(blank=_ROUNDED),
+    "schedule-restarted": _handed(),
+    "loss-scale-forgotten": _handed(blank=_FP16),
+    "one-count-for-all": _handed(),
+    "stale-shard": _handed("export"),
+    "untied-export": _handed("export", model="qwen3"),
+}
+
+PLACES: Mapping[str, Place] = {**_SFT, **_RL, **_HANDOVER}
+
+
+def with_handover(cell: Cell, what: Handover) -> Cell:
+    """The same in two legs: after two steps ``what`` goes to another layout of the same backend."""
+    (leg,) = cell.legs
+    first = replace(leg, steps=2, save=what)
+    second = replace(leg, layout=Layout.parse(HANDED_TO[leg.backend.name]), steps=leg.steps - 2)
+    return replace(cell, legs=(first, second), program=what)
 
 
 def with_dropout(cell: Cell, root: Path) -> Cell:

@@ -5,7 +5,7 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, Support, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.fsdp2.expected import EXPECTED
 from impl.ring.support import RING_MODULES, ring_support
 
@@ -27,6 +27,8 @@ class Fsdp2Backend(StrategyBackend):
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
+        **HANDOVER_SEAMS,
+        "write_model": "impl.fsdp2.trainable:write_model",
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.trainable:outputs_of",

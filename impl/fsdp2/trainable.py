@@ -21,12 +21,13 @@ from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
-from impl.files import SliceReader, write_model
+from impl.files import SliceReader
 from impl.fsdp2 import norm
 from impl.fsdp2.distributed_checkpoint import told_alike
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
+from impl.model_folder import Dtype, write_model
 from impl.models import load_model
 from impl.optimizers import (
     learning_rates,
@@ -287,8 +288,8 @@ class Fsdp2Trainable:
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         for name in ("model", "optimizer", "scheduler"):

@@ -8,7 +8,7 @@ from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.adapter import RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
 from impl.megatron.shape import read_shape
@@ -34,6 +34,8 @@ class MegatronBackend(StrategyBackend):
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
+        **HANDOVER_SEAMS,
+        "write_model": "impl.megatron.trainable:write_model",
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
         "outputs_of": "impl.megatron.trainable:outputs_of",

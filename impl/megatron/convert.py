@@ -7,12 +7,15 @@ reads from a file what it holds and nothing else.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from conformance.inputs.model import weight_files, weight_shapes
 from conformance.scenario import OptimizerConfig
 from conformance.validation import UsageError
+from impl.files import SliceReader
 from impl.megatron.shape import VALUE_HEAD, ModelShape
 
 
@@ -49,6 +52,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
+INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
 def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
@@ -72,6 +76,23 @@ def all_parameters(shape: ModelShape) -> tuple[str, ...]:
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
 
 
+def check_file(folder: Path, shape: ModelShape) -> None:
+    """Raises UsageError where a Hugging Face folder has other tensors than the model: a rank reads what it holds and
+    would not miss the rest. A tied head may be in the file, if it is the embedding."""
+    one = Rank(rank=0, size=1)
+    due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, one)}
+    found = weight_shapes(folder)
+    if shape.tied and (head := found.pop(OUTPUT, None)):
+        with SliceReader(weight_files(folder)) as read:
+            if head != due[INPUT] or not torch.equal(read.whole(OUTPUT), read.whole(INPUT)):
+                raise UsageError(f"{folder} ties {OUTPUT} to {INPUT} in its config.json, but holds another tensor")
+    wrong = [f"{name} is missing" for name in due if name not in found]
+    wrong += [f"{name} is not expected" for name in found if name not in due]
+    wrong += [f"{n} has shape {found[n]} instead of {due[n]}" for n in due if n in found and found[n] != due[n]]
+    if wrong:
+        raise UsageError(f"the weights in {folder} do not fit its config.json: {'; '.join(wrong[:8])}")
+
+
 def is_cut(name: str, shape: ModelShape) -> bool:
     """Whether tensor parallelism cuts a parameter."""
     return bool(parts(name, shape, Rank(rank=0, size=1))[0].spans)
@@ -80,10 +101,10 @@ def is_cut(name: str, shape: ModelShape) -> bool:
 def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
     """What a parameter with a global layer number consists of on one tensor-parallel rank."""
     if name == EMBEDDING or (name == HEAD and shape.tied):
-        return (_vocabulary("model.embed_tokens.weight", shape, tp),)
+        return (_vocabulary(INPUT, shape, tp),)
     if name == HEAD:
         value = shape.head == "value"
-        return (Part(name=VALUE_HEAD, shape=(1, shape.hidden)) if value else _vocabulary("lm_head.weight", shape, tp),)
+        return (Part(name=VALUE_HEAD, shape=(1, shape.hidden)) if value else _vocabulary(OUTPUT, shape, tp),)
     if name == FINAL_NORM:
         return (Part(name="model.norm.weight", shape=(shape.hidden,)),)
     number, _, kind = name.removeprefix(_LAYER).partition(".")

@@ -25,16 +25,17 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
-from impl.files import SliceReader, write_model
+from impl.files import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
-from impl.megatron.convert import all_parameters, is_trained
+from impl.megatron.convert import all_parameters, check_file, is_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
 from impl.megatron.settings import cuts_optimizer, optimizer_settings, reduction_settings, scheduler
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, fill, parameter_names
 from impl.micro_batches import Loss
+from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class MegatronTrainable:
             raise UsageError(
                 f"{path} has a {self.shape.head} head where a {self.head} head is asked for; give another folder"
             )
+        check_file(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
         self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
         with self.context.placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
@@ -345,8 +347,8 @@ class MegatronTrainable:
         with self.context.placed():
             checkpoint.load(path, self.tensors, self._inner_optimizer(), self.scheduler)
 
-    def save_model(self, path: Path) -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"))
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
         for name in ("chunks", "optimizer", "scheduler", "tensors", "model_config"):

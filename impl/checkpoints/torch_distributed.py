@@ -1,0 +1,122 @@
+"""Checkpoints of torch.distributed.checkpoint: as FSDP2 here writes them, and megatron-core's dist_checkpointing.
+
+Their ``.metadata`` is a pickle, which only impl.checkpoints.pickles reads, also when the library loads a tensor.
+"""
+
+import json
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from conformance.validation import UsageError
+from impl.checkpoints.contents import Checkpoint, Held
+from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_bytes
+from impl.training_state import WRITTEN
+
+MEGATRON = "metadata.json"
+_STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
+
+
+def open_fsdp2(folder: Path) -> Checkpoint:
+    """What ``save_ckpt`` of FSDP2 wrote: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
+    metadata = read_metadata(folder / METADATA)
+    tensors = tuple(_held(key, entry) for key, entry in _tensors(metadata).items())
+
+    def read(held: Held) -> torch.Tensor:
+        tensor = torch.empty(held.shape, dtype=held.dtype)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+            dcp.load({held.place: tensor}, storage_reader=_Reader(folder, metadata), no_dist=True)
+        return tensor
+
+    values = {
+        name: _value(folder, metadata, key)
+        for name, key in (
+            ("schedule", "scheduler.last_epoch"),
+            ("loss_scale", "scaler.scale"),
+            ("good_steps", "scaler._growth_tracker"),
+        )
+        if isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata)
+    }
+    steps = {float(read(held)) for held in tensors if held.kind == "step"}
+    return Checkpoint(
+        format="torch.distributed.checkpoint",
+        facts={"writers": _writers(metadata), **({"step": max(steps)} if steps else {})},
+        tensors=tensors,
+        progress={name: float(value) for name, value in values.items()},
+        read=read,
+    )
+
+
+def open_megatron(folder: Path) -> Checkpoint:
+    """What megatron-core's dist_checkpointing wrote; its names are Megatron's, and layers may be stacked."""
+    told = json.loads((folder / MEGATRON).read_text(encoding="utf-8"))
+    metadata = read_metadata(folder / METADATA)
+    tensors = tuple(
+        Held(
+            kind="other" if "optimizer." in key else "weight",
+            name=key,
+            shape=tuple(entry.size),
+            dtype=entry.properties.dtype,
+        )
+        for key, entry in _tensors(metadata).items()
+    )
+    facts = {"backend": told.get("sharded_backend"), "writers": _writers(metadata)}
+    return Checkpoint(format="megatron dist_checkpointing", facts=facts, tensors=tensors)
+
+
+def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    found = metadata.state_dict_metadata.items()
+    return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+
+
+def _held(key: str, entry: TensorStorageMetadata) -> Held:
+    kind, name = "other", key
+    if match := _STATE.fullmatch(key):
+        if match[2] in WRITTEN:
+            name, kind = match.groups()
+    elif key.startswith("model."):
+        kind, name = "weight", key.removeprefix("model.")
+    return Held(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
+
+
+def _writers(metadata: Metadata) -> int:
+    """How many ranks have written a file; the first number of a file's name is the rank."""
+    files = Counter(Path(stored.relative_path).name for stored in (metadata.storage_data or {}).values())
+    return len({match[1] for name in files if (match := re.match(r"__(\d+)_", name))})
+
+
+def _value(folder: Path, metadata: Metadata, key: str) -> Any:
+    """A small value, which torch has saved for itself within one of the files."""
+    (stored,) = (where for index, where in (metadata.storage_data or {}).items() if index.fqn == key)
+    path = _inside(folder, stored.relative_path)
+    with path.open("rb") as file:
+        file.seek(stored.offset)
+        return read_torch_bytes(file.read(stored.length), source=path)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise UsageError(f"{folder / METADATA} names the file {name!r}, which is not in this folder")
+    return folder / name
+
+
+class _Reader(dcp.FileSystemReader):
+    """The library's reader with metadata that has been read, so that it does not unpickle it."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        for stored in (metadata.storage_data or {}).values():
+            _inside(folder, stored.relative_path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata

@@ -1,0 +1,93 @@
+"""DeepSpeed's own checkpoints, also of another number of ranks, by way of its universal form.
+
+Beside its files lies one that says how they are cut (impl/deepspeed/cut.py).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint import ds_to_universal
+
+from conformance.validation import UsageError
+from impl.deepspeed.cut import Cut, check
+from impl.deepspeed.writing import errors_at_the_end
+from impl.together import on_first
+
+TAG, FILE = "state", "cut.json"
+
+
+def save(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
+    """Write a checkpoint into the folder ``path``; collective."""
+    with errors_at_the_end(engine):
+        engine.save_checkpoint(str(path), tag=TAG)
+    told = json.dumps(dataclasses.asdict(own))
+    on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(told, encoding="utf-8"))
+
+
+def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
+    """Read what ``save`` wrote; collective. Raises UsageError, with nothing changed, where DeepSpeed cannot."""
+    if not (path / FILE).is_file():
+        raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+    saved = Cut(**json.loads((path / FILE).read_text(encoding="utf-8")))
+    check(saved, own)
+    if saved.ranks == own.ranks or own.stage == "zero0":
+        engine.load_checkpoint(str(path), tag=TAG)
+    else:
+        with _universal(path) as folder:
+            _load_universal(engine, folder)
+
+
+@contextlib.contextmanager
+def _universal(path: Path) -> Iterator[Path]:
+    """The same checkpoint in the universal form, in a folder that all ranks see; removed in the end.
+
+    It is beside the checkpoint and not in it, where nothing may be that the manifest does not list.
+    """
+    first = dist.get_rank() == 0
+    made = (
+        tempfile.TemporaryDirectory(dir=path.parent.parent, prefix=f"{path.name}-")
+        if first
+        else contextlib.nullcontext()
+    )
+    with made as folder:
+        if first:
+            arguments = argparse.Namespace(
+                input_folder=str(path / TAG),
+                output_folder=f"{folder}/{TAG}",
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,  # what ZeRO-1 and 2 do not write
+            )
+            ds_to_universal.main(arguments)
+        told = [folder]
+        dist.broadcast_object_list(told)
+        assert told[0]
+        yield Path(told[0])
+        dist.barrier()
+
+
+def _load_universal(engine: DeepSpeedEngine, folder: Path) -> None:
+    optimizer = engine.basic_optimizer
+    settings = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    engine._config.load_universal_checkpoint = True
+    try:
+        engine.load_checkpoint(str(folder), tag=TAG)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    # docs/findings/deepspeed-universal-groups.md: ZeRO-3 gives all groups the settings of the first, and one tensor
+    # that counts the updates, in which each of them counts.
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group |= own
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()

@@ -1,0 +1,64 @@
+"""How a checkpoint of DeepSpeed is cut, and which of them a layout can read.
+
+A checkpoint is cut as DeepSpeed's optimizer is, so it fits an optimizer of the same class only. What DeepSpeed cannot
+read it refuses without a cause, in part when it has changed weights (docs/findings/deepspeed-checkpoint-changes.md), so
+it is refused here.
+"""
+
+from dataclasses import dataclass
+
+from conformance.validation import UsageError
+from impl.deepspeed.settings import zero_stage
+from impl.strategy import ContextConfig
+
+WAY_ON = 'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell)'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """stage: those whose optimizer is of one class. ranks: those that ZeRO cuts over; they may be data ranks, or of a
+    ring or of Ulysses. optimizer: the name of the class of what it steps with."""
+
+    stage: str
+    precision: str
+    tp: int
+    ulysses: int
+    ranks: int
+    optimizer: str
+
+
+def cut_of(config: ContextConfig, optimizer: object) -> Cut:
+    """How an engine is cut whose base optimizer this is."""
+    stage, layout = zero_stage(config), config.layout
+    one_class = stage in (1, 2) and config.precision != "bf16"  # in bf16, ZeRO-1 has a class of its own
+    return Cut(
+        stage="zero1 or zero2" if one_class else f"zero{stage}",
+        precision=config.precision,
+        tp=layout.tp,
+        ulysses=layout.ulysses,
+        ranks=layout.world_size // layout.tp,
+        optimizer=type(optimizer).__name__,
+    )
+
+
+def check(saved: Cut, own: Cut) -> None:
+    """Raises UsageError where DeepSpeed cannot read a checkpoint that is cut as ``saved`` is into what is cut as
+    ``own``."""
+    for name in ("stage", "precision", "tp", "optimizer"):
+        before, now = getattr(saved, name), getattr(own, name)
+        if before != now:
+            raise UsageError(f"DeepSpeed reads a checkpoint of {name} {before} into the same only, not {now}; {WAY_ON}")
+    if saved.ranks == own.ranks or own.stage == "zero0":
+        return
+    reason = ""
+    if own.tp > 1:
+        reason = "under AutoTP"
+    elif own.ulysses > 1 and own.stage != "zero3":
+        reason = "into Ulysses below zero3"
+    elif "Adam" not in saved.optimizer:
+        reason = f"of {saved.optimizer}, only of AdamW"
+    if reason:
+        raise UsageError(
+            f"the checkpoint is cut over {saved.ranks} ranks and this layout cuts over {own.ranks}; DeepSpeed's "
+            f"universal checkpoint, which goes between them, is not read {reason}; {WAY_ON}"
+        )

@@ -1,0 +1,100 @@
+"""What DeepSpeed's optimizer steps in place of a model's parameters, its state, and where a rank's pieces are in it.
+
+At ZeRO-0 that is the parameter itself or, in half precision, its float32 master in the optimizer's wrapper. Above, it
+is a flat tensor for many parameters, of which each rank has a piece; of one parameter that may be nothing.
+"""
+
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from impl.deepspeed.place import RankPlace
+
+
+class Stepped:
+    """Of an engine's optimizer, whatever its wrapper."""
+
+    def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
+        self._stage, self._place = engine.zero_optimization_stage(), place
+        self._wrapper, self._optimizer = engine.optimizer, engine.basic_optimizer
+        self._of: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if self._stage == 0:
+            if hasattr(self._wrapper, "fp32_groups"):
+                for half, full in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
+                    self._of |= dict(zip(half, full, strict=True))
+        else:
+            for group, flat in zip(*self._flat_groups(), strict=True):
+                self._of |= dict.fromkeys(group, flat)
+
+    def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
+        """Groups of parameters, and what is stepped for each; there are three classes of them."""
+        wrapper = self._wrapper
+        if self._stage == 3:
+            return wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat
+        if hasattr(wrapper, "bf16_groups"):  # ZeRO-1 in bf16
+            return wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
+        return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What is stepped for a parameter: its master, or a flat tensor that has some of its master."""
+        return self._of.get(parameter, parameter)
+
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of that; empty before its first step."""
+        state: dict[str, Any] = self._optimizer.state.get(self.of(parameter), {})
+        return state
+
+    def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """One of its states, made where there is none yet."""
+        stepped = self.of(parameter)
+        state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
+        if key not in state:
+            state[key] = torch.zeros_like(stepped)
+        return state[key]
+
+    def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
+        """Let it have counted updates; a flat tensor has one count for all its parameters."""
+        stepped = self.of(parameter)
+        # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
+        counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
+        step = torch.tensor(count, dtype=torch.get_default_dtype()) if counts_in_tensor else int(count)
+        self._optimizer.state[stepped]["step"] = step
+
+    def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """This rank's piece of a parameter in a tensor that is laid out as what is stepped for it, flat and without
+        padding; and where in the parameter, flattened, it starts."""
+        flat = stepped.view(-1)
+        if self._stage == 0:
+            return flat, 0
+        if self._stage == 3:
+            _, at, numel = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
+            return self._place.unpadded(parameter, flat.narrow(0, at, numel)), self._place.start(parameter)
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return flat[:0], 0
+        at = mapping.hp_fragment_address
+        return flat.narrow(0, at.start, at.numel), mapping.lp_fragment_address.start
+
+    def link_state(self) -> None:
+        """Let DeepSpeed's functions find the state of all groups.
+
+        ZeRO-1 and 2 link parameters to it when the first of several groups has been stepped, the others to nothing
+        (docs/findings/deepspeed-optimizer-state.md).
+        """
+        if self._stage in (1, 2):
+            self._wrapper._hp_optimizer_states_linked = False
+            self._wrapper._lazy_init_hp_params_optimizer_state()
+
+    def update_parameters(self) -> None:
+        """Let the parameters, which are computed with, be what the masters say; collective."""
+        if self._stage == 0:
+            for parameter, master in self._of.items():
+                parameter.data.copy_(master.data)
+        elif self._stage < 3:
+            self._wrapper.update_lp_params()
+        else:
+            self._wrapper.checkpoint_event_prologue()  # cuts what a forward pass has left whole
+            for number in range(len(self._wrapper.fp16_groups)):
+                self._wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            self._wrapper.checkpoint_event_epilogue()

@@ -1,0 +1,106 @@
+"""A model as a Hugging Face folder: what it has beside the weights is another folder's, the weights are new.
+
+Everything of the other folder comes along: configuration, generation settings, chat template, tokenizer, code. A
+parameter that has two names is written once, under the first; transformers ties it again by the configuration.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from conformance.backend import NamedTensors
+from conformance.inputs.folder import CONFIG, NOT_COPIED
+from conformance.inputs.model import weight_files
+from conformance.validation import UsageError
+from impl.files import FILE_SIZE, TensorWriter, whole_folder
+from impl.together import agree, on_first
+
+# Of the tensors: as the masters are, or each as in the folder that the model was loaded from.
+Dtype = Literal["masters", "source"]
+STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
+    """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective.
+
+    See ``write_folder``, which the first rank does, and ``check_target``.
+    """
+    doing, failed = f"writing the model {folder}", None
+    on_first(doing, lambda: check_target(folder, source=source))
+    try:
+        if dist.get_rank() == 0:
+            write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
+    except Exception as error:
+        failed = error
+    for _ in weights:  # on the other ranks all of them; on the first what is left when it cannot write
+        pass
+    agree(doing, failed)
+
+
+def check_target(folder: Path, *, source: Path) -> None:
+    """Raises UsageError for a folder that a model must not replace: the source itself, and what is no model."""
+    if folder.resolve() == source.resolve():
+        raise UsageError(f"{folder} is the folder that the model was loaded from; give another one")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file())):
+        raise UsageError(f"{folder} exists and is no Hugging Face folder, so it is not replaced; give another one")
+
+
+def write_folder(
+    folder: Path,
+    *,
+    source: Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    dtype: Dtype,
+    file_size: int = FILE_SIZE,
+) -> None:
+    """Write the folder in one process, beside its name until it is whole; one file of tensors at a time is in memory.
+
+    What its config.json says of the dtype is that of most numbers. A folder that is there is replaced.
+    """
+    stored = stored_dtypes(source) if dtype == "source" else {}
+    usual = Counter(stored.values()).most_common(1)[0][0] if stored else None
+    written: Counter[torch.dtype] = Counter()
+    with whole_folder(folder) as beside:
+        left_out = shutil.ignore_patterns(*NOT_COPIED, "*.index.json")
+        shutil.copytree(source, beside, ignore=left_out, dirs_exist_ok=True)
+        with TensorWriter(beside, file_size=file_size) as writer:
+            for name, weight in weights:
+                converted = weight.detach().to(stored.get(name, usual))
+                written[converted.dtype] += converted.numel()
+                writer.add(name, converted)
+        _say_dtype(beside / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
+
+
+def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a Hugging Face folder; only the heads of the files are read."""
+    found = {}
+    for file in weight_files(source):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                found[name] = STORED[tensors.get_slice(name).get_dtype()]
+    return found
+
+
+def _say_dtype(file: Path, dtype: str) -> None:
+    """Let a configuration name this dtype wherever it names one; it is left as it is where it does so already."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if _replace_dtype(config, dtype):
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _replace_dtype(config: dict[str, Any], dtype: str) -> bool:
+    changed = False
+    for key, value in config.items():
+        if isinstance(value, dict):  # of a part, such as text_config
+            changed |= _replace_dtype(value, dtype)
+        elif key in ("dtype", "torch_dtype") and value not in (None, dtype):
+            config[key] = dtype
+            changed = True
+    return changed

@@ -1,0 +1,61 @@
+"""Claim 5: what is lost or exchanged between two legs is told directly after loading, on every backend.
+
+Training state goes from one layout to another. A fast run plants a fault on one backend, the next one on the next.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from cells import BACKENDS, cell_of
+
+from conformance.plan.cell import Cell
+from conformance.run.session import Session
+from conformance.scenario import Precision
+from impl.faults.handover import HANDOVER_FAULTS
+from impl.faults.places import PLACES, with_handover
+
+LOADED = 2  # the first step after loading
+BELOW: dict[str, Precision] = {"loss-scale-forgotten": "fp16", "masters-from-bf16": "fp32"}  # nothing elsewhere
+
+
+def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
+    place, precision = PLACES[name], BELOW.get(name, "exact")
+    assert place.hands_over
+    asked = cell_of(backend, place.scenario, place.model, place.layouts[backend], precision)
+    faults = (name,) if planted else ()
+    single = Cell.single(scenario=asked.scenario, backend=BACKENDS[backend], layout=asked.legs[0].layout, faults=faults)
+    return with_handover(single, place.hands_over)
+
+
+PLANTED = [
+    pytest.param(backend, fault.name, marks=() if place % len(BACKENDS) == turn else pytest.mark.exhaustive)
+    for place, fault in enumerate(HANDOVER_FAULTS)
+    for turn, backend in enumerate(BACKENDS)
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), PLANTED)
+def test_fault_is_caught_directly_after_loading(session: Session, backend: str, name: str) -> None:
+    (fault,) = (fault for fault in HANDOVER_FAULTS if fault.name == name)
+    verdict = session.run(cell(backend, name)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", fault.stage), verdict.reason
+    assert verdict.findings[0].step == LOADED or fault.stage == "weights after N steps"
+    (loss,) = (q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", LOADED))
+    assert (loss.ratio <= 1) == fault.loss_blind
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["moments-not-loaded", *BELOW, "stale-shard", "untied-export"])
+def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, name: str) -> None:
+    verdict = session.run(cell(backend, name, planted=False)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+def test_the_table_of_faults_says_what_is_tested_here() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "faults.md").read_text(encoding="utf-8")
+    table = text.partition("## Faults of handing over")[2]
+    rows = re.findall(r"^\| `([a-z0-9-]+)`: (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    answer = {True: "yes", False: "no"}
+    assert rows == [(f.name, f.summary, f.stage, answer[f.loss_blind], f.source) for f in HANDOVER_FAULTS]

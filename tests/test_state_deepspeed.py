@@ -1,0 +1,200 @@
+"""DeepSpeed over handovers: its training state in the form of all backends, and its own checkpoints.
+
+Masters and moments that nobody handed over show in half precision only, where what is computed with is not the master.
+"""
+
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cells import BACKENDS, assert_honest, exhaustive
+from conftest import make_cell
+from test_deepspeed import in_ranks
+
+from conformance.layout import Layout
+from conformance.plan.cell import Cell, Handover, Leg
+from conformance.record.verdict import Verdict
+from conformance.run.session import Session
+from conformance.scenario import Precision
+from conformance.validation import UsageError
+from conformance.world import Pool
+from impl.deepspeed.cut import check, cut_of
+from impl.strategy import ContextConfig
+
+pytest.importorskip("deepspeed")
+
+EVERY_KIND = (
+    "dp2.zero0",
+    "dp2.zero1",
+    "dp2.zero2",
+    "dp2.zero3",
+    "tp2.zero1",
+    "tp2.zero3",
+    "sp2.zero2",
+    "ulysses2.zero2",
+    "dp4.zero3",
+    "dp2.zero2.offload",
+    "dp2.zero3.offload",
+)
+# Each of these layouts hands over to the next: all write and all read.
+CIRCLE = list(zip(EVERY_KIND, (*EVERY_KIND[1:], EVERY_KIND[0]), strict=True))
+
+
+def handed(*layouts: str, save: Handover, scenario: str = "sft-warmup", precision: Precision = "exact") -> Cell:
+    """A cell in which each layout hands over to the next, after one step in the first and two in the others."""
+    rows = None if precision in ("bf16", "fp16") else 12
+    counts = [1] + [2] * (len(layouts) - 1)
+    config = make_cell(scenario, "qwen3", "dp1", precision, steps=sum(counts), rows=rows).scenario
+    legs = [
+        Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=steps, save=save)
+        for layout, steps in zip(layouts, counts, strict=True)
+    ]
+    last = Leg(backend=legs[-1].backend, layout=legs[-1].layout, steps=legs[-1].steps)
+    return Cell(scenario=config, legs=(*legs[:-1], last), program="handed")
+
+
+def assert_handed_over(verdict: Verdict) -> None:
+    """The state as loaded is the state as saved, to the bit."""
+    found = [quantity for quantity in verdict.quantities if quantity.stage == "training state"]
+    assert {q.tensor.partition(" of ")[0] for q in found} >= {"step", "progress"}
+    assert max(quantity.observed for quantity in found) == 0
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("dp2.zero0", "dp2.zero3.offload", "tp2.zero1"),
+        ("tp2.zero3", "ulysses2.zero2", "dp2.zero0"),
+        *(exhaustive(pair) for pair in CIRCLE),
+    ],
+    ids="-to-".join,
+)
+def test_every_layout_goes_on_from_the_state_of_another(session: Session, layouts: tuple[str, ...]) -> None:
+    assert_handed_over(assert_honest(session, handed(*layouts, save="state")))
+
+
+HALF_CIRCLE = ("dp2.zero1", "dp2.zero3", "tp2.zero1", "dp2.zero2.offload", "ulysses2.zero2", "dp2.zero1")
+FAST: set[tuple[Precision, str, str]] = {("bf16", "dp2.zero1", "dp2.zero3"), ("fp16", "tp2.zero1", "dp2.zero2.offload")}
+LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "before", "after"),
+    [
+        pytest.param(*one, marks=() if one in FAST else pytest.mark.exhaustive)
+        for one in ((p, *pair) for p, pair in product(LOWER, pairwise(HALF_CIRCLE)))
+    ],
+)
+def test_masters_moments_and_loss_scale_are_handed_over_in_lower_precisions(
+    session: Session, precision: Precision, before: str, after: str
+) -> None:
+    verdict = session.run(handed(before, after, save="state", precision=precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert_handed_over(verdict)
+    progress = {q.tensor for q in verdict.quantities if q.tensor.startswith("progress")}
+    scaled = {"progress of loss_scale", "progress of good_steps"} if precision == "fp16" else set()
+    assert progress == {"progress of schedule", *scaled}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("scenario", "layouts"),
+    [
+        ("sft-sgd", ("dp2.zero1", "tp2.zero3", "dp2.zero0")),
+        ("sft-frozen", ("dp2.zero3", "dp2.zero2", "tp2.zero1")),
+        ("sft-packed", ("dp2.zero3.shardinit.ownopt", "dp2.zero1.ownopt", "dp2.ulysses2.zero2")),
+    ],
+)
+def test_any_optimizer_hands_over(session: Session, scenario: str, layouts: tuple[str, ...]) -> None:
+    assert_handed_over(assert_honest(session, handed(*layouts, save="state", scenario=scenario)))
+
+
+@pytest.mark.exhaustive
+def test_a_critic_hands_over_beside_its_policy(session: Session) -> None:
+    config = make_cell("ppo", "llama", "dp1", "exact", steps=8, rows=12).scenario
+    layouts = [Layout.parse(layout) for layout in ("dp2.zero2", "tp2.zero3")]
+    first = Leg(backend=BACKENDS["deepspeed"], layout=layouts[0], steps=4, save="state")
+    last = Leg(backend=first.backend, layout=layouts[1], steps=4)
+    verdict = assert_honest(session, Cell(scenario=config, legs=(first, last), program="handed"))
+    assert_handed_over(verdict)
+    assert {q.stage for q in verdict.quantities} >= {"training state", "critic training state"}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "precision"),
+    [
+        (("dp2.zero3", "dp1.zero3"), "exact"),
+        exhaustive(("dp2.zero1", "dp1.zero2"), "exact"),
+        exhaustive(("dp2.zero2", "dp4.zero1", "dp2.zero1"), "exact"),
+        exhaustive(("dp4.zero3", "dp2.zero3.offload"), "exact"),
+        exhaustive(("dp2.zero0", "dp4.zero0"), "exact"),
+        exhaustive(("dp2.zero2", "sp2.zero1"), "exact"),
+        exhaustive(("dp2.zero3", "dp2.ulysses2.zero3"), "exact"),
+        exhaustive(("dp2.zero1", "dp4.zero1"), "bf16"),
+        exhaustive(("dp2.zero2", "dp1.zero2"), "bf16"),
+        exhaustive(("dp2.zero3", "dp1.zero3"), "bf16"),
+        exhaustive(("dp2.zero2", "dp1.zero1"), "fp16"),
+        exhaustive(("dp2.zero3", "dp1.zero3"), "fp16"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_number_of_ranks(
+    session: Session, layouts: tuple[str, ...], precision: Precision
+) -> None:
+    cell = handed(*layouts, save="checkpoint", precision=precision)
+    verdict = assert_honest(session, cell) if precision == "exact" else session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert_handed_over(verdict)
+
+
+REFUSED = [
+    ("dp2.zero1", "dp2.zero3", "adamw", "exact", "of stage zero1 or zero2 into the same only, not zero3"),
+    ("dp2.zero0", "dp2.zero1", "adamw", "exact", "of stage zero0 into the same only, not zero1 or zero2"),
+    ("dp2.zero1", "dp2.zero2", "adamw", "bf16", "of stage zero1 into the same only, not zero2"),
+    ("dp2.zero3", "tp2.zero3", "adamw", "exact", "of tp 1 into the same only, not 2"),
+    ("dp2.tp2.zero1", "dp4.tp2.zero1", "adamw", "exact", "cut over 2 ranks and this layout cuts over 4.*under AutoTP"),
+    ("dp2.zero1", "dp2.ulysses2.zero1", "adamw", "exact", "is not read into Ulysses below zero3"),
+    ("dp2.zero3", "dp4.zero3", "sgd", "exact", "is not read of SGD, only of AdamW"),
+]
+ALLOWED = [
+    ("dp2.zero1", "sp2.zero2", "sgd", "exact"),
+    ("dp2.zero0", "dp4.zero0", "sgd", "bf16"),
+    ("dp2.zero1", "dp4.zero2", "adamw", "fp16"),
+    ("dp2.zero3", "dp3.sp2.zero3", "adamw", "bf16"),
+]
+
+
+def cut(layout: str, optimizer: str, precision: Precision) -> Any:
+    config = ContextConfig(layout=Layout.parse(layout), precision=precision, device="cpu", accumulation=1, packed=False)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]([parameter])
+    return cut_of(config, made)
+
+
+@pytest.mark.parametrize(("before", "after", "optimizer", "precision", "message"), REFUSED)
+def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
+    before: str, after: str, optimizer: str, precision: Precision, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{message}.*hand over a state instead"):
+        check(cut(before, optimizer, precision), cut(after, optimizer, precision))
+
+
+@pytest.mark.parametrize(("before", "after", "optimizer", "precision"), ALLOWED)
+def test_a_checkpoint_that_deepspeed_can_read_is_not(
+    before: str, after: str, optimizer: str, precision: Precision
+) -> None:
+    check(cut(before, optimizer, precision), cut(after, optimizer, precision))
+
+
+def test_what_is_refused_changes_nothing_and_what_is_converted_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint is written by two ranks; two other ranks cannot read it, and one can."""
+    with Pool(work_dir=tmp_path / "pool") as pool:
+        assert in_ranks(pool, tmp_path, "save_checkpoint", "dp2.zero3") == [None, None]
+        for result in in_ranks(pool, tmp_path, "load_checkpoint", "tp2.zero3"):
+            assert "of tp 1 into the same only, not 2" in result.pop("said")
+            assert result == {"changed": False, "left": ["policy"]}
+        (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", world="one")
+        assert result == {"said": "", "changed": True, "left": ["policy"]}
