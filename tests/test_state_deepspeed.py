@@ -3,6 +3,7 @@
 Masters and moments that nobody handed over show in half precision only, where what is computed with is not the master.
 """
 
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,11 @@ CIRCLE = list(zip(EVERY_KIND, (*EVERY_KIND[1:], EVERY_KIND[0]), strict=True))
 
 
 def handed(*layouts: str, save: Handover, scenario: str = "sft-warmup", precision: Precision = "exact") -> Cell:
-    """A cell in which each layout hands over to the next, after one step in the first and two in the others."""
+    """A cell in which each layout hands over to the next after two steps."""
     rows = None if precision in ("bf16", "fp16") else 12
-    counts = [1] + [2] * (len(layouts) - 1)
-    config = make_cell(scenario, "qwen3", "dp1", precision, steps=sum(counts), rows=rows).scenario
-    legs = [
-        Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=steps, save=save)
-        for layout, steps in zip(layouts, counts, strict=True)
-    ]
-    last = Leg(backend=legs[-1].backend, layout=legs[-1].layout, steps=legs[-1].steps)
-    return Cell(scenario=config, legs=(*legs[:-1], last), program="handed")
+    config = make_cell(scenario, "qwen3", "dp1", precision, steps=2 * len(layouts), rows=rows).scenario
+    legs = [Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=2, save=save) for layout in layouts]
+    return Cell(scenario=config, legs=(*legs[:-1], replace(legs[-1], save=None)), program="handed")
 
 
 def assert_handed_over(verdict: Verdict) -> None:
@@ -66,7 +62,7 @@ def assert_handed_over(verdict: Verdict) -> None:
     "layouts",
     [
         ("dp2.zero0", "dp2.zero3.offload", "tp2.zero1"),
-        ("tp2.zero3", "ulysses2.zero2", "dp2.zero0"),
+        exhaustive(("tp2.zero3", "ulysses2.zero2", "dp2.zero0")),
         *(exhaustive(pair) for pair in CIRCLE),
     ],
     ids="-to-".join,
@@ -76,7 +72,7 @@ def test_every_layout_goes_on_from_the_state_of_another(session: Session, layout
 
 
 HALF_CIRCLE = ("dp2.zero1", "dp2.zero3", "tp2.zero1", "dp2.zero2.offload", "ulysses2.zero2", "dp2.zero1")
-FAST: set[tuple[Precision, str, str]] = {("bf16", "dp2.zero1", "dp2.zero3"), ("fp16", "tp2.zero1", "dp2.zero2.offload")}
+FAST: set[tuple[Precision, str, str]] = {("fp16", "dp2.zero1", "dp2.zero3")}  # the loss scale, too
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
