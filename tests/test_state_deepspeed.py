@@ -3,6 +3,8 @@
 Masters and moments that nobody handed over show in half precision only, where what is computed with is not the master.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -42,17 +44,21 @@ EVERY_KIND = (
 CIRCLE = list(zip(EVERY_KIND, (*EVERY_KIND[1:], EVERY_KIND[0]), strict=True))
 
 
-def handed(*layouts: str, save: Handover, scenario: str = "sft-warmup", precision: Precision = "exact") -> Cell:
-    """A cell in which each layout hands over to the next, after one step in the first and two in the others."""
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Worlds for what is no cell."""
+    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+def handed(
+    *layouts: str, save: Handover, scenario: str = "sft-warmup", precision: Precision = "exact", **overrides: Any
+) -> Cell:
+    """A cell in which each layout hands over to the next after two steps. ``overrides`` are fields of the scenario."""
     rows = None if precision in ("bf16", "fp16") else 12
-    counts = [1] + [2] * (len(layouts) - 1)
-    config = make_cell(scenario, "qwen3", "dp1", precision, steps=sum(counts), rows=rows).scenario
-    legs = [
-        Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=steps, save=save)
-        for layout, steps in zip(layouts, counts, strict=True)
-    ]
-    last = Leg(backend=legs[-1].backend, layout=legs[-1].layout, steps=legs[-1].steps)
-    return Cell(scenario=config, legs=(*legs[:-1], last), program="handed")
+    config = make_cell(scenario, "qwen3", "dp1", precision, steps=2 * len(layouts), rows=rows, **overrides).scenario
+    legs = [Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=2, save=save) for layout in layouts]
+    return Cell(scenario=config, legs=(*legs[:-1], replace(legs[-1], save=None)), program="handed")
 
 
 def assert_handed_over(verdict: Verdict) -> None:
@@ -66,7 +72,7 @@ def assert_handed_over(verdict: Verdict) -> None:
     "layouts",
     [
         ("dp2.zero0", "dp2.zero3.offload", "tp2.zero1"),
-        ("tp2.zero3", "ulysses2.zero2", "dp2.zero0"),
+        exhaustive(("tp2.zero3", "ulysses2.zero2", "dp2.zero0")),
         *(exhaustive(pair) for pair in CIRCLE),
     ],
     ids="-to-".join,
@@ -76,7 +82,7 @@ def test_every_layout_goes_on_from_the_state_of_another(session: Session, layout
 
 
 HALF_CIRCLE = ("dp2.zero1", "dp2.zero3", "tp2.zero1", "dp2.zero2.offload", "ulysses2.zero2", "dp2.zero1")
-FAST: set[tuple[Precision, str, str]] = {("bf16", "dp2.zero1", "dp2.zero3"), ("fp16", "tp2.zero1", "dp2.zero2.offload")}
+FAST: set[tuple[Precision, str, str]] = {("fp16", "dp2.zero1", "dp2.zero3")}  # the loss scale, too
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
@@ -96,6 +102,24 @@ def test_masters_moments_and_loss_scale_are_handed_over_in_lower_precisions(
     progress = {q.tensor for q in verdict.quantities if q.tensor.startswith("progress")}
     scaled = {"progress of loss_scale", "progress of good_steps"} if precision == "fp16" else set()
     assert progress == {"progress of schedule", *scaled}
+
+
+@pytest.mark.parametrize("layout", ["dp1.zero0", "dp1.zero2", exhaustive("dp1.zero3")])
+def test_a_loss_scale_that_is_not_the_first_is_handed_over(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """In a few steps of a cell it does not change."""
+    (told,) = in_ranks(pool, tmp_path, "progress", layout, world="one", precision="fp16")
+    assert told == {"schedule": 4.0, "loss_scale": 512.0, "good_steps": 8.0}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("precision", "before", "after"), [("bf16", "dp2.zero0", "tp2.zero3"), ("fp16", "dp2.zero3", "dp2.zero0")]
+)
+def test_masters_of_zero_0_are_handed_over(session: Session, precision: Precision, before: str, after: str) -> None:
+    """With a single micro-batch, so that there are no gradients to add up in half precision."""
+    verdict = session.run(handed(before, after, save="state", precision=precision, accumulation=1)).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert_handed_over(verdict)
 
 
 @pytest.mark.exhaustive
@@ -187,14 +211,11 @@ def test_a_checkpoint_that_deepspeed_can_read_is_not(
     check(cut(before, optimizer, precision), cut(after, optimizer, precision))
 
 
-def test_what_is_refused_changes_nothing_and_what_is_converted_leaves_nothing(
-    tmp_path: Path,
-) -> None:
+def test_what_is_refused_changes_nothing_and_what_is_converted_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
     """The checkpoint is written by two ranks; two other ranks cannot read it, and one can."""
-    with Pool(work_dir=tmp_path / "pool") as pool:
-        assert in_ranks(pool, tmp_path, "save_checkpoint", "dp2.zero3") == [None, None]
-        for result in in_ranks(pool, tmp_path, "load_checkpoint", "tp2.zero3"):
-            assert "of tp 1 into the same only, not 2" in result.pop("said")
-            assert result == {"changed": False, "left": ["policy"]}
-        (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", world="one")
-        assert result == {"said": "", "changed": True, "left": ["policy"]}
+    assert in_ranks(pool, tmp_path, "save_checkpoint", "dp2.zero3") == [None, None]
+    for result in in_ranks(pool, tmp_path, "load_checkpoint", "tp2.zero3"):
+        assert "of tp 1 into the same only, not 2" in result.pop("said")
+        assert result == {"changed": False, "left": ["policy"]}
+    (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", world="one")
+    assert result == {"said": "", "changed": True, "left": ["policy"]}
