@@ -189,6 +189,12 @@ CONVERTED = [
     *(exhaustive("deepspeed", f"dp2.zero{stage}", precision) for stage in range(4) for precision in ("exact", "fp16")),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", "bf16") for stage in (0, 1, 3)),
     *(exhaustive("deepspeed", layout, "fp32") for layout in ("tp2.zero1", "dp2.tp2.zero3")),
+    exhaustive("megatron", "dp2.tp2.zero1", "bf16"),
+    *(
+        exhaustive("megatron", layout, precision)
+        for layout in ("tp2.pp2", "dp2.zero1")
+        for precision in ("exact", "fp16")
+    ),
 ]
 
 

@@ -17,9 +17,9 @@ from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.validation import UsageError
 from impl import training_state
-from impl.checkpoints import deepspeed
+from impl.checkpoints import deepspeed, megatron
 from impl.checkpoints.contents import Checkpoint, Held
-from impl.checkpoints.formats import DEEPSPEED, MODEL, find_format
+from impl.checkpoints.formats import DEEPSPEED, MEGATRON, MODEL, find_format
 from impl.files import TensorWriter, whole_folder
 from impl.model_folder import write_folder
 from impl.training_state import WRITTEN
@@ -40,7 +40,7 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
         raise UsageError("a Hugging Face folder needs configuration and tokenizer: add --model with the original one")
     if model is not None:
         check_folder(model)
-    with _opened(source, beside=target) as found:
+    with _opened(source, model, beside=target) as found:
         checkpoint = _without_second_head(found)
         _check_state(checkpoint, source)
         if model is not None:
@@ -54,20 +54,24 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
 
 
 @contextlib.contextmanager
-def _opened(source: Path, *, beside: Path) -> Iterator[Checkpoint]:
+def _opened(source: Path, model: Path | None, *, beside: Path) -> Iterator[Checkpoint]:
     """The checkpoint, with tensors that can be read; what has to be put together first lies beside the new folder."""
     kind = find_format(source)
     if kind is MODEL:
         raise UsageError(f"{source} is a Hugging Face folder, from which every training begins; there is no more in it")
+    if kind is MEGATRON:
+        if model is None:
+            raise UsageError(f"{source} is Megatron's, whose tensors are fused by heads and layers: add --model")
+        yield megatron.named(source, model)
+        return
     found = kind.open(source)
     if found.read is not None:
         yield found
-    elif kind is DEEPSPEED:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
-            yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
-    else:
-        raise UsageError(f"{source} is of {found.format}, which is not converted; load it by ranks and export a state")
+        return
+    assert kind is DEEPSPEED
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
+        yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
 
 
 def _without_second_head(found: Checkpoint) -> Checkpoint:

@@ -49,7 +49,7 @@ def open_native(folder: Path) -> Checkpoint:
     else:
         state = read_torch_file(optimizer_files[0])["optimizer_state_dict"]
         tensors, read = _pieces(model, state), None
-        scaler = vars(state["loss_scaler"])
+        scaler = _scaler(state)
     return Checkpoint(
         format=f"DeepSpeed, ZeRO-{stage}",
         facts=_facts(model),
@@ -77,6 +77,11 @@ def _facts(model: Mapping[str, Any]) -> dict[str, Any]:
         **({"pp": sizes["pp_degree"]} if "pp_degree" in sizes else {}),
         "version": model.get("ds_version"),
     }
+
+
+def _scaler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the loss scaler of an optimizer keeps; that of bf16 at ZeRO-1 has none."""
+    return vars(state["loss_scaler"]) if "loss_scaler" in state else {}
 
 
 def _progress(model: Mapping[str, Any], scaler: Mapping[str, Any]) -> dict[str, float]:
@@ -184,7 +189,7 @@ def open_universal(folder: Path) -> Checkpoint:
         format="DeepSpeed universal",
         facts=_facts(model),
         tensors=tuple(held),
-        progress=_progress(model, vars(common["loss_scaler"]) if "loss_scaler" in common else {}),
+        progress=_progress(model, _scaler(common)),
         read=_read_value,
     )
 

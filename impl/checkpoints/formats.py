@@ -7,7 +7,7 @@ from pathlib import Path
 from conformance.inputs.folder import CONFIG
 from conformance.validation import UsageError
 from impl import training_state
-from impl.checkpoints import deepspeed, safetensors_folders, torch_distributed
+from impl.checkpoints import deepspeed, megatron, safetensors_folders, torch_distributed
 from impl.checkpoints.contents import Checkpoint
 from impl.checkpoints.pickles import METADATA
 
@@ -27,8 +27,8 @@ UNIVERSAL = Format(
 )
 DEEPSPEED = Format(is_in=lambda folder: deepspeed.tag_folder(folder) is not None, open=deepspeed.open_native)
 MEGATRON = Format(
-    is_in=lambda folder: (folder / METADATA).is_file() and (folder / torch_distributed.MEGATRON).is_file(),
-    open=torch_distributed.open_megatron,
+    is_in=lambda folder: all((folder / name).is_file() for name in (METADATA, megatron.FILE, megatron.COMMON)),
+    open=megatron.open_megatron,
 )
 FSDP2 = Format(is_in=lambda folder: (folder / METADATA).is_file(), open=torch_distributed.open_fsdp2)
 MODEL = Format(is_in=lambda folder: (folder / CONFIG).is_file(), open=safetensors_folders.open_model)
