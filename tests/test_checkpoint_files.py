@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -219,14 +220,14 @@ def test_a_converted_checkpoint_is_the_state_that_the_backend_exports(
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _state(folder: Path, **tensors: torch.Tensor) -> Path:
+def _state(folder: Path, tensors: Mapping[str, torch.Tensor] = MappingProxyType({}), **told: Any) -> Path:
     """A training state of Llama's fixture, with other tensors in the place of some."""
     weights = {**load_file(MODELS / "llama/model.safetensors"), **tensors}
     for kind in ("weight", "exp_avg"):
         (folder / kind).mkdir(parents=True)
         save_file({n: w for n, w in weights.items() if w.numel()}, folder / kind / "model.safetensors")
-    told = {"format": "backend-parity training state", "version": 1, "kinds": ["weight", "exp_avg"], "progress": {}}
-    (folder / "training_state.json").write_text(json.dumps(told))
+    own = {"format": "backend-parity training state", "version": 1, "kinds": ["weight", "exp_avg"], "progress": {}}
+    (folder / "training_state.json").write_text(json.dumps({**own, **told}))
     return folder
 
 
@@ -241,7 +242,7 @@ def _state(folder: Path, **tensors: torch.Tensor) -> Path:
 def test_what_does_not_fit_the_model_is_refused_before_anything_is_written(
     tmp_path: Path, change: dict[str, torch.Tensor], message: str
 ) -> None:
-    state = _state(tmp_path / "state", **change)
+    state = _state(tmp_path / "state", change)
     with pytest.raises(UsageError, match=f"does not fit the model in .*{message}"):
         convert(state, tmp_path / "new", to="hf", model=MODELS / "llama", told=lambda *_: None)
     assert {path.name for path in tmp_path.iterdir()} == {"state"}
@@ -294,10 +295,10 @@ class Evil:
         return os.mkdir, (self.folder,)
 
 
-def _deepspeed(folder: Path, planted: Any) -> None:
+def _deepspeed(folder: Path, planted: Any, **told: Any) -> None:
     (folder / "state").mkdir(parents=True)
     (folder / "latest").write_text("state")
-    model = {"module": {}, "ds_config": {}, "global_steps": 1, "client": planted}
+    model = {"module": {}, "ds_config": {}, "global_steps": 1, "client": planted, **told}
     torch.save(model, folder / "state/mp_rank_00_model_states.pt")
 
 
@@ -333,6 +334,8 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda folder: None, "is no folder; give the folder of a checkpoint"),
         (Path.mkdir, "is no checkpoint that is known here"),
         (lambda folder: _state(folder / "policy"), "is no checkpoint of one model; give one of .*/policy"),
+        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors, which no training state has"),
+        (lambda folder: _deepspeed(folder, None, ds_config=[]), "cannot be read; it is damaged or of another version"),
     ],
 )
 def test_what_is_no_checkpoint_is_told_in_one_line(

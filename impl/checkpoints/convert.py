@@ -19,7 +19,7 @@ from conformance.validation import UsageError
 from impl import training_state
 from impl.checkpoints import deepspeed, megatron
 from impl.checkpoints.contents import Checkpoint, Held
-from impl.checkpoints.formats import DEEPSPEED, MEGATRON, MODEL, find_format
+from impl.checkpoints.formats import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
 from impl.files import TensorWriter, whole_folder
 from impl.model_folder import write_folder
 from impl.training_state import WRITTEN
@@ -64,7 +64,7 @@ def _opened(source: Path, model: Path | None, *, beside: Path) -> Iterator[Check
             raise UsageError(f"{source} is Megatron's, whose tensors are fused by heads and layers: add --model")
         yield megatron.named(source, model)
         return
-    found = kind.open(source)
+    found = open_as(kind, source)
     if found.read is not None:
         yield found
         return
@@ -103,13 +103,13 @@ def _check_state(found: Checkpoint, source: Path) -> None:
 
 
 def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
-    """Raises UsageError where the model's folder has other weights; it may have a tied head, and may leave it out."""
+    """Raises UsageError where the model's folder has other weights; it may store a tied head, too."""
     own, due = {held.name: held.shape for held in found.of_kind("weight")}, weight_shapes(model)
     config = read_json(model / CONFIG)
     tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings"))
     missing = [name for name in due if name not in own and not (tied and name.endswith(HEAD))]
-    foreign = [name for name in own if name not in due and not (tied is False and name.endswith(HEAD))]
-    wrong = [f"{name} is missing" for name in missing] + [f"{name} is not expected" for name in foreign]
+    wrong = [f"{name} is missing" for name in missing]
+    wrong += [f"{name} is not expected" for name in own if name not in due]
     wrong += [f"{n} has shape {own[n]} instead of {due[n]}" for n in own if n in due and own[n] != due[n]]
     if wrong:
         raise UsageError(f"{source} does not fit the model in {model}: {'; '.join(wrong[:8])}")

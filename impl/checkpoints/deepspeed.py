@@ -50,9 +50,10 @@ def open_native(folder: Path) -> Checkpoint:
         state = read_torch_file(optimizer_files[0])["optimizer_state_dict"]
         tensors, read = _pieces(model, state), None
         scaler = _scaler(state)
+    cut = read is None and (model.get("mp_world_size") or 1) > 1
     return Checkpoint(
         format=f"DeepSpeed, ZeRO-{stage}",
-        facts=_facts(model),
+        facts=_facts(model) | ({"shapes": "of the first tensor-parallel rank's parts"} if cut else {}),
         tensors=tensors,
         progress=_progress(model, scaler),
         read=read,

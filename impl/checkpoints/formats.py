@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.inputs.folder import CONFIG
-from conformance.validation import UsageError
+from conformance.validation import UsageError, one_line
 from impl import training_state
 from impl.checkpoints import deepspeed, megatron, safetensors_folders, torch_distributed
 from impl.checkpoints.contents import Checkpoint
@@ -53,4 +53,16 @@ def find_format(folder: Path) -> Format:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint of any known format without loading its tensors; runs no code of it. Raises UsageError."""
-    return find_format(folder).open(folder)
+    return open_as(find_format(folder), folder)
+
+
+def open_as(known: Format, folder: Path) -> Checkpoint:
+    """Open a checkpoint of a format. Raises UsageError, also where files have the right names and other content."""
+    try:
+        return known.open(folder)
+    except UsageError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{folder} cannot be read; it is damaged or of another version: {type(error).__name__}: {one_line(error)}"
+        ) from None

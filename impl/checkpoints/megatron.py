@@ -4,7 +4,6 @@ Which rows of a fused tensor are whose follows from the model's configuration, s
 are those by which ranks load and save (impl/megatron/convert.py), asked for a single rank, which holds all.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from conformance.reading import read_json
 from conformance.validation import UsageError
 from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_file
@@ -45,7 +45,7 @@ class Place:
 
 def open_megatron(folder: Path) -> Checkpoint:
     """A checkpoint with the library's names, and with layers stacked where it stacks them; see ``named``."""
-    told = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    told = read_json(folder / FILE)
     metadata = read_metadata(folder / METADATA)
     common = read_torch_file(folder / COMMON)
     step = _step(common)
