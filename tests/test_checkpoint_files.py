@@ -33,7 +33,8 @@ from conformance.world import Pool, WorldConfig
 from impl.checkpoints.convert import convert
 from impl.checkpoints.formats import open_checkpoint
 from impl.checkpoints.safetensors_folders import open_state, read
-from impl.model_folder import stored_dtypes, write_folder
+from impl.files import whole_folder
+from impl.model_folder import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"
 TOKENS = torch.tensor([1, 5, 320, 17, 399, 2, 64, 8])
@@ -280,6 +281,30 @@ def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]  # nothing stale
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert set(stored_dtypes(folder).values()) == {torch.float32}
+
+
+def test_what_a_killed_process_left_is_cleared_and_what_it_had_moved_comes_back(tmp_path: Path) -> None:
+    source, folder = MODELS / "llama", tmp_path / "model"
+    weights = load_file(source / "model.safetensors")
+    for left in (".model.unfinished", ".model.replaced"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "config.json").write_text(left)
+    with pytest.raises(OSError, match="no space"), whole_folder(folder):
+        raise OSError("no space left")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert (folder / "config.json").read_text() == ".model.replaced"
+    write_folder(folder, source=source, weights=weights.items(), dtype="source")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_model_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/diary.txt").write_text("x")
+    for target, message in ((tmp_path / "notes", "is no Hugging Face folder"), (tmp_path, "was loaded from")):
+        with pytest.raises(UsageError, match=message):
+            check_target(target, source=tmp_path)
+    check_target(MODELS / "llama", source=tmp_path)
+    check_target(tmp_path / "new", source=tmp_path)
 
 
 # --- what is in a file is never run ----------------------------------------------------------------------------------
