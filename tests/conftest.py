@@ -27,6 +27,7 @@ LONG = (
     "test_liars",
     "test_deepspeed",
     "test_fsdp2_models",
+    "test_checkpoint_files",
     "test_claims",
     "test_megatron_models",
     "test_handover",
