@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conformance.layout import Layout
+from conformance.observable import StateKind
 from conformance.role import Head
 from conformance.run.exact import exact_tier
 from conformance.scenario import Precision
@@ -327,8 +328,9 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
         assert norm is not None
         clip = min(1.0, config.max_grad_norm / (norm + 1e-6))
         first, second = config.betas
-        for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
-            state = dict(model.named_optimizer_state(key))
+        moments: tuple[tuple[StateKind, float, int], ...] = (("exp_avg", first, 1), ("exp_avg_sq", second, 2))
+        for key, beta, power in moments:
+            state = dict(model.named_tensors(key))
             assert state.keys() == gradients.keys()
             expected = {name: (1 - beta) * (clip * g) ** power for name, g in gradients.items()}
             errors[key] = max(relative(state[name], moment) for name, moment in expected.items())
