@@ -319,7 +319,7 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
     """Largest error, by state, of AdamW's moments after one step: they follow from its clipped gradients."""
     config = plain.OPTIMIZERS["adamw"]
     assert config.max_grad_norm is not None
-    errors = {}
+    errors: dict[str, float] = {}
     with opened(rank, layout) as context:
         model = new(context, folders["policy"])
         run_sft(context, model, 0)
