@@ -94,15 +94,15 @@ class ModelTensors:
     def __init__(
         self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages, *, trained: Sequence[str]
     ) -> None:
-        self._chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
-        self._trained = trained
+        self.chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
+        self.trained = trained
         self._cut = hasattr(optimizer, "model_param_gbuf_map")  # by the distributed optimizer
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
     def own_parameters(self) -> Iterator[OwnParameter]:
         """This rank's parameters; a tied head on another stage than the embedding is one of its own."""
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(self.chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
             found = dict(chunk.named_parameters())
             for name in (EMBEDDING, FINAL_NORM, HEAD):
@@ -118,7 +118,7 @@ class ModelTensors:
         if kind == "weight":
             return self._named(all_parameters(self._shape), self._master)
         if kind == "gradient":
-            return self._named(self._trained, self._gradient)
+            return self._named(self.trained, self._gradient)
         refuse_foreign(self._optimizer.optimizer)
         return self._steps() if kind == "step" else self._moments(kind)
 
@@ -180,7 +180,7 @@ class ModelTensors:
         found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
         dist.all_gather_object(found, any(key in state for state in self._optimizer.optimizer.state.values()))
         if any(found):
-            yield from self._named(self._trained, lambda own: self._whole(own, self._state(own).get(key)))
+            yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
 
     def _steps(self) -> NamedTensors:
         """How many updates AdamW has counted for each parameter; NaN where ranks do not agree."""
@@ -188,7 +188,7 @@ class ModelTensors:
         counted = {name: float(state["step"]) for name, state in states if "step" in state}
         of_all: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_all, counted)
-        for name in self._trained:
+        for name in self.trained:
             steps = {of_one[name] for of_one in of_all if name in of_one}
             if steps:
                 step = torch.tensor(steps.pop() if len(steps) == 1 else torch.nan, dtype=torch.float64)

@@ -26,6 +26,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
 from impl.collate import MicroBatch
 from impl.files import SliceReader, write_model
+from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
@@ -42,7 +43,7 @@ from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, fill, parameter_names
 from impl.micro_batches import Loss
 from impl.outputs import Outputs, Wanted, outputs_of
-from impl.training_state import WrittenKind, export_state, import_state
+from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
@@ -357,10 +358,22 @@ class MegatronTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        export_state(path, self)
+        self._complete_weights()
+        with self.context.placed():
+            checkpoint.save(path, self._training())
 
     def load_ckpt(self, path: Path) -> None:
-        import_state(path, self)
+        with self.context.placed():
+            checkpoint.load(path, self._training())
+
+    def _training(self) -> checkpoint.Training:
+        return checkpoint.Training(
+            chunks=self.tensors.chunks,
+            optimizer=self._inner_optimizer(),
+            scheduler=self.scheduler,
+            shape=self.shape,
+            trained=self.tensors.trained,
+        )
 
     def save_model(self, path: Path) -> None:
         write_model(path, source=self.source, weights=self.named_tensors("weight"))
