@@ -102,6 +102,7 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
     """Where everything of this rank belongs in the whole, as the library describes it."""
     options = {
         "distrib_optim_sharding_type": "fully_reshardable",  # others are for one layout, or fail
+        "singleton_local_shards": True,  # layers together are refused where only some of them are trained
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     models = {
