@@ -338,31 +338,6 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
     return errors
 
 
-def go_on_elsewhere(rank: RankContext, *, layout: str, other: str, folders: dict[str, str], out: str) -> float:
-    """Two steps, a checkpoint, two steps more: in the first layout, and in another from the checkpoint.
-
-    Largest relative difference of a weight between the two.
-    """
-    with opened(rank, layout) as context:
-        model = new(context, folders["policy"])
-        for step in range(2):
-            train(context, model, step)
-        model.save_ckpt(Path(out) / "policy")
-        for step in (2, 3):
-            train(context, model, step)
-        stayed = weights_of(model)
-        model.teardown()
-    with opened(rank, other) as context:
-        model = new(context, folders["policy"])
-        model.load_ckpt(Path(out) / "policy")
-        for step in (2, 3):
-            train(context, model, step)
-        moved = weights_of(model)
-        model.teardown()
-    assert stayed.keys() == moved.keys()
-    return max(relative(moved[name], weight) for name, weight in stayed.items())
-
-
 def fsdp2_around(rank: RankContext, *, layout: str, plain_layout: str, folders: dict[str, str]) -> bool:
     """Whether a step of FSDP2 gives the same bits before and after one of Megatron."""
 

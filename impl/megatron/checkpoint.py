@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -87,11 +85,7 @@ def load(path: Path, training: Training) -> None:
         raise UsageError(told)
     assert told is not None
     with _completed(training.optimizer, keep=told["updated"]):
-        state = _state(training, is_loading=True)
-        for value in nested_values(state):
-            if isinstance(value, ShardedTensor | ShardedTensorFactory):
-                value.data = torch.empty_like(value.data)  # else it is read into what is trained
-        found = dist_checkpointing.load(state, str(path))
+        found = dist_checkpointing.load(_state(training, is_loading=True), str(path))
         for number, chunk in enumerate(training.chunks):
             chunk.load_state_dict(found[f"model{number}"])
         training.optimizer.load_state_dict(found["optimizer"])
@@ -114,25 +108,21 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
 @contextlib.contextmanager
 def _completed(optimizer: Any, *, keep: bool) -> Iterator[None]:
     """Give an optimizer that has made no update the state that the library asks for, and each parameter a step of its
-    own at the end. ``keep``: whether the state stays; it goes, too, where a state that was not there cannot be read."""
-    inner, fresh = optimizer.optimizer, not optimizer.optimizer.state
-    if fresh:
+    own at the end. ``keep``: whether the state stays, which it does not where what is saved or read has none."""
+    inner = optimizer.optimizer
+    if not inner.state:
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             inner.state[parameter] = _first_state(inner, parameter)
-    done = False
     with (
         replaced(optimizer, {"init_state_fn": lambda *_: None}),  # there is none for SGD
         replaced(DistributedOptimizer, {"_set_main_param_and_optimizer_states": _set_states}),
     ):
-        try:
-            yield
-            done = True
-        finally:
-            for state in inner.state.values():
-                if "step" in state:
-                    state["step"] = state["step"].clone()
-            if not keep or (fresh and not done):
-                inner.state.clear()
+        yield
+    for state in inner.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
+    if not keep:
+        inner.state.clear()
 
 
 def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
