@@ -47,8 +47,12 @@ def state_of(model: MegatronTrainable) -> dict[str, Tensor]:
 
 def other_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """What is in one of the two only, or not the same to the bit."""
-    same = {n for n in one.keys() & other.keys() if torch.equal(one[n].view(torch.uint8), other[n].view(torch.uint8))}
+    same = {name for name in one.keys() & other.keys() if torch.equal(bits(one[name]), bits(other[name]))}
     return sorted((one.keys() | other.keys()) - same)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def hand_over(model: MegatronTrainable, how: Handed, folder: Path) -> None:

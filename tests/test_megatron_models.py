@@ -184,7 +184,7 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
 @pytest.mark.parametrize(
     ("how", "layout", "other", "precision", "optimizer", "updates"),
     [
-        ("state", "pp2.vpp2", "dp2.zero1.overlap", "exact", "adamw", 2),
+        ("state", "pp2.vpp2", "dp2.zero1.overlap", "fp32", "adamw", 2),
         ("checkpoint", "dp2.zero1", "pp2.zero1", "fp16", "adamw", 2),
         exhaustive("checkpoint", "pp2", "tp2.seqpar", "fp16", "sgd", 2),
         exhaustive("checkpoint", "dp2.zero1.overlap", "tp2.zero1", "exact", "adamw", 0),
@@ -193,6 +193,8 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
         exhaustive("state", "tp2.zero1", "sp2", "fp16", "adamw", 2),
         exhaustive("state", "dp2", "tp2.seqpar", "bf16", "sgd", 2),
         exhaustive("state", "dp2", "pp2", "exact", "adamw", 0),
+        exhaustive("state", "pp2.vpp2", "dp2.zero1.overlap", "exact", "adamw", 2),
+        exhaustive("checkpoint", "dp2.zero1", "tp2.zero1", "exact", "adamw", 2),
     ],
 )
 def test_what_another_layout_takes_over_is_the_same_to_the_bit(
