@@ -102,7 +102,23 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
     models = {
         f"model{number}": chunk.sharded_state_dict(metadata=options) for number, chunk in enumerate(training.chunks)
     }
-    return {**models, "optimizer": training.optimizer.sharded_state_dict(models, is_loading, metadata=options)}
+    with contextlib.ExitStack() as stack:
+        for buffer in getattr(training.optimizer, "buffers", ()):  # of the distributed optimizer
+            stack.enter_context(replaced(buffer, {"param_index_map": _places_without_padding(buffer)}))
+        return {**models, "optimizer": training.optimizer.sharded_state_dict(models, is_loading, metadata=options)}
+
+
+def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Where each parameter begins and ends, and its bucket, where the padding that ends a bucket is left out.
+
+    That is where the library puts their state together, and looks for it by places that count the padding
+    (docs/findings/megatron-checkpoint-buckets.md).
+    """
+    shift, end = {}, 0
+    for bucket in buffer.buckets:
+        shift[bucket.bucket_id] = end - bucket.offset
+        end += bucket.numel_unpadded
+    return {p: (start + shift[b], stop + shift[b], b) for p, (start, stop, b) in buffer.param_index_map.items()}
 
 
 @contextlib.contextmanager
