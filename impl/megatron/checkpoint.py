@@ -192,7 +192,7 @@ def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
         return f"{path} holds no {FILE}; give the folder that save_ckpt got, or wait until it has been written whole"
     try:
         told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = (told["format"], told["version"]) == (FORMAT, VERSION)
+        known = (told["format"], told["version"]) == (FORMAT, VERSION) and {"of", "updated", "files"} <= told.keys()
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
