@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import BACKENDS, cell_of, exhaustive
+from cells import BACKENDS, cell_of, exhaustive, ranks_of
 from safetensors.torch import load_file, save_file
 
 from conformance import cli, commands
@@ -29,7 +29,7 @@ from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
 from conformance.scenario import Precision, scenario_to_json
 from conformance.validation import UsageError
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 from impl.checkpoints.convert import convert
 from impl.checkpoints.formats import open_checkpoint
 from impl.checkpoints.safetensors_folders import open_state, read
@@ -39,7 +39,6 @@ from impl.model_folder import check_target, stored_dtypes, write_folder
 MODELS = FIXTURES / "models"
 TOKENS = torch.tensor([1, 5, 320, 17, 399, 2, 64, 8])
 Write = Callable[..., Path]
-PRELOAD = {name: (f"impl.{name}.adapter", f"impl.{name}.context") for name in BACKENDS}
 # A process of somebody who has never heard of this project: prints the logits of folders, in float64.
 PLAIN = """
 import json, sys, torch
@@ -63,29 +62,28 @@ for folder in folders:
 
 
 @pytest.fixture(scope="module")
-def write(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def write(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Trains two steps with a backend, once for each choice, and gives the folder of what is wanted of it."""
     written: dict[tuple[str, ...], Path] = {}
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
 
-        def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
-            key = (backend, layout, str(model), precision, scenario)
-            if key not in written:
-                folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
-                asked = cell_of(backend, scenario, "qwen3", layout, precision)
-                asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
-                _train(pool, folder, backend, asked)
-                written[key] = folder
-            return written[key]
+    def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
+        key = (backend, layout, str(model), precision, scenario)
+        if key not in written:
+            folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
+            asked = cell_of(backend, scenario, "qwen3", layout, precision)
+            asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
+            _train(pool, folder, backend, asked)
+            written[key] = folder
+        return written[key]
 
-        yield once
+    return once
 
 
 def _train(pool: Pool, folder: Path, backend: str, asked: Any) -> None:
     inputs = prepare_inputs(asked.scenario, folder / "inputs")
     outcome = pool.run(
-        key=backend,
-        config=WorldConfig(size=asked.world_size, device="cpu", preload=PRELOAD[backend]),
+        key=f"{backend} files",
+        config=ranks_of(backend, asked.world_size),
         task="checkpoint_tasks:write_all",
         kwargs={
             "target": BACKENDS[backend].target,

@@ -1,7 +1,6 @@
 """Checkpoints in ranks: generators, the folder of a training, ranks that fail and ranks that are killed."""
 
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from impl.checkpoints.training_folder import TrainingFolder
 from impl.checkpoints.verify import read_manifest, verify
 
 MOMENTS = 20
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(

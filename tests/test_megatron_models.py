@@ -5,13 +5,12 @@ The cells of the engine are in tests/test_cells_megatron.py.
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cells import exhaustive
+from cells import exhaustive, ranks_of
 from safetensors.torch import load_file
 
 from conformance.inputs.model import prepare_model
@@ -20,7 +19,7 @@ from conformance.paths import FIXTURES
 from conformance.role import Role
 from conformance.scenario import Precision, load_scenario
 from conformance.validation import UsageError
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 
 pytest.importorskip("megatron.core")
 
@@ -44,18 +43,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     }
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
 @pytest.fixture
 def run_ranks(pool: Pool, tmp_path: Path) -> Any:
     def run(task: str, layout: str, **arguments: Any) -> list[Any]:
         outcome = pool.run(
-            key="megatron",
-            config=WorldConfig(size=Layout.parse(layout).world_size, device="cpu", preload=("megatron_tasks",)),
+            key="megatron models",
+            config=ranks_of("megatron", Layout.parse(layout).world_size),
             task=task if ":" in task else f"megatron_tasks:{task}",
             kwargs={"layout": layout, **arguments},
             log_dir=tmp_path / "logs",

@@ -3,7 +3,6 @@
 Masters and moments that nobody handed over show in half precision only, where what is computed with is not the master.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -42,13 +41,6 @@ EVERY_KIND = (
 )
 # Each of these layouts hands over to the next: all write and all read.
 CIRCLE = list(zip(EVERY_KIND, (*EVERY_KIND[1:], EVERY_KIND[0]), strict=True))
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Worlds for what is no cell."""
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def handed(
