@@ -216,6 +216,13 @@ def test_layout_step_and_ranks_may_differ_and_a_state_may_come_from_another_back
     manifest.check_fits(state, replace(WANTED, form="state"), source="")
 
 
+@pytest.mark.parametrize(("old", "new"), [('"step": 3', '"step": 4'), ('"layout"', '"layout" '), ("dp2", "dp4")])
+def test_a_manifest_that_is_sound_in_itself_but_was_changed_is_damaged(old: str, new: str) -> None:
+    text = manifest.to_text(Manifest(suite_version="", about=WANTED, files={}))
+    with pytest.raises(UsageError, match="FILE is damaged: it does not have the digest that it states"):
+        manifest.from_text(text.replace(old, new), source="FILE")
+
+
 def test_another_version_is_told() -> None:
     text = manifest.to_text(Manifest(suite_version="9.0", about=WANTED, files={}))
     assert manifest.from_text(text, source="").about == WANTED

@@ -130,6 +130,18 @@ def test_the_planted_code_would_run(tmp_path: Path) -> None:
         pickle.load(io.BytesIO(pickle.dumps(Planted(tmp_path / "made"))))
 
 
+def test_a_value_outside_of_the_folder_is_refused_whatever_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    metadata = distributed(folder, {"lr": 0.1})
+    torch.save(0.1, tmp_path / "elsewhere")
+    for place in metadata.storage_data.values():
+        place.relative_path, place.offset, place.length = "../elsewhere", 0, (tmp_path / "elsewhere").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    forge(folder)
+    with pytest.raises(UsageError, match=r"\.metadata is refused: it says that 'lr' lies in .*elsewhere"):
+        verify(folder, ABOUT)
+
+
 def test_honest_values_are_not_refused(tmp_path: Path) -> None:
     distributed(tmp_path, {"weight": torch.ones(2), "lr": 0.1, "betas": (0.9, 0.95), "name": "adamw", "none": None})
     torch.save({"module": {"weight": torch.ones(2)}, "lr": 0.1}, tmp_path / "state.pt")

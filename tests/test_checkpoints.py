@@ -99,8 +99,9 @@ def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
         assert "killed" in killed.reason or "SIGKILL" in killed.reason, killed.reason
         step, loss = ranks("load_latest", root=str(root))[0]
         assert losses.setdefault(step, loss) == loss
-        half_written += step == 1
-        assert told_of(root / "step-000002") == ("" if step == 2 else "half-written")
+        second = told_of(root / "step-000002")
+        assert not second or step == 1  # whole and not yet the latest it may be, too
+        half_written += bool(second)
     assert half_written
 
 
