@@ -64,14 +64,16 @@ def handed(
 def assert_handed_over(verdict: Verdict) -> None:
     """The state as loaded is the state as saved, to the bit."""
     found = [quantity for quantity in verdict.quantities if quantity.stage == "training state"]
-    assert {q.tensor.partition(" of ")[0] for q in found} >= {"step", "progress"}
+    kinds = {quantity.tensor.partition(" of ")[0] for quantity in found}
+    assert kinds in ({"exp_avg", "exp_avg_sq", "step", "progress"}, {"momentum_buffer", "progress"})
     assert max(quantity.observed for quantity in found) == 0
 
 
 @pytest.mark.parametrize(
     "layouts",
     [
-        ("dp2.zero0", "dp2.zero3.offload", "tp2.zero1"),
+        ("dp2.zero0", "dp2.zero3.offload"),
+        exhaustive(("dp2.zero3.offload", "tp2.zero1")),
         exhaustive(("tp2.zero3", "ulysses2.zero2", "dp2.zero0")),
         *(exhaustive(pair) for pair in CIRCLE),
     ],
@@ -104,7 +106,7 @@ def test_masters_moments_and_loss_scale_are_handed_over_in_lower_precisions(
     assert progress == {"progress of schedule", *scaled}
 
 
-@pytest.mark.parametrize("layout", ["dp1.zero0", "dp1.zero2", exhaustive("dp1.zero3")])
+@pytest.mark.parametrize("layout", [exhaustive("dp1.zero0"), "dp1.zero2", exhaustive("dp1.zero3")])
 def test_a_loss_scale_that_is_not_the_first_is_handed_over(pool: Pool, tmp_path: Path, layout: str) -> None:
     """In a few steps of a cell it does not change."""
     (told,) = in_ranks(pool, tmp_path, "progress", layout, world="one", precision="fp16")
