@@ -65,5 +65,5 @@ def check(saved: Cut, own: Cut) -> None:
     if reason:
         raise UsageError(
             f"the checkpoint is cut over tp{saved.tp} and {saved.ranks} ranks of ZeRO, and this layout over tp{own.tp} "
-            f"and {own.ranks}; DeepSpeed's universal checkpoint, which goes between them, is not made {reason}; {WAY_ON}"
+            f"and {own.ranks}; DeepSpeed's universal form, which goes between them, is not made {reason}; {WAY_ON}"
         )
