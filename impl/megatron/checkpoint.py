@@ -179,7 +179,10 @@ def _write(transforms: Any, remote: bool, rank: int, buckets: Sequence[Any], res
     begun: queue.Queue[int] = queue.Queue()
     for number, bucket in enumerate(buckets):
         begun.put(number)
-        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, begun, use_fsync=True)
+        try:
+            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, begun, use_fsync=True)
+        except OSError as error:  # told as its workers tell it, or the other ranks would wait for this one
+            done.put((number, error))
     written = dict(done.get() for _ in buckets)
     failed = [result for result in written.values() if isinstance(result, Exception)]
     results.put(failed[0] if failed else written)
