@@ -18,7 +18,7 @@ from safetensors import safe_open
 from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
-from conformance.validation import UsageError
+from conformance.validation import UsageError, one_line
 from impl.files import FILE_SIZE, TensorWriter, whole_folder
 
 # Of the tensors: as the masters are, or each as in the folder that the model was loaded from.
@@ -29,15 +29,20 @@ STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
     """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective.
 
-    See ``write_folder``, which the first rank does, and ``check_target``.
+    See ``write_folder``, which the first rank does, and ``check_target``. What goes wrong there is raised on all ranks.
     """
     check_target(folder, source=source)
-    if dist.get_rank() == 0:
-        write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
-    else:
-        for _ in weights:
-            pass
-    dist.barrier()
+    failed: list[str] = [""]
+    try:
+        if dist.get_rank() == 0:
+            write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
+    except Exception as error:
+        failed = [f"{type(error).__name__}: {one_line(error)}"]
+    for _ in weights:  # on the other ranks all of them; on the first what is left when it cannot write
+        pass
+    dist.broadcast_object_list(failed)
+    if failed[0]:
+        raise OSError(f"{folder} could not be written: {failed[0]}")
 
 
 def check_target(folder: Path, *, source: Path) -> None:

@@ -1,10 +1,13 @@
 """Tasks that tests of exports and conversions run in ranks: train a step with any backend, and write what it has."""
 
 import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from conformance.backend import BackendEntry
 from conformance.batch import read_batches
@@ -12,6 +15,7 @@ from conformance.layout import Layout
 from conformance.run.exact import exact_tier
 from conformance.scenario import parse_scenario
 from conformance.world import RankContext
+from impl.model_folder import write_model
 from impl.training_state import export_state
 
 
@@ -52,3 +56,25 @@ def write_all(
         for name in wanted:
             writers[name](folder / name)
         backend.teardown()
+
+
+def write_without_room(context: RankContext, *, source: str, out: str) -> tuple[int, str]:
+    """Write a model where the first rank may make no file of its size; tensors that were asked for, and the error."""
+    asked = 0
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal asked
+        for name, weight in load_file(Path(source) / "model.safetensors").items():
+            asked += 1
+            yield name, weight
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        write_model(Path(out), source=Path(source), weights=weights(), dtype="masters", file_size=30_000)
+    except OSError as error:
+        return asked, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return asked, ""

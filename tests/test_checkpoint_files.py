@@ -283,6 +283,24 @@ def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     assert set(stored_dtypes(folder).values()) == {torch.float32}
 
 
+def test_a_full_disk_ends_an_export_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    with Pool(work_dir=tmp_path / "pool") as pool:
+        outcome = pool.run(
+            key="plain",
+            config=WorldConfig(size=2, device="cpu", preload=()),
+            task="checkpoint_tasks:write_without_room",
+            kwargs={"source": str(MODELS / "llama"), "out": str(tmp_path / "out/model")},
+            log_dir=tmp_path / "logs",
+            budget_s=60.0,
+        )
+    assert outcome.state == "done", outcome.reason
+    tensors = len(load_file(MODELS / "llama/model.safetensors"))
+    for asked, error in outcome.results:
+        assert asked == tensors
+        assert "could not be written" in error
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_what_a_killed_process_left_is_cleared_and_what_it_had_moved_comes_back(tmp_path: Path) -> None:
     source, folder = MODELS / "llama", tmp_path / "model"
     weights = load_file(source / "model.safetensors")
