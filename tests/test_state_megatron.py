@@ -36,7 +36,8 @@ def goes_on(scenario: str, model: str, before: str, after: str, precision: Preci
     ("before", "after"),
     [
         ("dp2.zero1.overlap", "pp2.vpp2"),
-        *(exhaustive(*pair) for pair in permutations((*PLAIN, *DISTRIBUTED[:2]), 2)),
+        *(exhaustive(*pair) for pair in permutations((*PLAIN, "dp2.zero1"), 2)),
+        *(exhaustive(*pair) for pair in product(PLAIN[:4], ["dp2.zero1.overlap"])),
         *(exhaustive(*pair) for pair in (("tp2.pp2", "dp2.tp2.zero1"), ("dp2.tp2.zero1", "dp2"), ("dp2", "tp2.pp2"))),
     ],
 )

@@ -99,7 +99,10 @@ def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[t
 
 
 def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapping[str, float]) -> None:
-    """Set what ``read_progress`` gives; a loss scale where both sides have one."""
+    """Set what ``read_progress`` gives; a loss scale where both sides have one.
+
+    How many overflows in a row the library still allows before it lowers the scale is in no state, and begins anew.
+    """
     scheduler.num_steps = 0
     scheduler.step(int(progress["schedule"]))
     if scaler and "loss_scale" in progress:
