@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from conformance.validation import UsageError
 from impl.megatron.placement import replaced
 from impl.megatron.shape import ModelShape
 from impl.megatron.tensors import refuse_foreign
+from impl.together import agree
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -64,7 +66,7 @@ def save(path: Path, training: Training) -> None:
     updated = _anywhere(bool(training.optimizer.optimizer.state))
     with _completed(training.optimizer, keep=updated), _writing_here():
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
-        dist_checkpointing.save(state, str(path))
+        agree(f"writing {path}", _error_of(lambda: dist_checkpointing.save(state, str(path))))
     if dist.get_rank() == 0:
         files = {file.name: _digest(file) for file in path.iterdir()}
         told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated, "files": files}
@@ -90,6 +92,17 @@ def load(path: Path, training: Training) -> None:
             chunk.load_state_dict(found[f"model{number}"])
         training.optimizer.load_state_dict(found["optimizer"])
         training.scheduler.load_state_dict(found["scheduler"])
+
+
+def _error_of(action: Callable[[], Any]) -> Exception | None:
+    """What went wrong on this rank. The library raises something on all of them, but says only on the first what."""
+    try:
+        action()
+    except CheckpointException as error:  # not an Exception
+        told = (failure for failure, _ in error.failures.values())
+        told = (one.__cause__ if isinstance(one.__cause__, OSError) else one for one in told)
+        return next((one for one in told if isinstance(one, Exception)), None)
+    return None
 
 
 def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
