@@ -58,20 +58,19 @@ def _universal(path: Path) -> Iterator[Path]:
         else contextlib.nullcontext()
     )
     with made as folder:
-        if first:
-            arguments = argparse.Namespace(
-                input_folder=str(path / TAG),
-                output_folder=f"{folder}/{TAG}",
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,  # what ZeRO-1 and 2 do not write
-            )
-            ds_to_universal.main(arguments)
         told = [folder]
         dist.broadcast_object_list(told)
         assert told[0]
+        arguments = argparse.Namespace(
+            input_folder=str(path / TAG),
+            output_folder=f"{told[0]}/{TAG}",
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,  # what ZeRO-1 and 2 do not write
+        )
+        on_first(f"converting {path}", lambda: ds_to_universal.main(arguments))
         yield Path(told[0])
         dist.barrier()
 
