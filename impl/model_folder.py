@@ -30,7 +30,7 @@ STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
     """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective.
 
-    See ``write_folder``, which the first rank does, and ``check_target``.
+    See ``write_folder``, which the first rank does, and ``check_target``. What goes wrong there is raised on all ranks.
     """
     doing, failed = f"writing the model {folder}", None
     on_first(doing, lambda: check_target(folder, source=source))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from conformance.backend import NamedTensors, TensorKind
 from conformance.observable import STATE_KINDS
+from conformance.reading import read_json
 from conformance.validation import UsageError
 from impl.files import SliceReader, write_tensors
 from impl.together import on_first
@@ -81,7 +82,7 @@ def read_told(folder: Path) -> dict[str, Any]:
     file = folder / FILE
     if not file.is_file():
         raise UsageError(f"{folder} holds no {FILE}; give the folder of one model that export_state has written")
-    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    told = read_json(file)
     if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
         raise UsageError(
             f"{file} is of format {told.get('format')!r}, version {told.get('version')!r}; this version "

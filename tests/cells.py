@@ -13,11 +13,14 @@ import pytest
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
-from conformance.plan.cell import Cell
+from conformance.layout import Layout
+from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import Record, read_record
 from conformance.record.verdict import Verdict
+from conformance.run.legs import world_config
 from conformance.run.session import Session
 from conformance.scenario import Precision
+from conformance.world import WorldConfig
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 STEPS, ROWS = 2, 12
@@ -33,6 +36,11 @@ BACKENDS = {
     "megatron": BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend"),
 }
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+def ranks_of(backend: str, size: int) -> WorldConfig:
+    """The world that cells of a backend run in, for tests of other tasks."""
+    return world_config(Leg(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
 
 
 def cell_of(

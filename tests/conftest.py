@@ -14,6 +14,7 @@ from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell, Leg
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision, load_scenario
+from conformance.world import Pool
 
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
@@ -27,6 +28,7 @@ LONG = (
     "test_liars",
     "test_deepspeed",
     "test_fsdp2_models",
+    "test_checkpoint_files",
     "test_claims",
     "test_megatron_models",
     "test_handover",
@@ -65,6 +67,12 @@ def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with Session(SessionConfig(out=tmp_path_factory.mktemp("session"), budget_s=120.0)) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def pool(session: Session) -> Pool:
+    """The session's own, so that a worker imports each backend once, for cells and for tests of other tasks."""
+    return session._pool
 
 
 @pytest.fixture(scope="session")

@@ -241,6 +241,16 @@ def load_checkpoint(
     return {"said": said, "changed": changed, "left": sorted(path.name for path in folder.iterdir())}
 
 
+def progress(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, float]:
+    """What is told of the progress after it has been set to other numbers than training begins with, and one step."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.models["policy"].set_progress({"schedule": 3.0, "loss_scale": 512.0, "good_steps": 7.0})
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        return {name: float(number) for name, number in backend.named_tensors("progress", "policy")}
+
+
 def save_model(
     context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
 ) -> list[str]:

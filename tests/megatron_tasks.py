@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conformance.layout import Layout
+from conformance.observable import StateKind
 from conformance.role import Head
 from conformance.run.exact import exact_tier
 from conformance.scenario import Precision
@@ -318,7 +319,7 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
     """Largest error, by state, of AdamW's moments after one step: they follow from its clipped gradients."""
     config = plain.OPTIMIZERS["adamw"]
     assert config.max_grad_norm is not None
-    errors = {}
+    errors: dict[str, float] = {}
     with opened(rank, layout) as context:
         model = new(context, folders["policy"])
         run_sft(context, model, 0)
@@ -327,38 +328,14 @@ def optimizer_state(rank: RankContext, *, layout: str, folders: dict[str, str]) 
         assert norm is not None
         clip = min(1.0, config.max_grad_norm / (norm + 1e-6))
         first, second = config.betas
-        for key, beta, power in (("exp_avg", first, 1), ("exp_avg_sq", second, 2)):
-            state = dict(model.named_optimizer_state(key))
+        moments: tuple[tuple[StateKind, float, int], ...] = (("exp_avg", first, 1), ("exp_avg_sq", second, 2))
+        for key, beta, power in moments:
+            state = dict(model.named_tensors(key))
             assert state.keys() == gradients.keys()
             expected = {name: (1 - beta) * (clip * g) ** power for name, g in gradients.items()}
             errors[key] = max(relative(state[name], moment) for name, moment in expected.items())
         model.teardown()
     return errors
-
-
-def go_on_elsewhere(rank: RankContext, *, layout: str, other: str, folders: dict[str, str], out: str) -> float:
-    """Two steps, a checkpoint, two steps more: in the first layout, and in another from the checkpoint.
-
-    Largest relative difference of a weight between the two.
-    """
-    with opened(rank, layout) as context:
-        model = new(context, folders["policy"])
-        for step in range(2):
-            train(context, model, step)
-        model.save_ckpt(Path(out) / "policy")
-        for step in (2, 3):
-            train(context, model, step)
-        stayed = weights_of(model)
-        model.teardown()
-    with opened(rank, other) as context:
-        model = new(context, folders["policy"])
-        model.load_ckpt(Path(out) / "policy")
-        for step in (2, 3):
-            train(context, model, step)
-        moved = weights_of(model)
-        model.teardown()
-    assert stayed.keys() == moved.keys()
-    return max(relative(moved[name], weight) for name, weight in stayed.items())
 
 
 def fsdp2_around(rank: RankContext, *, layout: str, plain_layout: str, folders: dict[str, str]) -> bool:

@@ -42,11 +42,11 @@ class Ranks:
             config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"attention_dropout": DROPOUT}
             (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return self.pool.run(
-            key=self.backend,
+            key=f"{self.backend} resumed",
             config=WorldConfig(
                 size=cell.world_size,
                 device="cpu",
-                preload=(entry.target.partition(":")[0], "resume_tasks", *entry.load().preload),  # type: ignore[attr-defined]
+                preload=(entry.target.partition(":")[0], "conformance.run.task", *entry.load().preload),  # type: ignore[attr-defined]
             ),
             task=f"resume_tasks:{task}",
             kwargs={

@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,6 @@ from impl.checkpoints.manifest import FILE, About, Manifest
 from impl.checkpoints.verify import file_names, read_manifest, verify
 
 FORMS = ("native", "state")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def saved(pool: Pool, folder: Path, backend: str, layout: str, forms: tuple[str, ...], *, steps: int = 1) -> list[Path]:

@@ -10,14 +10,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from cells import BACKENDS, cell_of, exhaustive
+from cells import BACKENDS, cell_of, exhaustive, ranks_of
 from safetensors.torch import load_file, save_file
 
 from conformance import cli, commands
@@ -28,16 +29,16 @@ from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
 from conformance.scenario import Precision, scenario_to_json
 from conformance.validation import UsageError
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 from impl.checkpoints.convert import convert
 from impl.checkpoints.formats import open_checkpoint
 from impl.checkpoints.safetensors_folders import open_state, read
-from impl.model_folder import stored_dtypes, write_folder
+from impl.files import whole_folder
+from impl.model_folder import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"
 TOKENS = torch.tensor([1, 5, 320, 17, 399, 2, 64, 8])
 Write = Callable[..., Path]
-PRELOAD = {name: (f"impl.{name}.adapter", f"impl.{name}.context") for name in BACKENDS}
 # A process of somebody who has never heard of this project: prints the logits of folders, in float64.
 PLAIN = """
 import json, sys, torch
@@ -61,29 +62,28 @@ for folder in folders:
 
 
 @pytest.fixture(scope="module")
-def write(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def write(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Trains two steps with a backend, once for each choice, and gives the folder of what is wanted of it."""
     written: dict[tuple[str, ...], Path] = {}
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
 
-        def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
-            key = (backend, layout, str(model), precision, scenario)
-            if key not in written:
-                folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
-                asked = cell_of(backend, scenario, "qwen3", layout, precision)
-                asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
-                _train(pool, folder, backend, asked)
-                written[key] = folder
-            return written[key]
+    def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
+        key = (backend, layout, str(model), precision, scenario)
+        if key not in written:
+            folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
+            asked = cell_of(backend, scenario, "qwen3", layout, precision)
+            asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
+            _train(pool, folder, backend, asked)
+            written[key] = folder
+        return written[key]
 
-        yield once
+    return once
 
 
 def _train(pool: Pool, folder: Path, backend: str, asked: Any) -> None:
     inputs = prepare_inputs(asked.scenario, folder / "inputs")
     outcome = pool.run(
-        key=backend,
-        config=WorldConfig(size=asked.world_size, device="cpu", preload=PRELOAD[backend]),
+        key=f"{backend} files",
+        config=ranks_of(backend, asked.world_size),
         task="checkpoint_tasks:write_all",
         kwargs={
             "target": BACKENDS[backend].target,
@@ -168,7 +168,7 @@ def test_an_export_is_a_model_for_those_who_know_nothing_of_this_project(
         assert stored.keys() == weights.keys()  # a tied head is none of them
         assert all(torch.equal(stored[name], weight) for name, weight in weights.items())
         assert json.loads((path / "config.json").read_text()).get("dtype") == dtype
-        kept = {file.name for file in source.iterdir() if not file.name.startswith("model")}
+        kept = {file.name for file in source.iterdir() if not file.name.startswith("model-")} - {index.name}
         assert {"generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"} <= kept
         assert {file.name for file in path.iterdir()} - {"__pycache__"} == {*kept, "model.safetensors"}
     found = _logits([folder / "masters", folder / "source"], tmp_path)
@@ -189,6 +189,9 @@ CONVERTED = [
     *(exhaustive("deepspeed", f"dp2.zero{stage}", precision) for stage in range(4) for precision in ("exact", "fp16")),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", "bf16") for stage in (0, 1, 3)),
     *(exhaustive("deepspeed", layout, "fp32") for layout in ("tp2.zero1", "dp2.tp2.zero3")),
+    exhaustive("megatron", "dp2.tp2.zero1", "bf16"),
+    *(exhaustive("megatron", "tp2.pp2", precision) for precision in ("exact", "fp16")),
+    *(exhaustive("megatron", "dp2.zero1", precision) for precision in ("exact", "fp16")),
 ]
 
 
@@ -203,24 +206,27 @@ def test_a_converted_checkpoint_is_the_state_that_the_backend_exports(
     _assert_same_state(tmp_path / "state", folder / "state")
     convert(folder / "checkpoint", tmp_path / "hf", to="hf", model=source, told=lambda *_: None)
     convert(folder / "state", tmp_path / "from state", to="hf", model=source, told=lambda *_: None)
+    masters = load_file(folder / "masters.safetensors")
     for path in (tmp_path / "hf", tmp_path / "from state"):
-        assert load_file(path / "model.safetensors").keys() == load_file(folder / "source/model.safetensors").keys()
-        for file in (folder / "source").iterdir():
-            assert file.is_dir() or (path / file.name).read_bytes() == file.read_bytes(), file.name
+        found = load_file(path / "model.safetensors")
+        assert found.keys() == masters.keys()
+        assert all(torch.equal(tensor, masters[name].bfloat16()) for name, tensor in found.items())
+        for file in (folder / "source").glob("*.json"):  # in the exact tier the ranks' own is never rounded
+            assert precision == "exact" or (path / file.name).read_bytes() == file.read_bytes(), file.name
     assert {path.name for path in tmp_path.iterdir()} == {"state", "hf", "from state"}
 
 
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _state(folder: Path, **tensors: torch.Tensor) -> Path:
+def _state(folder: Path, tensors: Mapping[str, torch.Tensor] = MappingProxyType({}), **told: Any) -> Path:
     """A training state of Llama's fixture, with other tensors in the place of some."""
     weights = {**load_file(MODELS / "llama/model.safetensors"), **tensors}
     for kind in ("weight", "exp_avg"):
         (folder / kind).mkdir(parents=True)
         save_file({n: w for n, w in weights.items() if w.numel()}, folder / kind / "model.safetensors")
-    told = {"format": "backend-parity training state", "version": 1, "kinds": ["weight", "exp_avg"], "progress": {}}
-    (folder / "training_state.json").write_text(json.dumps(told))
+    own = {"format": "backend-parity training state", "version": 1, "kinds": ["weight", "exp_avg"], "progress": {}}
+    (folder / "training_state.json").write_text(json.dumps({**own, **told}))
     return folder
 
 
@@ -235,7 +241,7 @@ def _state(folder: Path, **tensors: torch.Tensor) -> Path:
 def test_what_does_not_fit_the_model_is_refused_before_anything_is_written(
     tmp_path: Path, change: dict[str, torch.Tensor], message: str
 ) -> None:
-    state = _state(tmp_path / "state", **change)
+    state = _state(tmp_path / "state", change)
     with pytest.raises(UsageError, match=f"does not fit the model in .*{message}"):
         convert(state, tmp_path / "new", to="hf", model=MODELS / "llama", told=lambda *_: None)
     assert {path.name for path in tmp_path.iterdir()} == {"state"}
@@ -275,6 +281,30 @@ def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
     assert set(stored_dtypes(folder).values()) == {torch.float32}
 
 
+def test_what_a_killed_process_left_is_cleared_and_what_it_had_moved_comes_back(tmp_path: Path) -> None:
+    source, folder = MODELS / "llama", tmp_path / "model"
+    weights = load_file(source / "model.safetensors")
+    for left in (".model.unfinished", ".model.replaced"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "config.json").write_text(left)
+    with pytest.raises(OSError, match="no space"), whole_folder(folder):
+        raise OSError("no space left")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert (folder / "config.json").read_text() == ".model.replaced"
+    write_folder(folder, source=source, weights=weights.items(), dtype="source")
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_model_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/diary.txt").write_text("x")
+    for target, message in ((tmp_path / "notes", "is no Hugging Face folder"), (tmp_path, "was loaded from")):
+        with pytest.raises(UsageError, match=message):
+            check_target(target, source=tmp_path)
+    check_target(MODELS / "llama", source=tmp_path)
+    check_target(tmp_path / "new", source=tmp_path)
+
+
 # --- what is in a file is never run ----------------------------------------------------------------------------------
 
 
@@ -288,10 +318,10 @@ class Evil:
         return os.mkdir, (self.folder,)
 
 
-def _deepspeed(folder: Path, planted: Any) -> None:
+def _deepspeed(folder: Path, planted: Any, **told: Any) -> None:
     (folder / "state").mkdir(parents=True)
     (folder / "latest").write_text("state")
-    model = {"module": {}, "ds_config": {}, "global_steps": 1, "client": planted}
+    model = {"module": {}, "ds_config": {}, "global_steps": 1, "client": planted, **told}
     torch.save(model, folder / "state/mp_rank_00_model_states.pt")
 
 
@@ -327,6 +357,8 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda folder: None, "is no folder; give the folder of a checkpoint"),
         (Path.mkdir, "is no checkpoint that is known here"),
         (lambda folder: _state(folder / "policy"), "is no checkpoint of one model; give one of .*/policy"),
+        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors, which no training state has"),
+        (lambda folder: _deepspeed(folder, None, ds_config=[]), "cannot be read; it is damaged or of another version"),
     ],
 )
 def test_what_is_no_checkpoint_is_told_in_one_line(

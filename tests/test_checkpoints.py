@@ -1,7 +1,6 @@
 """Checkpoints in ranks: generators, the folder of a training, ranks that fail and ranks that are killed."""
 
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +15,7 @@ from impl.checkpoints.training_folder import TrainingFolder
 from impl.checkpoints.verify import read_manifest, verify
 
 MOMENTS = 20
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,7 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
         ("plain", "dp3", "impl.files:TensorWriter.add", 0, True),
         exhaustive("fsdp2", "dp2", "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 1, False),
         exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),
-        exhaustive("megatron", "tp2", "impl.files:TensorWriter.add", 0, False),
+        exhaustive("megatron", "tp2", f"{WRITER}.write_preloaded_data", 0, False),
     ],
 )
 def test_no_rank_waits_for_one_that_cannot_write(

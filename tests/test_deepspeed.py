@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import HONEST, cell_of, exhaustive
+from cells import HONEST, cell_of, exhaustive, ranks_of
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
 
@@ -17,18 +17,9 @@ from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
 from conformance.run.legs import leg_arguments
 from conformance.scenario import Precision, scenario_to_json
-from conformance.world import Outcome, Pool, WorldConfig
+from conformance.world import Outcome, Pool
 
 pytest.importorskip("deepspeed")
-
-PRELOAD = ("impl.deepspeed.adapter", "impl.deepspeed.context", "impl.fsdp2.context")
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Worlds that both backends share, which a session never lets them."""
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def in_ranks(
@@ -49,7 +40,7 @@ def in_ranks(
 def run_task(pool: Pool, folder: Path, task: str, size: int, *, world: str = "shared", **arguments: Any) -> list[Any]:
     outcome = pool.run(
         key=world,
-        config=WorldConfig(size=size, device="cpu", preload=PRELOAD),
+        config=ranks_of("deepspeed", size),
         task=task,
         kwargs=arguments,
         log_dir=folder / "logs",
@@ -201,7 +192,7 @@ def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
     inputs = prepare_inputs(asked.scenario, folder.with_name("inputs"))
     return pool.run(
         key=world,
-        config=WorldConfig(size=asked.world_size, device="cpu", preload=PRELOAD),
+        config=ranks_of("deepspeed", asked.world_size),
         task="conformance.run.task:run_leg",
         kwargs=leg_arguments(asked, 0, inputs, folder, None),
         log_dir=folder / "logs",

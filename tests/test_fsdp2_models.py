@@ -1,17 +1,17 @@
 """FSDP2's contexts and trainables, without the engine: several models at a time, every output, any layout."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import exhaustive
+from cells import exhaustive, ranks_of
 from fsdp2_tasks import OPTIMIZER, smaller_vocabulary, value_folder
 
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 
 FAMILIES = ["pangu", "llama", "qwen3", "gemma3"]
 HONEST = 1e-12  # relative error of a parameter's gradient or update in the exact tier
@@ -19,19 +19,13 @@ HONEST = 1e-12  # relative error of a parameter's gradient or update in the exac
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
 @pytest.fixture
 def run_ranks(pool: Pool, tmp_path: Path) -> Run:
     def run(task: str, layout: str, **arguments: Any) -> list[Any]:
         size = Layout.parse(layout).world_size
         outcome = pool.run(
-            key="fsdp2",
-            config=WorldConfig(size=size, device="cpu", preload=("fsdp2_tasks",)),
+            key="fsdp2 models",
+            config=ranks_of("fsdp2", size),
             task=f"fsdp2_tasks:{task}",
             kwargs={"layout": layout, **arguments},
             log_dir=tmp_path,

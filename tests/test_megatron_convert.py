@@ -5,13 +5,16 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from conformance.paths import FIXTURES
+from conformance.validation import UsageError
 from impl.files import SliceReader, TensorWriter
-from impl.megatron.convert import HEAD, Rank, all_parameters, is_cut, parts, put, take
+from impl.megatron.convert import HEAD, Rank, all_parameters, check_file, is_cut, parts, put, take
 from impl.megatron.shape import ModelShape, read_shape
 from impl.megatron.stages import stages
 
@@ -250,3 +253,30 @@ def test_a_folder_that_is_written_again_holds_nothing_of_before(
             for name in ("a", "b"):
                 writer.add(name, torch.full((300,), fill))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"model.norm.weight": None}, "model.norm.weight is missing"),
+        ("llama", {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, "q_proj.bias is not expected"),
+        ("llama", {"model.norm.weight": torch.ones(65)}, r"model.norm.weight has shape \(65,\) instead of \(64,\)"),
+        ("qwen3", {"lm_head.weight": torch.ones(400, 64)}, "ties lm_head.weight to .* but holds another tensor"),
+        ("qwen3", {"lm_head.weight": "model.embed_tokens.weight"}, ""),
+    ],
+)
+def test_a_file_with_other_tensors_than_the_model_is_refused(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    source = FIXTURES / "models" / family
+    weights = load_file(source / "model.safetensors")
+    for name, tensor in change.items():
+        weights[name] = weights[tensor].clone() if isinstance(tensor, str) else tensor
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file({n: w for n, w in weights.items() if w is not None}, tmp_path / "model.safetensors")
+    shape = read_shape(tmp_path)
+    if message:
+        with pytest.raises(UsageError, match=message):
+            check_file(tmp_path, shape)
+    else:
+        check_file(tmp_path, shape)

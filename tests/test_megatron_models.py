@@ -4,14 +4,13 @@ The cells of the engine are in tests/test_cells_megatron.py.
 """
 
 import itertools
-from collections.abc import Iterator
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cells import exhaustive
+from cells import exhaustive, ranks_of
 from safetensors.torch import load_file
 
 from conformance.inputs.model import prepare_model
@@ -20,7 +19,7 @@ from conformance.paths import FIXTURES
 from conformance.role import Role
 from conformance.scenario import Precision, load_scenario
 from conformance.validation import UsageError
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 
 pytest.importorskip("megatron.core")
 
@@ -44,19 +43,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     }
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
 @pytest.fixture
 def run_ranks(pool: Pool, tmp_path: Path) -> Any:
     def run(task: str, layout: str, **arguments: Any) -> list[Any]:
         outcome = pool.run(
-            key="megatron",
-            config=WorldConfig(size=Layout.parse(layout).world_size, device="cpu", preload=("megatron_tasks",)),
-            task=f"megatron_tasks:{task}",
+            key="megatron models",
+            config=ranks_of("megatron", Layout.parse(layout).world_size),
+            task=task if ":" in task else f"megatron_tasks:{task}",
             kwargs={"layout": layout, **arguments},
             log_dir=tmp_path / "logs",
             budget_s=240.0,
@@ -182,19 +175,54 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
 
 
 @pytest.mark.parametrize(
-    ("layout", "other"),
+    ("how", "layout", "other", "precision", "optimizer", "updates"),
     [
-        exhaustive("tp2.seqpar", "pp2.vpp2"),
-        exhaustive("pp2", "dp2.zero1"),
-        exhaustive("dp2.zero1", "sp2"),
-        exhaustive("dp2.zero1.overlap", "tp2.zero1"),  # cells of tests/test_handover.py do, too
+        ("state", "pp2.vpp2", "dp2.zero1.overlap", "fp32", "adamw", 2),
+        ("checkpoint", "dp2.zero1.overlap", "pp2.zero1", "fp16", "adamw", 2),  # buckets of the critic's are padded
+        exhaustive("checkpoint", "pp2", "tp2.seqpar", "fp16", "sgd", 2),
+        exhaustive("checkpoint", "dp2.zero1.overlap", "tp2.zero1", "exact", "adamw", 0),
+        exhaustive("checkpoint", "sp2", "pp2.vpp2", "exact", "sgd", 0),
+        exhaustive("checkpoint", "tp2.seqpar", "pp2.vpp2", "exact", "adamw", 2),
+        exhaustive("state", "tp2.zero1", "sp2", "fp16", "adamw", 2),
+        exhaustive("state", "dp2", "tp2.seqpar", "bf16", "sgd", 2),
+        exhaustive("state", "dp2", "pp2", "exact", "adamw", 0),
+        exhaustive("state", "pp2.vpp2", "dp2.zero1.overlap", "exact", "adamw", 2),
+        exhaustive("checkpoint", "dp2.zero1", "tp2.zero1", "exact", "adamw", 2),
     ],
 )
-def test_training_goes_on_in_another_layout(
-    run_ranks: Any, folders: Folders, tmp_path: Path, layout: str, other: str
+def test_what_another_layout_takes_over_is_the_same_to_the_bit(
+    run_ranks: Any, folders: Folders, tmp_path: Path, how: str, layout: str, other: str, precision: Precision,
+    optimizer: str, updates: int,
+) -> None:  # fmt: skip
+    options = {"how": how, "other": other, "precision": precision, "optimizer": optimizer, "updates": updates}
+    out = str(tmp_path / "handed")
+    for found in run_ranks("megatron_state_tasks:handed_over", layout, folders=folders["qwen3"], out=out, **options):
+        assert not found["changed"]
+        assert not found["shared"]
+        kinds = ["exp_avg", "exp_avg_sq", "step"] if optimizer == "adamw" else ["momentum_buffer"]
+        assert found["kinds"] == sorted([*kinds * bool(updates), "progress", "weight"])
+        scale = {"loss_scale": 2.0**12, "good_steps": 1.0} if precision == "fp16" else {}  # one since the overflow
+        assert found["progress"] == {"schedule": updates + (precision == "fp16"), **scale}
+        if precision == "exact":
+            assert found["off"] < HONEST
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_training_is_refused_and_changes_nothing(
+    run_ranks: Any, folders: Folders, tmp_path: Path
 ) -> None:
-    out = str(tmp_path / "checkpoint")
-    assert max(run_ranks("go_on_elsewhere", layout, other=other, folders=folders["qwen3"], out=out)) < HONEST
+    told = {
+        "critic": "is a checkpoint of another training: the model's head is 'causal' there and 'value' here",
+        "optimizer": "'AdamW in DistributedOptimizer' there and 'AdamW in FP32Optimizer' here; .* hand over a state",
+        "byte": r"\.distcp not as written; save the checkpoint again",
+        "file": r"\.distcp not as written; save the checkpoint again",
+        "cut": "is not the list of a checkpoint of this version; save the checkpoint again",
+        "list": "holds no contents.json; give the folder that save_ckpt got",
+    }
+    out = str(tmp_path / "checkpoints")
+    for said in run_ranks("megatron_state_tasks:refused", "dp2.zero1", other="dp2", folders=folders["llama"], out=out):
+        assert said.keys() == told.keys()
+        for name, pattern in told.items():
+            assert re.search(pattern, said[name]), said[name]
 
 
 @pytest.mark.parametrize("layout", [exhaustive("tp2.seqpar"), "pp2.vpp2", exhaustive("dp2.zero1")])
@@ -203,13 +231,11 @@ def test_fsdp2_gives_the_same_bits_before_and_after_megatron(run_ranks: Any, fol
     assert all(run_ranks("fsdp2_around", layout, plain_layout=plain_layout, folders=folders["qwen3"]))
 
 
-def test_state_of_optimizers_that_are_not_torchs_is_refused(tmp_path: Path) -> None:
-    from impl.megatron import checkpoint
+def test_state_of_optimizers_that_are_not_torchs_is_refused() -> None:
+    from impl.megatron.tensors import refuse_foreign
 
-    foreign = SimpleNamespace(optimizer=torch.optim.Adagrad([torch.zeros(1)]))
-    for transfer in (checkpoint.save, checkpoint.load):
-        with pytest.raises(UsageError, match="uninstall transformer-engine and apex"):
-            transfer(tmp_path, None, foreign, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="uninstall transformer-engine and apex"):
+        refuse_foreign(torch.optim.Adagrad([torch.zeros(1)]))
 
 
 def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:

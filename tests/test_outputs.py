@@ -1,26 +1,21 @@
 """Log-probs and entropy from logits: against plain autograd in float64, on whole logits and on vocabulary shards."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cells import ranks_of
 from output_tasks import example, plain_statistics
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool
 from impl.outputs import Outputs, token_statistics
 
 HONEST = 1e-15  # relative, in float64
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def both(statistics: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -213,7 +208,7 @@ Run = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def run_ranks(pool: Pool, tmp_path: Path) -> Run:
     def run(sizes: list[int], **arguments: Any) -> list[dict[str, Any]]:
-        config = WorldConfig(size=len(sizes), device="cpu", preload=("output_tasks",))
+        config = ranks_of("fsdp2", len(sizes))
         kwargs = {"sizes": sizes, "temperature": 1.0, "entropy": True, "masked": [], **arguments}
         outcome = pool.run(
             key="outputs", config=config, task="output_tasks:shard_errors", kwargs=kwargs, log_dir=tmp_path, budget_s=60

@@ -1,10 +1,11 @@
 """Ring attention by itself: every function against full attention in float64, on real ranks; and where tokens lie."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cells import ranks_of
 from conftest import make_cell
 
 from conformance.batch import Column, Document, Row
@@ -12,7 +13,7 @@ from conformance.inputs.documents import build_batches
 from conformance.oracle.attention import packed_attention
 from conformance.paths import resolve
 from conformance.run.exact import exact_tier
-from conformance.world import Device, Pool, WorldConfig
+from conformance.world import Device, Pool
 from impl.collate import NO_TARGET, MicroBatch, collate
 from impl.ring import plain
 from impl.ring.placement import Cut, place, restore, shard_inputs
@@ -26,15 +27,9 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_two_gpus)]
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
-
-
 def errors(pool: Pool, logs: Path, *, size: int = 2, device: Device = "cpu", **arguments: object) -> dict[str, float]:
     """Errors of out, dq, dk, dv as rank 0 measures them."""
-    config = WorldConfig(size=size, device=device, preload=("ring_tasks",))
+    config = replace(ranks_of("fsdp2", size), device=device)
     outcome = pool.run(
         key="ring", config=config, task="ring_tasks:errors", kwargs=arguments, log_dir=logs, budget_s=120.0
     )

@@ -72,6 +72,12 @@ def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed
     assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(FSDP2)]
 
 
+def test_announced_commands_are_found(installed: Installed) -> None:
+    model = CHECKOUT / "fixtures/models/llama"
+    found = json.loads(installed.run(installed.target / "bin" / "parity", "inspect", model, "--json"))
+    assert found["format"] == "Hugging Face folder"
+
+
 def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:
     where = "import conformance.paths as p; print(p.__file__, p.FIXTURES)"
     for place in installed.run(sys.executable, "-c", where).split():

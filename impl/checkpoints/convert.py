@@ -17,9 +17,9 @@ from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.validation import UsageError
 from impl import training_state
-from impl.checkpoints import deepspeed
+from impl.checkpoints import deepspeed, megatron
 from impl.checkpoints.contents import Checkpoint, Held
-from impl.checkpoints.formats import DEEPSPEED, MODEL, find_format
+from impl.checkpoints.formats import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
 from impl.files import TensorWriter, whole_folder
 from impl.model_folder import write_folder
 from impl.training_state import WRITTEN
@@ -40,7 +40,7 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
         raise UsageError("a Hugging Face folder needs configuration and tokenizer: add --model with the original one")
     if model is not None:
         check_folder(model)
-    with _opened(source, beside=target) as found:
+    with _opened(source, model, beside=target) as found:
         checkpoint = _without_second_head(found)
         _check_state(checkpoint, source)
         if model is not None:
@@ -54,20 +54,24 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
 
 
 @contextlib.contextmanager
-def _opened(source: Path, *, beside: Path) -> Iterator[Checkpoint]:
+def _opened(source: Path, model: Path | None, *, beside: Path) -> Iterator[Checkpoint]:
     """The checkpoint, with tensors that can be read; what has to be put together first lies beside the new folder."""
     kind = find_format(source)
     if kind is MODEL:
         raise UsageError(f"{source} is a Hugging Face folder, from which every training begins; there is no more in it")
-    found = kind.open(source)
+    if kind is MEGATRON:
+        if model is None:
+            raise UsageError(f"{source} is Megatron's, whose tensors are fused by heads and layers: add --model")
+        yield megatron.named(source, model)
+        return
+    found = open_as(kind, source)
     if found.read is not None:
         yield found
-    elif kind is DEEPSPEED:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
-            yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
-    else:
-        raise UsageError(f"{source} is of {found.format}, which is not converted; load it by ranks and export a state")
+        return
+    assert kind is DEEPSPEED
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
+        yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
 
 
 def _without_second_head(found: Checkpoint) -> Checkpoint:
@@ -99,13 +103,13 @@ def _check_state(found: Checkpoint, source: Path) -> None:
 
 
 def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
-    """Raises UsageError where the model's folder has other weights; it may have a tied head, and may leave it out."""
+    """Raises UsageError where the model's folder has other weights; it may store a tied head, too."""
     own, due = {held.name: held.shape for held in found.of_kind("weight")}, weight_shapes(model)
     config = read_json(model / CONFIG)
     tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings"))
     missing = [name for name in due if name not in own and not (tied and name.endswith(HEAD))]
-    foreign = [name for name in own if name not in due and not (tied is False and name.endswith(HEAD))]
-    wrong = [f"{name} is missing" for name in missing] + [f"{name} is not expected" for name in foreign]
+    wrong = [f"{name} is missing" for name in missing]
+    wrong += [f"{name} is not expected" for name in own if name not in due]
     wrong += [f"{n} has shape {own[n]} instead of {due[n]}" for n in own if n in due and own[n] != due[n]]
     if wrong:
         raise UsageError(f"{source} does not fit the model in {model}: {'; '.join(wrong[:8])}")

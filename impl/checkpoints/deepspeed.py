@@ -49,10 +49,11 @@ def open_native(folder: Path) -> Checkpoint:
     else:
         state = read_torch_file(optimizer_files[0])["optimizer_state_dict"]
         tensors, read = _pieces(model, state), None
-        scaler = vars(state["loss_scaler"])
+        scaler = _scaler(state)
+    cut = read is None and (model.get("mp_world_size") or 1) > 1
     return Checkpoint(
         format=f"DeepSpeed, ZeRO-{stage}",
-        facts=_facts(model),
+        facts=_facts(model) | ({"shapes": "of the first tensor-parallel rank's parts"} if cut else {}),
         tensors=tensors,
         progress=_progress(model, scaler),
         read=read,
@@ -77,6 +78,11 @@ def _facts(model: Mapping[str, Any]) -> dict[str, Any]:
         **({"pp": sizes["pp_degree"]} if "pp_degree" in sizes else {}),
         "version": model.get("ds_version"),
     }
+
+
+def _scaler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the loss scaler of an optimizer keeps; that of bf16 at ZeRO-1 has none."""
+    return vars(state["loss_scaler"]) if "loss_scaler" in state else {}
 
 
 def _progress(model: Mapping[str, Any], scaler: Mapping[str, Any]) -> dict[str, float]:
@@ -184,7 +190,7 @@ def open_universal(folder: Path) -> Checkpoint:
         format="DeepSpeed universal",
         facts=_facts(model),
         tensors=tuple(held),
-        progress=_progress(model, vars(common["loss_scaler"]) if "loss_scaler" in common else {}),
+        progress=_progress(model, _scaler(common)),
         read=_read_value,
     )
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.inputs.folder import CONFIG
-from conformance.validation import UsageError
+from conformance.validation import UsageError, one_line
 from impl import training_state
-from impl.checkpoints import deepspeed, safetensors_folders, torch_distributed
+from impl.checkpoints import deepspeed, megatron, safetensors_folders, torch_distributed
 from impl.checkpoints.contents import Checkpoint
 from impl.checkpoints.pickles import METADATA
 
@@ -27,8 +27,8 @@ UNIVERSAL = Format(
 )
 DEEPSPEED = Format(is_in=lambda folder: deepspeed.tag_folder(folder) is not None, open=deepspeed.open_native)
 MEGATRON = Format(
-    is_in=lambda folder: (folder / METADATA).is_file() and (folder / torch_distributed.MEGATRON).is_file(),
-    open=torch_distributed.open_megatron,
+    is_in=lambda folder: all((folder / name).is_file() for name in (METADATA, megatron.FILE, megatron.COMMON)),
+    open=megatron.open_megatron,
 )
 FSDP2 = Format(is_in=lambda folder: (folder / METADATA).is_file(), open=torch_distributed.open_fsdp2)
 MODEL = Format(is_in=lambda folder: (folder / CONFIG).is_file(), open=safetensors_folders.open_model)
@@ -53,4 +53,16 @@ def find_format(folder: Path) -> Format:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint of any known format without loading its tensors; runs no code of it. Raises UsageError."""
-    return find_format(folder).open(folder)
+    return open_as(find_format(folder), folder)
+
+
+def open_as(known: Format, folder: Path) -> Checkpoint:
+    """Open a checkpoint of a format. Raises UsageError, also where files have the right names and other content."""
+    try:
+        return known.open(folder)
+    except UsageError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{folder} cannot be read; it is damaged or of another version: {type(error).__name__}: {one_line(error)}"
+        ) from None

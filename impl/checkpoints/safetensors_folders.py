@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from conformance.inputs.folder import CONFIG
 from conformance.inputs.model import weight_files
 from conformance.reading import read_json
-from conformance.validation import UsageError, one_line
+from conformance.validation import UsageError, one_line, shown
 from impl import training_state
 from impl.checkpoints.contents import Checkpoint, Held
 
@@ -36,6 +36,8 @@ def open_model(folder: Path) -> Checkpoint:
 def open_state(folder: Path) -> Checkpoint:
     """A training state of impl.training_state."""
     told = training_state.read_told(folder)
+    if foreign := set(told["kinds"]) - set(training_state.WRITTEN):
+        raise UsageError(f"{folder} names {shown(sorted(foreign))} as kinds of tensors, which no training state has")
     tensors = tuple(
         held for kind in told["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
     )

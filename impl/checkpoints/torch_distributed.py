@@ -1,12 +1,12 @@
-"""Checkpoints of torch.distributed.checkpoint: as FSDP2 here writes them, and megatron-core's dist_checkpointing.
+"""Checkpoints of torch.distributed.checkpoint: as FSDP2 here writes them, and what megatron-core's have in common.
 
 Their ``.metadata`` is a pickle, which only impl.checkpoints.pickles reads, also when the library loads a tensor.
 """
 
-import json
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,18 @@ from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_bytes
 from impl.training_state import WRITTEN
 
-MEGATRON = "metadata.json"
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 
 
 def open_fsdp2(folder: Path) -> Checkpoint:
     """What ``save_ckpt`` of FSDP2 wrote: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
     metadata = read_metadata(folder / METADATA)
-    tensors = tuple(_held(key, entry) for key, entry in _tensors(metadata).items())
+    tensors = tuple(_held(key, entry) for key, entry in stored_tensors(metadata).items())
+
+    whole = tensor_reader(folder, metadata)
 
     def read(held: Held) -> torch.Tensor:
-        tensor = torch.empty(held.shape, dtype=held.dtype)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-            dcp.load({held.place: tensor}, storage_reader=_Reader(folder, metadata), no_dist=True)
-        return tensor
+        return whole(held.place)
 
     values = {
         name: _value(folder, metadata, key)
@@ -46,31 +44,27 @@ def open_fsdp2(folder: Path) -> Checkpoint:
     steps = {float(read(held)) for held in tensors if held.kind == "step"}
     return Checkpoint(
         format="torch.distributed.checkpoint",
-        facts={"writers": _writers(metadata), **({"step": max(steps)} if steps else {})},
+        facts={"writers": writers(metadata), **({"step": max(steps)} if steps else {})},
         tensors=tensors,
         progress={name: float(value) for name, value in values.items()},
         read=read,
     )
 
 
-def open_megatron(folder: Path) -> Checkpoint:
-    """What megatron-core's dist_checkpointing wrote; its names are Megatron's, and layers may be stacked."""
-    told = json.loads((folder / MEGATRON).read_text(encoding="utf-8"))
-    metadata = read_metadata(folder / METADATA)
-    tensors = tuple(
-        Held(
-            kind="other" if "optimizer." in key else "weight",
-            name=key,
-            shape=tuple(entry.size),
-            dtype=entry.properties.dtype,
-        )
-        for key, entry in _tensors(metadata).items()
-    )
-    facts = {"backend": told.get("sharded_backend"), "writers": _writers(metadata)}
-    return Checkpoint(format="megatron dist_checkpointing", facts=facts, tensors=tensors)
+def tensor_reader(folder: Path, metadata: Metadata) -> Callable[[str], torch.Tensor]:
+    """Gives whole tensors by their keys, put together by the library from the pieces in its files."""
+    stored, reader = stored_tensors(metadata), _Reader(folder, metadata)
+
+    def read(key: str) -> torch.Tensor:
+        tensor = torch.empty(tuple(stored[key].size), dtype=stored[key].properties.dtype)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        return tensor
+
+    return read
 
 
-def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     found = metadata.state_dict_metadata.items()
     return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
 
@@ -85,7 +79,7 @@ def _held(key: str, entry: TensorStorageMetadata) -> Held:
     return Held(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
 
 
-def _writers(metadata: Metadata) -> int:
+def writers(metadata: Metadata) -> int:
     """How many ranks have written a file; the first number of a file's name is the rank."""
     files = Counter(Path(stored.relative_path).name for stored in (metadata.storage_data or {}).values())
     return len({match[1] for name in files if (match := re.match(r"__(\d+)_", name))})

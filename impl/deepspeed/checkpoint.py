@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints, also of another number of ranks, by way of its universal form.
+"""DeepSpeed's own checkpoints, also of another layout, by way of its universal form.
 
 Beside its files lies one that says how they are cut (impl/deepspeed/cut.py).
 """
@@ -17,7 +17,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 
 from conformance.validation import UsageError
-from impl.deepspeed.cut import Cut, check
+from impl.deepspeed.cut import Cut, check, fits
 from impl.deepspeed.writing import errors_at_the_end
 from impl.together import on_first
 
@@ -38,7 +38,7 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
         raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
     saved = Cut(**json.loads((path / FILE).read_text(encoding="utf-8")))
     check(saved, own)
-    if saved.ranks == own.ranks or own.stage == "zero0":
+    if fits(saved, own):
         engine.load_checkpoint(str(path), tag=TAG)
     else:
         with _universal(path) as folder:

@@ -41,24 +41,29 @@ def cut_of(config: ContextConfig, optimizer: object) -> Cut:
     )
 
 
+def fits(saved: Cut, own: Cut) -> bool:
+    """Whether the files are cut as this layout is, so that they need not go through DeepSpeed's universal form."""
+    return saved.tp == own.tp and (saved.ranks == own.ranks or own.stage == "zero0")
+
+
 def check(saved: Cut, own: Cut) -> None:
     """Raises UsageError where DeepSpeed cannot read a checkpoint that is cut as ``saved`` is into what is cut as
     ``own``."""
-    for name in ("stage", "precision", "tp", "optimizer"):
+    for name in ("stage", "precision", "optimizer"):
         before, now = getattr(saved, name), getattr(own, name)
         if before != now:
             raise UsageError(f"DeepSpeed reads a checkpoint of {name} {before} into the same only, not {now}; {WAY_ON}")
-    if saved.ranks == own.ranks or own.stage == "zero0":
+    if fits(saved, own):
         return
     reason = ""
-    if own.tp > 1:
-        reason = "under AutoTP"
-    elif own.ulysses > 1 and own.stage != "zero3":
-        reason = "into Ulysses below zero3"
-    elif "Adam" not in saved.optimizer:
-        reason = f"of {saved.optimizer}, only of AdamW"
+    if own.stage == "zero0":
+        reason = "of zero0"
+    elif "Adam" not in own.optimizer:
+        reason = f"of {own.optimizer}, only of AdamW"
+    elif own.stage != "zero3" and any(cut.ulysses > 1 and cut.tp == 1 for cut in (saved, own)):
+        reason = "of Ulysses below zero3"  # its mpu does not say what is asked of it then
     if reason:
         raise UsageError(
-            f"the checkpoint is cut over {saved.ranks} ranks and this layout cuts over {own.ranks}; DeepSpeed's "
-            f"universal checkpoint, which goes between them, is not read {reason}; {WAY_ON}"
+            f"the checkpoint is cut over tp{saved.tp} and {saved.ranks} ranks of ZeRO, and this layout over tp{own.tp} "
+            f"and {own.ranks}; DeepSpeed's universal form, which goes between them, is not made {reason}; {WAY_ON}"
         )

@@ -1,79 +1,221 @@
-"""Training state under Hugging Face names: masters and optimizer state in full, so that any layout can go on from it.
+"""megatron-core's own checkpoints (``torch_dist``): model, optimizer, schedule and loss scale, in any layout.
 
-megatron-core's own distributed checkpoints are for one framework and one optimizer; here the same conversion that loads
-weights loads the rest, by the slices that a rank holds.
+The library writes and reads them. Ours is what it leaves out for torch's optimizers
+(docs/findings/megatron-checkpoint-torch-optimizers.md), writing in this process, and a list of what the checkpoint is
+of and of its files, so that one that does not fit or is damaged is refused before anything has changed.
 """
 
+import contextlib
+import hashlib
 import json
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from conformance.validation import UsageError
-from impl.files import SliceReader, write_tensors
-from impl.megatron.tensors import ModelTensors
+from impl.megatron.placement import replaced
+from impl.megatron.shape import ModelShape
+from impl.megatron.tensors import refuse_foreign
 
-_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD in torch
+FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
+_SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
-def save(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> None:
-    """Write the state of one of megatron-core's optimizers into a folder; collective. UsageError: see ``_check``."""
-    _check(optimizer)
-    mine: dict[str, Any] = next(iter(optimizer.optimizer.state.values()), {})
-    known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        known, {"states": [key for key in _STATES if key in mine], "step": _number(mine.get("step"))}
-    )
-    some = max(known, key=lambda rank: len(rank["states"]))  # a rank may own no optimizer state
-    write_tensors(path / "weights", tensors.named("weight"))
-    for key in some["states"]:
-        write_tensors(path / key, tensors.optimizer_state(key))
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is saved and restored. ``chunks``: this rank's GPTModels. ``optimizer``: the one in megatron-core's chain.
+
+    ``trained``: the parameters of the whole model that have gradients.
+    """
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    shape: ModelShape
+    trained: Sequence[str]
+
+    def told(self) -> dict[str, Any]:
+        """What a checkpoint has to be of, to be read; JSON values. Layouts may differ."""
+        own = {
+            **{f"the model's {name}": value for name, value in asdict(self.shape).items()},
+            "the trained parameters": [*self.trained],
+            "the optimizer": f"{type(self.optimizer.optimizer).__name__} in {type(self.optimizer).__name__}",
+            "the dtype": str(next(self.chunks[0].parameters()).dtype),
+        }
+        told: dict[str, Any] = json.loads(json.dumps(own))
+        return told
+
+
+def save(path: Path, training: Training) -> None:
+    """Write a checkpoint into the folder ``path``; collective."""
+    refuse_foreign(training.optimizer.optimizer)
     if dist.get_rank() == 0:
-        scaler = getattr(optimizer, "grad_scaler", None)
-        state = {**some, "schedule": scheduler.state_dict(), "scaler": _json(scaler.state_dict()) if scaler else None}
-        (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    updated = _anywhere(bool(training.optimizer.optimizer.state))
+    with _completed(training.optimizer, keep=updated), _writing_here():
+        state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
+        dist_checkpointing.save(state, str(path))
+    if dist.get_rank() == 0:
+        files = {file.name: _digest(file) for file in path.iterdir()}
+        told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated, "files": files}
+        (path / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
     dist.barrier()
 
 
-def load(path: Path, tensors: ModelTensors, optimizer: Any, scheduler: Any) -> None:
-    """Read what ``save`` wrote, in any layout. UsageError for another folder, and see ``_check``."""
-    _check(optimizer)
-    if not (path / "state.json").is_file():
-        raise UsageError(f"{path} has no training state; give the folder that save_ckpt got")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    with _reader(path / "weights") as read, torch.no_grad():
-        tensors.write_masters(read)
-    for key in state["states"]:
-        with _reader(path / key) as read, torch.no_grad():
-            tensors.write_optimizer_state(key, read)
-    if state["step"] is not None:
-        tensors.set_steps(state["step"])
-    scheduler.load_state_dict(state["schedule"])
-    if state["scaler"]:
-        optimizer.grad_scaler.load_state_dict(
-            {key: torch.tensor(value) if key == "scale" else value for key, value in state["scaler"].items()}
+def load(path: Path, training: Training) -> None:
+    """Read what ``save`` wrote, in any layout; collective.
+
+    Raises UsageError for what does not fit or is damaged; nothing has changed then.
+    """
+    refuse_foreign(training.optimizer.optimizer)
+    answer = [_read_told(path, training.told()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer)
+    told = answer[0]
+    if isinstance(told, str):
+        raise UsageError(told)
+    assert told is not None
+    with _completed(training.optimizer, keep=told["updated"]):
+        found = dist_checkpointing.load(_state(training, is_loading=True), str(path))
+        for number, chunk in enumerate(training.chunks):
+            chunk.load_state_dict(found[f"model{number}"])
+        training.optimizer.load_state_dict(found["optimizer"])
+        training.scheduler.load_state_dict(found["scheduler"])
+
+
+def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
+    """Where everything of this rank belongs in the whole, as the library describes it."""
+    options = {
+        "distrib_optim_sharding_type": "fully_reshardable",  # others are for one layout, or fail
+        "singleton_local_shards": True,  # layers together are refused where only some of them are trained
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    models = {
+        f"model{number}": chunk.sharded_state_dict(metadata=options) for number, chunk in enumerate(training.chunks)
+    }
+    with contextlib.ExitStack() as stack:
+        for buffer in getattr(training.optimizer, "buffers", ()):  # of the distributed optimizer
+            stack.enter_context(replaced(buffer, {"param_index_map": _places_without_padding(buffer)}))
+        return {**models, "optimizer": training.optimizer.sharded_state_dict(models, is_loading, metadata=options)}
+
+
+def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Where each parameter begins and ends, and its bucket, where the padding that ends a bucket is left out.
+
+    That is where the library puts their state together, and looks for it by places that count the padding
+    (docs/findings/megatron-checkpoint-buckets.md).
+    """
+    shift, end = {}, 0
+    for bucket in buffer.buckets:
+        shift[bucket.bucket_id] = end - bucket.offset
+        end += bucket.numel_unpadded
+    return {p: (start + shift[b], stop + shift[b], b) for p, (start, stop, b) in buffer.param_index_map.items()}
+
+
+@contextlib.contextmanager
+def _completed(optimizer: Any, *, keep: bool) -> Iterator[None]:
+    """Give an optimizer that has made no update the state that the library asks for, and each parameter a step of its
+    own at the end. ``keep``: whether the state stays, which it does not where what is saved or read has none."""
+    inner = optimizer.optimizer
+    if not inner.state:
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            inner.state[parameter] = _first_state(inner, parameter)
+    with (
+        replaced(optimizer, {"init_state_fn": lambda *_: None}),  # there is none for SGD
+        replaced(DistributedOptimizer, {"_set_main_param_and_optimizer_states": _set_states}),
+    ):
+        yield
+    for state in inner.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
+    if not keep:
+        inner.state.clear()
+
+
+def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What torch's AdamW and SGD begin with."""
+    if isinstance(inner, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(parameter)} if inner.defaults["momentum"] else {}
+    moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.tensor(0.0), **moments}
+
+
+def _set_states(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """The library's own, which asks for a step that it has set before and that is not in the checkpoint."""
+    group, position = self.model_param_group_index_map[parameter]
+    main = self.optimizer.param_groups[group]["params"][position]
+    _SET_STATES(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it is so on any rank."""
+    of_all = [False] * dist.get_world_size()
+    dist.all_gather_object(of_all, here)
+    return any(of_all)
+
+
+@contextlib.contextmanager
+def _writing_here() -> Iterator[None]:
+    """Let the library write in this process, where it would start three more, one of them anew: that takes seconds."""
+    with (
+        replaced(filesystem_async, {"_results_queue": queue.Queue()}),
+        replaced(FileSystemWriterAsync, {"write_preloaded_data_multiproc": staticmethod(_write)}),
+    ):
+        yield
+
+
+def _write(transforms: Any, remote: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    """In the place of FileSystemWriterAsync.write_preloaded_data_multiproc; the queues are those of its workers."""
+    done: queue.Queue[Any] = queue.Queue()
+    begun: queue.Queue[int] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        begun.put(number)
+        try:
+            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, begun, use_fsync=True)
+        except OSError as error:  # told as its workers tell it, or the other ranks would wait for this one
+            done.put((number, error))
+    written = dict(done.get() for _ in buckets)
+    failed = [result for result in written.values() if isinstance(result, Exception)]
+    results.put(failed[0] if failed else written)
+
+
+def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
+    """What a checkpoint's list says; why it is refused, where it does not fit or files are not as they were written."""
+    file = path / FILE
+    if not file.is_file():
+        return f"{path} holds no {FILE}; give the folder that save_ckpt got, or wait until it has been written whole"
+    try:
+        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = (told["format"], told["version"]) == (FORMAT, VERSION) and {"of", "updated", "files"} <= told.keys()
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        return f"{file} is not the list of a checkpoint of this version; save the checkpoint again"
+    if other := [name for name, value in own.items() if told["of"].get(name) != value]:
+        return (
+            f"{path} is a checkpoint of another training: {other[0]} is {told['of'].get(other[0])!r} there and "
+            f"{own[other[0]]!r} here; give the checkpoint of this model and optimizer, or hand over a state, which "
+            f"goes with and without the distributed optimizer"
         )
+    damaged = [name for name, digest in told["files"].items() if not _is_whole(path / name, digest)]
+    if damaged:
+        return f"{path}: {', '.join(sorted(damaged))} not as written; save the checkpoint again, or copy it again"
+    return told
 
 
-def _check(optimizer: Any) -> None:
-    """Raises UsageError for optimizers of TransformerEngine and Apex, whose state is laid out in another way."""
-    kind = type(optimizer.optimizer)
-    if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
-        raise UsageError(
-            f"megatron-core has taken {kind.__module__}.{kind.__name__}, whose state cannot be written or read here, "
-            f"only that of torch's AdamW and SGD; uninstall transformer-engine and apex"
-        )
+def _is_whole(file: Path, digest: str) -> bool:
+    return file.is_file() and _digest(file) == digest
 
 
-def _reader(folder: Path) -> SliceReader:
-    return SliceReader(sorted(folder.glob("*.safetensors")))
-
-
-def _number(step: torch.Tensor | None) -> float | None:
-    return None if step is None else float(step)
-
-
-def _json(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -24,14 +24,14 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if on_cpu:
             for owner, replacements in _REPLACEMENTS:
-                stack.enter_context(_replaced(owner, replacements))
+                stack.enter_context(replaced(owner, replacements))
         if on_cpu or exact:
             stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
     """Other values for some of an object's attributes, and the old ones on exit."""
     before = {name: vars(owner)[name] for name in replacements}
     for name, value in replacements.items():

@@ -1,5 +1,6 @@
-"""megatron-core's settings of optimizer, schedule and gradient reduction."""
+"""megatron-core's settings of optimizer, schedule and gradient reduction, and how far these have come."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,3 +85,27 @@ def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: Sch
         wd_incr_steps=schedule.total_steps,
         wd_incr_style="constant",
     )
+
+
+def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """How far schedule and loss scale have come, by the names of impl.strategy.Trainable.named_tensors.
+
+    ``scaler``: megatron-core's, None where there is no loss scale.
+    """
+    found = {"schedule": float(scheduler.num_steps)}
+    if scaler:
+        found |= {"loss_scale": float(scaler.scale), "good_steps": float(scaler._growth_tracker)}
+    yield from ((name, torch.tensor(value, dtype=torch.float64)) for name, value in found.items())
+
+
+def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapping[str, float]) -> None:
+    """Set what ``read_progress`` gives; a loss scale where both sides have one.
+
+    How many overflows in a row the library still allows before it lowers the scale is in no state, and begins anew.
+    """
+    scheduler.num_steps = 0
+    scheduler.step(int(progress["schedule"]))
+    if scaler and "loss_scale" in progress:
+        scale = torch.full_like(scaler.scale, progress["loss_scale"])
+        found = {"scale": scale, "growth_tracker": int(progress.get("good_steps", 0))}
+        scaler.load_state_dict(scaler.state_dict() | found)

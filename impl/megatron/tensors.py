@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from conformance.backend import NamedTensors, Shard, TensorKind
+from conformance.validation import UsageError
+from impl.files import SliceReader
 from impl.megatron.convert import (
     EMBEDDING,
     FINAL_NORM,
@@ -28,6 +30,7 @@ from impl.megatron.convert import (
 )
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
+from impl.training_state import WrittenKind
 
 Read = Callable[[str, int, int, int], torch.Tensor]
 
@@ -57,6 +60,16 @@ def tensor_rank() -> Rank:
     )
 
 
+def refuse_foreign(optimizer: Any) -> None:
+    """Raises UsageError for optimizers of TransformerEngine and Apex, whose state is laid out in another way."""
+    kind = type(optimizer)
+    if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
+        raise UsageError(
+            f"megatron-core has taken {kind.__module__}.{kind.__name__}, whose state cannot be written or read here, "
+            f"only that of torch's AdamW and SGD; uninstall transformer-engine and apex"
+        )
+
+
 def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
     """Read one parameter's slices; padding is zero."""
     own.zero_()
@@ -81,15 +94,15 @@ class ModelTensors:
     def __init__(
         self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages, *, trained: Sequence[str]
     ) -> None:
-        self._chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
-        self._trained = trained
+        self.chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
+        self.trained = trained
         self._cut = hasattr(optimizer, "model_param_gbuf_map")  # by the distributed optimizer
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
     def own_parameters(self) -> Iterator[OwnParameter]:
         """This rank's parameters; a tied head on another stage than the embedding is one of its own."""
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(self.chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
             found = dict(chunk.named_parameters())
             for name in (EMBEDDING, FINAL_NORM, HEAD):
@@ -101,14 +114,13 @@ class ModelTensors:
                     yield OwnParameter(name=f"decoder.layers.{layer}.{kind}", parameter=parameter)
 
     def named(self, kind: TensorKind) -> NamedTensors:
-        """Full weights (masters) or gradients, on every rank; collective."""
+        """Full weights (masters), gradients or optimizer state, on every rank; collective."""
         if kind == "weight":
             return self._named(all_parameters(self._shape), self._master)
-        return self._named(self._trained, self._gradient)
-
-    def optimizer_state(self, key: str) -> NamedTensors:
-        """One state of the optimizer in full, by its name in torch, such as ``exp_avg``; collective."""
-        return self._named(self._trained, lambda parameter: self._whole(parameter, self._states(parameter, key)))
+        if kind == "gradient":
+            return self._named(self.trained, self._gradient)
+        refuse_foreign(self._optimizer.optimizer)
+        return self._steps() if kind == "step" else self._moments(kind)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces: what it computes with, and the gradients that it is to know."""
@@ -137,19 +149,50 @@ class ModelTensors:
             if main is not None:
                 main.copy_(self._part_of(own.parameter, full))
 
-    def write_optimizer_state(self, key: str, read: Read) -> None:
+    def write_optimizer_state(self, kind: WrittenKind, read: SliceReader) -> None:
         """Set one state of the optimizer from whole tensors."""
+        refuse_foreign(self._optimizer.optimizer)
         for own in self.own_parameters():
             inner = self._inner(own.parameter) if own.parameter.requires_grad else None
-            if inner is not None:
+            if inner is None:
+                continue
+            if kind == "step":
+                state = self._read_step(own.name, read)
+            else:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 fill(full, own.name, self._shape, read)
-                self._optimizer.optimizer.state[inner][key] = self._part_of(own.parameter, full).clone()
+                state = self._part_of(own.parameter, full).clone()
+            self._optimizer.optimizer.state[inner][kind] = state
 
-    def set_steps(self, step: float) -> None:
-        """Number of updates that AdamW has made: a tensor for each parameter, because it counts them in place."""
-        for state in self._optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(step)
+    def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
+        """A tensor of its own for each parameter: AdamW counts in place."""
+        names = [part.name for part in parts(name, self._shape, self._tp)]
+        first, *others = (read.whole(part) for part in names)
+        if any(other != first for other in others):
+            raise UsageError(
+                f"{', '.join(names)} are one parameter in Megatron, and their optimizer has counted other numbers of "
+                f"updates for each; go on with another backend"
+            )
+        return first.to(torch.get_default_dtype(), copy=True)
+
+    def _moments(self, key: str) -> NamedTensors:
+        """One state of the optimizer in full, by its name in torch; nothing where no rank has it."""
+        found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
+        dist.all_gather_object(found, any(key in state for state in self._optimizer.optimizer.state.values()))
+        if any(found):
+            yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
+
+    def _steps(self) -> NamedTensors:
+        """How many updates AdamW has counted for each parameter; NaN where ranks do not agree."""
+        states = ((own.name, self._state(own.parameter)) for own in self.own_parameters())
+        counted = {name: float(state["step"]) for name, state in states if "step" in state}
+        of_all: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_all, counted)
+        for name in self.trained:
+            steps = {of_one[name] for of_one in of_all if name in of_one}
+            if steps:
+                step = torch.tensor(steps.pop() if len(steps) == 1 else torch.nan, dtype=torch.float64)
+                yield from ((part.name, step) for part in parts(name, self._shape, self._tp))
 
     def _named(self, names: Sequence[str], of: Callable[[Any], torch.Tensor]) -> NamedTensors:
         mine = {own.name: own.parameter for own in self.own_parameters()}
@@ -225,7 +268,9 @@ class ModelTensors:
         full = torch.zeros(parameter.numel(), dtype=torch.get_default_dtype(), device=parameter.device)
         if own is not None and (stretch := self._stretch(parameter)):
             full[slice(*stretch)] = own
-        dist.all_reduce(full, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        # Added up as bits, because -0.0 and 0.0 are 0.0.
+        bits = full.view(torch.int64 if full.dtype == torch.float64 else torch.int32)
+        dist.all_reduce(bits, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return full.view_as(parameter)
 
     def _inner(self, parameter: Any) -> torch.Tensor | None:
@@ -239,9 +284,10 @@ class ModelTensors:
         stretch: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][position]
         return stretch
 
-    def _states(self, parameter: Any, key: str) -> torch.Tensor | None:
-        inner = self._inner(parameter)
-        return None if inner is None else self._optimizer.optimizer.state[inner][key]
+    def _state(self, parameter: Any) -> dict[str, Any]:
+        """The state that this rank's optimizer has for a parameter; empty where it has none, yet or at all."""
+        inner = self._inner(parameter) if parameter.requires_grad else None
+        return {} if inner is None else self._optimizer.optimizer.state.get(inner, {})
 
     def _label(self, name: str) -> str:
         """A Hugging Face name for a parameter; for a fused one, of which a stretch holds anything, Megatron's."""

@@ -4,7 +4,7 @@ megatron-core averages gradients over cp x dp and over micro-batches; the loss i
 objective has divided by the whole step's totals.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,21 @@ from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
 from impl.megatron.convert import all_parameters, check_file, is_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
-from impl.megatron.settings import cuts_optimizer, optimizer_settings, reduction_settings, scheduler
+from impl.megatron.settings import (
+    cuts_optimizer,
+    optimizer_settings,
+    read_progress,
+    reduction_settings,
+    scheduler,
+    set_progress,
+)
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, fill, parameter_names
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
+from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
@@ -283,11 +291,23 @@ class MegatronTrainable:
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
         if kind == "weight":
             self._complete_weights()
+        if kind == "progress":
+            return read_progress(self.scheduler, self._scaler())
         return self.tensors.named(kind)
 
-    def named_optimizer_state(self, key: str) -> NamedTensors:
-        """Full optimizer state under Hugging Face names; ``key`` as torch calls it, such as ``exp_avg``."""
-        return self.tensors.optimizer_state(key)
+    def _scaler(self) -> Any:
+        """megatron-core's loss scale; None but for fp16."""
+        return getattr(self._inner_optimizer(), "grad_scaler", None)
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        if kind == "weight":
+            self.tensors.write_masters(read)
+        else:
+            self.tensors.write_optimizer_state(kind, read)
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        with self.context.placed():
+            set_progress(self.scheduler, self._scaler(), progress)
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         if kind == "weight":
@@ -341,11 +361,21 @@ class MegatronTrainable:
 
     def save_ckpt(self, path: Path) -> None:
         self._complete_weights()
-        checkpoint.save(path, self.tensors, self._inner_optimizer(), self.scheduler)
+        with self.context.placed():
+            checkpoint.save(path, self._training())
 
     def load_ckpt(self, path: Path) -> None:
         with self.context.placed():
-            checkpoint.load(path, self.tensors, self._inner_optimizer(), self.scheduler)
+            checkpoint.load(path, self._training())
+
+    def _training(self) -> checkpoint.Training:
+        return checkpoint.Training(
+            chunks=self.tensors.chunks,
+            optimizer=self._inner_optimizer(),
+            scheduler=self.scheduler,
+            shape=self.shape,
+            trained=self.tensors.trained,
+        )
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
         write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
