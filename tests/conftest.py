@@ -32,6 +32,7 @@ LONG = (
     "test_claims",
     "test_megatron_models",
     "test_handover",
+    "test_checkpoints",
     "test_wheel",
     "test_world_processes",
     "test_cli",
