@@ -160,7 +160,8 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what ``save`` wrote, into a backend that was set up afresh, in another process. The layout may be
-        another one, if ``supports`` says so of both; random generators are then nobody's."""
+        another one; random generators are then nobody's. A backend that cannot load every layout's in every other has
+        a class method ``supports_checkpoint(scenario, before, after)``, which answers as ``supports`` does."""
         ...
 
     def export_state(self, path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cells import BACKENDS, assert_honest, exhaustive
 from conftest import make_cell
 from test_deepspeed import in_ranks
@@ -21,8 +20,7 @@ from conformance.run.session import Session
 from conformance.scenario import Precision
 from conformance.validation import UsageError
 from conformance.world import Pool
-from impl.deepspeed.cut import check, cut_of
-from impl.strategy import ContextConfig
+from impl.deepspeed.cut import check, engine_cut
 
 pytest.importorskip("deepspeed")
 
@@ -192,10 +190,7 @@ ALLOWED = [
 
 
 def cut(layout: str, optimizer: str, precision: Precision) -> Any:
-    config = ContextConfig(layout=Layout.parse(layout), precision=precision, device="cpu", accumulation=1, packed=False)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]([parameter])
-    return cut_of(config, made)
+    return engine_cut(Layout.parse(layout), precision, optimizer={"adamw": "AdamW", "sgd": "SGD"}[optimizer])
 
 
 @pytest.mark.parametrize(("before", "after", "optimizer", "precision", "message"), REFUSED)

@@ -6,6 +6,7 @@ which differences are known.
 """
 
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,18 @@ class Refusals:
 
     def of(self, cell: Cell, model: Path) -> Verdict | None:
         """The verdict of a cell that cannot be run; None if it can. ``model``: the folder of its first model."""
-        return next((refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model))), None)
+        legs = (refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model)))
+        return next(legs, None) or self._of_checkpoints(cell)
+
+    def _of_checkpoints(self, cell: Cell) -> Verdict | None:
+        """Where a backend cannot load its own checkpoint of another layout."""
+        for before, after in pairwise(cell.legs):
+            ask = getattr(self.adapter(before.backend), "supports_checkpoint", None)
+            if ask and before.save == "checkpoint":
+                answer = ask(cell.scenario, before.layout, after.layout)
+                if isinstance(answer, Unsupported):
+                    return Verdict(state="unsupported", reason=answer.reason)
+        return None
 
     def _of_leg(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
         scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name

@@ -3,10 +3,12 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
+from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.ring.support import RING_MODULES, ring_support
 
@@ -90,3 +92,18 @@ class DeepspeedBackend(StrategyBackend):
                 "(docs/findings/deepspeed-ulysses-scale.md); use zero0, zero2 or zero3, or fp16"
             )
         return ring_support(scenario, layout)
+
+    @classmethod
+    def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        """Whether a checkpoint of one layout can be loaded in the other."""
+
+        def cut(layout: Layout) -> Cut:
+            own = "its own Adam" if scenario.optimizer.name == "adamw" else "its own SGD"
+            torchs = "AdamW" if scenario.optimizer.name == "adamw" else "SGD"
+            return engine_cut(layout, scenario.precision, optimizer=own if "ownopt" in layout.options else torchs)
+
+        try:
+            check(cut(before), cut(after))
+        except UsageError as error:
+            return Unsupported(str(error))
+        return Supported()

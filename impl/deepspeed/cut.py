@@ -7,9 +7,10 @@ it is refused here.
 
 from dataclasses import dataclass
 
+from conformance.layout import Layout
+from conformance.scenario import Precision
 from conformance.validation import UsageError
 from impl.deepspeed.settings import zero_stage
-from impl.strategy import ContextConfig
 
 WAY_ON = 'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell)'
 
@@ -27,17 +28,17 @@ class Cut:
     optimizer: str
 
 
-def cut_of(config: ContextConfig, optimizer: object) -> Cut:
-    """How an engine is cut whose base optimizer this is."""
-    stage, layout = zero_stage(config), config.layout
-    one_class = stage in (1, 2) and config.precision != "bf16"  # in bf16, ZeRO-1 has a class of its own
+def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
+    """How an engine is cut whose base optimizer is of this class."""
+    stage = zero_stage(layout)
+    one_class = stage in (1, 2) and precision != "bf16"  # in bf16, ZeRO-1 has a class of its own
     return Cut(
         stage="zero1 or zero2" if one_class else f"zero{stage}",
-        precision=config.precision,
+        precision=precision,
         tp=layout.tp,
         ulysses=layout.ulysses,
         ranks=layout.world_size // layout.tp,
-        optimizer=type(optimizer).__name__,
+        optimizer=optimizer,
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
 from impl.strategy import ContextConfig
 
@@ -9,8 +10,8 @@ DEFAULT_STAGE = 3  # cuts what FSDP2 cuts
 NEVER = 10**9
 
 
-def zero_stage(config: ContextConfig) -> int:
-    return DEFAULT_STAGE if config.layout.zero is None else config.layout.zero
+def zero_stage(layout: Layout) -> int:
+    return DEFAULT_STAGE if layout.zero is None else layout.zero
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
@@ -41,7 +42,7 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
         # float32 masters in any case. Gradients are reduced in float32, and added up over micro-batches in float32 by
         # all stages that offer it: at 0 they are the parameters' own, in half precision.
         settings["communication_data_type"] = summing_dtype(config)
-        if zero_stage(config) > 0:
+        if zero_stage(config.layout) > 0:
             settings["data_types"] = {"grad_accum_dtype": summing_dtype(config)}
     if "ownopt" in config.layout.options:
         settings["optimizer"] = _optimizer(config, optimizer)
@@ -54,7 +55,7 @@ def frozen_settings(config: ContextConfig) -> dict[str, Any]:
     ZeRO-3 cuts the parameters of such a model, too; the other stages cut nothing of it, and want an optimizer.
     """
     settings = cutting_settings(config)
-    return settings if zero_stage(config) == 3 else {**settings, "zero_optimization": {"stage": 0}}
+    return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
 def cutting_settings(config: ContextConfig) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, A
 
 
 def _zero(config: ContextConfig) -> dict[str, Any]:
-    stage = zero_stage(config)
+    stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         # Tiny parameters are cut like large ones. The linear of their own would stay in torch for good.

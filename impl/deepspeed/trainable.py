@@ -21,7 +21,7 @@ from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.collate import MicroBatch
 from impl.deepspeed import checkpoint, process
-from impl.deepspeed.cut import cut_of
+from impl.deepspeed.cut import Cut, engine_cut
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
@@ -53,7 +53,7 @@ class DeepspeedTrainable:
     def __init__(self, context: "DeepspeedContext", head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
-        self.stage = zero_stage(context.config)
+        self.stage = zero_stage(context.config.layout)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         self.source = path
@@ -272,10 +272,14 @@ class DeepspeedTrainable:
         }
 
     def save_ckpt(self, path: Path) -> None:
-        checkpoint.save(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
+        checkpoint.save(self.engine, path, self._cut())
 
     def load_ckpt(self, path: Path) -> None:
-        checkpoint.load(self.engine, path, cut_of(self.context.config, self.engine.basic_optimizer))
+        checkpoint.load(self.engine, path, self._cut())
+
+    def _cut(self) -> Cut:
+        config, optimizer = self.context.config, type(self.engine.basic_optimizer).__name__
+        return engine_cut(config.layout, config.precision, optimizer=optimizer)
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
         write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
