@@ -162,17 +162,6 @@ def said_of(model: MegatronTrainable, folder: Path) -> str:
     return said
 
 
-def change_a_byte(folder: Path) -> None:
-    file = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def remove_a_file(folder: Path) -> None:
-    min(folder.glob("*.distcp")).unlink()
-
-
 def cut_the_list(folder: Path) -> None:
     (folder / FILE).write_text((folder / FILE).read_text()[:100])
 
@@ -182,8 +171,6 @@ def remove_the_list(folder: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "byte": change_a_byte,
-    "file": remove_a_file,
     "cut": cut_the_list,
     "list": remove_the_list,
 }

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
@@ -92,3 +92,12 @@ class MegatronBackend(StrategyBackend):
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         return ring_support(scenario, layout)
+
+    @classmethod
+    def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        """Whether a checkpoint of one layout can be loaded in the other."""
+        if (before.zero == 1) == (after.zero == 1):
+            return Supported()
+        return Unsupported(
+            "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
+        )

@@ -2,11 +2,11 @@
 
 The library writes and reads them. Ours is what it leaves out for torch's optimizers
 (docs/findings/megatron-checkpoint-torch-optimizers.md), writing in this process, and a list of what the checkpoint is
-of and of its files, so that one that does not fit or is damaged is refused before anything has changed.
+of, so that one that does not fit is refused before anything has changed. What is damaged shows in the manifest of the
+whole checkpoint (impl/checkpoints).
 """
 
 import contextlib
-import hashlib
 import json
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +68,7 @@ def save(path: Path, training: Training) -> None:
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
         agree(f"writing {path}", _error_of(lambda: dist_checkpointing.save(state, str(path))))
     if dist.get_rank() == 0:
-        files = {file.name: _digest(file) for file in path.iterdir()}
-        told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated, "files": files}
+        told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated}
         (path / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
     dist.barrier()
 
@@ -77,7 +76,7 @@ def save(path: Path, training: Training) -> None:
 def load(path: Path, training: Training) -> None:
     """Read what ``save`` wrote, in any layout; collective.
 
-    Raises UsageError for what does not fit or is damaged; nothing has changed then.
+    Raises UsageError for what does not fit; nothing has changed then.
     """
     refuse_foreign(training.optimizer.optimizer)
     answer = [_read_told(path, training.told()) if dist.get_rank() == 0 else None]
@@ -208,7 +207,7 @@ def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
         return f"{path} holds no {FILE}; give the folder that save_ckpt got, or wait until it has been written whole"
     try:
         told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = (told["format"], told["version"]) == (FORMAT, VERSION) and {"of", "updated", "files"} <= told.keys()
+        known = (told["format"], told["version"]) == (FORMAT, VERSION) and {"of", "updated"} <= told.keys()
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
@@ -219,16 +218,4 @@ def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
             f"{own[other[0]]!r} here; give the checkpoint of this model and optimizer, or hand over a state, which "
             f"goes with and without the distributed optimizer"
         )
-    damaged = [name for name, digest in told["files"].items() if not _is_whole(path / name, digest)]
-    if damaged:
-        return f"{path}: {', '.join(sorted(damaged))} not as written; save the checkpoint again, or copy it again"
     return told
-
-
-def _is_whole(file: Path, digest: str) -> bool:
-    return file.is_file() and _digest(file) == digest
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
