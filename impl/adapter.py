@@ -52,6 +52,7 @@ RL_SEAMS = {
 HANDOVER_SEAMS = {
     "load_kind": "impl.training_state:load_kind",
     "load_progress": "impl.training_state:load_progress",
+    "read_generators": "impl.checkpoints.generators:read_file",
 }
 # Of backends whose logits stay cut along the vocabulary.
 VOCABULARY_SEAMS = {

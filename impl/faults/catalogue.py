@@ -61,6 +61,7 @@ forward_backward    (trainable, inputs, *, want, temperature, loss) -> outputs o
 outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
 through_softmax     (shifted logits, log sum, mean, gradients) -> the logits' gradient by way of the softmax
 load_kind           (model, kind, folder): sets one kind of its training state from files
+read_generators     (folder, rank) -> states of a rank's random generators, out of a checkpoint
 load_progress       (model, progress): sets schedule and loss scale
 write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
 through_label       (gradient, of_logprob, *, index, held): adds the gradient of each label's own logit

@@ -140,6 +140,13 @@ def _optimizer_state(model: Any) -> Mapping[Any, dict[str, Any]]:
     return state
 
 
+def _of_the_first_rank(read_file: Function) -> Function:
+    def faulty(folder: Path, rank: int) -> Any:
+        return read_file(folder, 0)
+
+    return faulty
+
+
 def _stale_shard(write_model: Function) -> Function:
     def faulty(folder: Path, *, source: Path, weights: Named, **options: Any) -> None:
         write_model(folder, source=source, weights=_with_an_old_one(source, weights), **options)
@@ -281,6 +288,16 @@ HANDOVER_FAULTS = (
         loss_blind=True,
         needs="a handover of training state of AdamW to another leg",
         wrap=_one_count_for_all,
+    ),
+    Fault(
+        name="generators-of-first-rank",
+        summary="all ranks go on with the first one's random generators, so all drop out the same",
+        source="https://github.com/PaddlePaddle/PaddleFleetX/issues/1005",
+        seam="read_generators",
+        stage="generators",
+        loss_blind=True,
+        needs="a checkpoint that is loaded in the layout that saved it, of two ranks or more",
+        wrap=_of_the_first_rank,
     ),
     Fault(
         name="stale-shard",

@@ -173,6 +173,7 @@ _HANDOVER = {
     "schedule-restarted": _handed(),
     "loss-scale-forgotten": _handed(blank=_FP16),
     "one-count-for-all": _handed(),
+    "generators-of-first-rank": _handed("checkpoint"),
     "stale-shard": _handed("export"),
     "untied-export": _handed("export", model="qwen3"),
 }
@@ -181,10 +182,12 @@ PLACES: Mapping[str, Place] = {**_SFT, **_RL, **_HANDOVER}
 
 
 def with_handover(cell: Cell, what: Handover) -> Cell:
-    """The same in two legs: after two steps ``what`` goes to another layout of the same backend."""
+    """The same in two legs: after two steps ``what`` goes to another layout of the same backend, a checkpoint to the
+    same, in which alone random generators go on."""
     (leg,) = cell.legs
     first = replace(leg, steps=2, save=what)
-    second = replace(leg, layout=Layout.parse(HANDED_TO[leg.backend.name]), steps=leg.steps - 2)
+    layout = leg.layout if what == "checkpoint" else Layout.parse(HANDED_TO[leg.backend.name])
+    second = replace(leg, layout=layout, steps=leg.steps - 2)
     return replace(cell, legs=(first, second), program=what)
 
 
