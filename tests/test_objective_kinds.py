@@ -195,6 +195,8 @@ def test_stages_of_sft_are_in_causal_order() -> None:
     assert stages(all_observables(Sft())) == (
         "configuration",
         "weights",
+        "training state",
+        "generators",
         "log-probs",
         "loss",
         "gradients",

@@ -213,6 +213,6 @@ def test_what_is_refused_changes_nothing_and_what_is_converted_leaves_nothing(po
     assert in_ranks(pool, tmp_path, "save_checkpoint", "dp2.zero3") == [None, None]
     for result in in_ranks(pool, tmp_path, "load_checkpoint", "dp2.zero2"):
         assert "of stage zero3 into the same only" in result.pop("said")
-        assert result == {"changed": False, "left": ["policy"]}
+        assert result == {"changed": False, "left": ["checkpoint"]}
     (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", world="one")
-    assert result == {"said": "", "changed": True, "left": ["policy"]}
+    assert result == {"said": "", "changed": True, "left": ["checkpoint"]}

@@ -44,11 +44,10 @@ class HFTrainerBackend:
         return Supported() if scenario.precision != "fp16" else Unsupported("fp16 loss scaling is not undone; use bf16")
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
-        o, s, k = scenario.optimizer, scenario.schedule, scenario.accumulation
-        sgd = {"optim": "sgd", "optim_args": f"momentum={o.momentum}"}
-        adamw = {"adam_beta1": o.betas[0], "adam_beta2": o.betas[1], "adam_epsilon": o.eps}
+        o, s, k, (b1, b2) = scenario.optimizer, scenario.schedule, scenario.accumulation, scenario.optimizer.betas
+        adamw = {"adam_beta1": b1, "adam_beta2": b2, "adam_epsilon": o.eps, "weight_decay": o.weight_decay}
         args = TrainingArguments(
-            **(sgd if o.name == "sgd" else adamw | {"weight_decay": o.weight_decay}),
+            **({"optim": "sgd", "optim_args": f"momentum={o.momentum}"} if o.name == "sgd" else adamw),
             **{"learning_rate": o.lr, "max_grad_norm": o.max_grad_norm or 0.0},  # 0: no clipping
             **{"gradient_accumulation_steps": k, "per_device_train_batch_size": scenario.data.rows // (layout.dp * k)},
             **{"use_cpu": device == "cpu", "bf16": scenario.precision == "bf16"},
@@ -56,8 +55,7 @@ class HFTrainerBackend:
             **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # writes nothing
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
-        folder = weights["policy"]
-        code = runs_code(folder, trusted=scenario.trust_remote_code)
+        code = runs_code(folder := weights["policy"], trusted=scenario.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
         self.trainer = ObservedTrainer(model, args, data_collator=collate)
         name = s.name.replace("constant", "constant_with_warmup")

@@ -58,6 +58,9 @@ class _Renamed:
 
 
 class _Zeros(_Renamed):
+    def region(self, name: str, *place: Any) -> torch.Tensor:
+        return super().region(name, *place).zero_()
+
     def whole(self, name: str) -> torch.Tensor:
         return super().whole(name).zero_()
 
