@@ -59,3 +59,7 @@ def test_the_table_of_faults_says_what_is_tested_here() -> None:
     rows = re.findall(r"^\| `([a-z0-9-]+)`: (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
     answer = {True: "yes", False: "no"}
     assert rows == [(f.name, f.summary, f.stage, answer[f.loss_blind], f.source) for f in HANDOVER_FAULTS]
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    blind = sum(fault.loss_blind for fault in HANDOVER_FAULTS)
+    link = "([table](docs/faults.md#faults-of-handing-over))"
+    assert f"Of {len(HANDOVER_FAULTS)} faults of handing over a training {link} {blind} leave the first loss" in readme
