@@ -21,7 +21,7 @@ pytest.importorskip("deepspeed")
         exhaustive("sft-packed", "pangu", "dp1.zero1"),
         exhaustive("sft-packed", "pangu", "dp2.zero0"),
         ("sft-padded", "llama", "dp2.zero1"),
-        ("sft-sgd", "qwen3", "dp2.zero2"),
+        exhaustive("sft-sgd", "qwen3", "dp2.zero2"),
         exhaustive("sft-packed", "gemma3", "dp2.zero3"),
         exhaustive("sft-warmup", "llama", "dp2.zero0"),
         exhaustive("sft-warmup", "qwen3", "dp2.zero2"),
@@ -39,7 +39,7 @@ pytest.importorskip("deepspeed")
         exhaustive("sft-packed", "llama", "tp2.sp2.zero3"),
         exhaustive("sft-packed", "llama", "ulysses2.zero0"),
         exhaustive("sft-sgd", "qwen3", "dp2.ulysses2.zero2"),
-        ("sft-packed", "gemma3", "ulysses2.zero3"),
+        exhaustive("sft-packed", "gemma3", "ulysses2.zero3"),
         exhaustive("sft-packed", "pangu", "sp2.ulysses2.zero3.ckpt"),
         exhaustive("sft-sgd", "llama", "tp2.ulysses2.zero1"),
         exhaustive("sft-uneven", "pangu", "dp3.zero1"),
@@ -117,7 +117,7 @@ def test_every_stage_with_and_without_accumulation_and_clipping(
 
 
 HALF_LAYOUTS = ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0", "tp2.zero1", "ulysses2.zero2")
-FAST = {("dp2.zero0", "bf16"), ("dp2.zero1", "fp16"), ("dp2.zero2", "fp32"), ("dp2.zero3", "bf16")}  # each stage
+FAST = {("dp2.zero1", "fp16"), ("dp2.zero3", "bf16")}
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
@@ -158,7 +158,7 @@ def test_gradients_of_ulysses_at_zero_3_are_an_expected_difference(session: Sess
     assert verdict.state == "expected_difference", verdict.reason
 
 
-@pytest.mark.parametrize("layout", ["ulysses2.zero2.shipped", exhaustive("tp2.ulysses2.zero3.shipped")])
+@pytest.mark.parametrize("layout", [exhaustive("ulysses2.zero2.shipped"), exhaustive("tp2.ulysses2.zero3.shipped")])
 def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) -> None:
     verdict = session.run(cell_of("deepspeed", "sft-sgd", "llama", layout, "exact")).verdict
     assert verdict.state == "conforms", verdict.reason

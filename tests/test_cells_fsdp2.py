@@ -21,7 +21,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
     [
         exhaustive("sft-packed", "pangu", "tp2.seqpar"),
         ("sft-packed", "gemma3", "tp2.seqpar.losspar"),
-        ("sft-packed", "qwen3", "tp2.plan"),
+        exhaustive("sft-packed", "qwen3", "tp2.plan"),
         exhaustive("sft-packed", "qwen3", "dp2.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.tp2.lastsync"),
         exhaustive("sft-packed", "pangu", "dp2.rep2.lastsync"),
@@ -56,7 +56,7 @@ def test_exact_over_five_steps(session: Session) -> None:
     ("layout", "precision"),
     [
         ("tp2", "fp16"),
-        ("sp2.ring", "bf16"),
+        exhaustive("sp2.ring", "bf16"),
         exhaustive("dp2", "bf16"),
         exhaustive("sp2", "fp16"),
         exhaustive("dp2", "fp16"),
@@ -70,7 +70,7 @@ def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout
     assert verdict.state == "conforms", verdict.reason
 
 
-@pytest.mark.parametrize("model", ["qwen3", exhaustive("gemma3")])
+@pytest.mark.parametrize("model", [exhaustive("qwen3"), exhaustive("gemma3")])
 def test_head_norms_as_transformers_ships_them_are_an_expected_difference(session: Session, model: str) -> None:
     verdict = session.run(cell_of("fsdp2", "sft-packed", model, "dp2.tp2.lastsync.shipped", "exact")).verdict
     assert verdict.state == "expected_difference", verdict.reason
@@ -118,6 +118,7 @@ def test_rings_as_the_package_ships_them_are_an_expected_difference(
     assert verdict.first_stage == stage
 
 
+@pytest.mark.exhaustive
 def test_rings_as_the_package_ships_them_are_right_in_bf16(session: Session) -> None:
     verdict = session.run(cell_of("fsdp2", "sft-packed", "qwen3", "sp2.zigzag.shipped", "bf16")).verdict
     assert verdict.state == "conforms", verdict.reason

@@ -75,7 +75,7 @@ def assert_first_ratio_is_one(session: Session, cell: Cell) -> None:
 @pytest.mark.parametrize(
     ("backend", "scenario", "model", "layout"),
     [
-        ("fsdp2", "grpo-half", "qwen3", "dp2"),
+        exhaustive("fsdp2", "grpo-half", "qwen3", "dp2"),
         exhaustive("deepspeed", "grpo-half", "llama", "dp2.zero1"),
         exhaustive("megatron", "ppo-half", "llama", "dp2.zero1"),
         exhaustive("fsdp2", "ppo-half", "gemma3", "tp2"),

@@ -91,7 +91,7 @@ def test_a_world_holds_no_more_after_its_second_cell_of_a_kind_than_after_the_fi
         "dp2.zero3",
         exhaustive("tp2.zero3"),
         exhaustive("sp2.zero1"),
-        "ulysses2.zero3",
+        exhaustive("ulysses2.zero3"),
     ],
 )
 def test_the_first_of_two_contexts_leaves_the_other_intact(pool: Pool, tmp_path: Path, layout: str) -> None:
@@ -161,13 +161,15 @@ def test_half_precision_needs_nothing_of_the_cpu(
             assert results == [{"onednn": False, "computed": dtype, "moved": True}] * 2
 
 
-@pytest.mark.parametrize("layout", ["dp2.zero0", exhaustive("dp2.zero1"), "dp2.zero2", "dp2.zero3", "tp2.zero2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2.zero3", *map(exhaustive, ("dp2.zero0", "dp2.zero1", "dp2.zero2", "tp2.zero2"))]
+)
 def test_optimizer_state_has_canonical_names_and_is_whole(pool: Pool, tmp_path: Path, layout: str) -> None:
     for errors in in_ranks(pool, tmp_path, "optimizer_state", layout):
         assert max(errors.values()) < HONEST
 
 
-@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero3.shardinit", "tp2.zero1"])
+@pytest.mark.parametrize("layout", [exhaustive("dp2.zero0"), "dp2.zero3.shardinit", exhaustive("tp2.zero1")])
 def test_a_saved_model_is_what_was_loaded(pool: Pool, tmp_path: Path, layout: str) -> None:
     assert in_ranks(pool, tmp_path, "save_model", layout) == [[], []]
 

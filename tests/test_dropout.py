@@ -40,7 +40,7 @@ FIRST = (0, 4)
         exhaustive("deepspeed", "ppo", "gemma3", "tp2.zero1"),
         exhaustive("deepspeed", "grpo", "qwen3", "sp2.zero1"),
         exhaustive("deepspeed", "grpo", "llama", "ulysses2.zero2"),
-        ("megatron", "grpo", "qwen3", "tp2"),
+        exhaustive("megatron", "grpo", "qwen3", "tp2"),
         exhaustive("megatron", "ppo", "pangu", "dp2.zero1"),
         exhaustive("megatron", "ppo", "llama", "sp2"),
         exhaustive("megatron", "grpo", "llama", "pp2.vpp2"),

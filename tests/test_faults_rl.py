@@ -66,8 +66,8 @@ def test_fault_is_caught_at_the_predicted_stage(
     ("name", "scenario", "stage"),
     [
         ("local-token-mean", "grpo", "loss"),
-        ("copied-micro-batch", "grpo", "gradients"),
-        ("local-token-mean", "ppo", "loss"),
+        exhaustive("copied-micro-batch", "grpo", "gradients"),
+        exhaustive("local-token-mean", "ppo", "loss"),
     ],
 )
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def score_of(out: Path, *options: str) -> tuple[int, Score]:
     return done.returncode, read_score(out / JSON)[0]
 
 
+@pytest.mark.exhaustive
 def test_every_fault_is_planned_on_every_backend_in_every_tier(tmp_path: Path) -> None:
     status, score = score_of(tmp_path / "out", "--minutes", "0")
     assert status == 3
