@@ -29,7 +29,7 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
         ("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
         exhaustive("deepspeed", "ppo", "llama", "dp2.zero3"),
         exhaustive("megatron", "grpo", "pangu", "sp2"),
-        ("megatron", "ppo", "qwen3", "pp2.vpp2"),
+        exhaustive("megatron", "ppo", "qwen3", "pp2.vpp2"),
         exhaustive("fsdp2", "reinforce", "pangu", "dp2"),
         exhaustive("deepspeed", "reinforce-baseline", "qwen3", "dp2.zero1"),
         exhaustive("megatron", "reinforce", "llama", "tp2"),

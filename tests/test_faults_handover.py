@@ -28,8 +28,14 @@ def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
     return with_handover(single, place.hands_over)
 
 
+# Seen where others are: of one kind each, the nightly has all.
+ALIKE = ("steps-not-loaded", "moments-exchanged", "gate-for-up")
 PLANTED = [
-    pytest.param(backend, fault.name, marks=() if place % len(BACKENDS) == turn else pytest.mark.exhaustive)
+    pytest.param(
+        backend,
+        fault.name,
+        marks=() if place % len(BACKENDS) == turn and fault.name not in ALIKE else pytest.mark.exhaustive,
+    )
     for place, fault in enumerate(HANDOVER_FAULTS)
     for turn, backend in enumerate(BACKENDS)
 ]

@@ -83,6 +83,7 @@ def test_each_leg_of_a_cell_runs_in_ranks_that_have_seen_no_other(session: Sessi
     assert verdict.state == "conforms", verdict.reason
 
 
+@pytest.mark.exhaustive
 def test_a_cell_that_differs_in_fresh_ranks_too_says_so(session: Session) -> None:
     verdict, values = run(session, "Wrong")
     assert verdict.state == values["other"]["state"] == "differs"
@@ -104,6 +105,7 @@ def test_a_cell_with_a_planted_fault_is_not_run_twice(session: Session) -> None:
     assert not (folder_of(session, cell_of("Leftover", 1, "inverted-clip")) / "fresh").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("leftover", "breaks")
 def test_old_records_of_both_are_judged_again_and_shown(session: Session, tmp_path: Path) -> None:
     session.write_summary(finished=True)

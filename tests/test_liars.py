@@ -45,7 +45,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
             "Fsdp2DropsItsOptions", "dp2.tp2.seqpar.lastsync", "gradients are reduced after the last micro-batch"
         ),
         exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
-        ("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
+        exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),

@@ -104,6 +104,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
+@pytest.mark.exhaustive
 def test_a_record_that_is_not_whole_is_computed_again(first: tuple[Path, Path], cache: Path, tmp_path: Path) -> None:
     shutil.copytree(first[1], cache.parent)
     for entry, damage, name in zip(
@@ -178,6 +179,7 @@ def test_the_place_of_the_inputs_makes_no_other_record(frozen: FrozenInputs, inp
     assert key(inputs) == key(frozen)
 
 
+@pytest.mark.exhaustive
 def test_the_same_model_in_another_folder_is_judged_by_a_record_that_names_it(cache: Path, tmp_path: Path) -> None:
     scenario = cell().scenario
     moved = Path(shutil.copytree(resolve(scenario.model), tmp_path / "moved"))
@@ -343,6 +345,7 @@ def test_a_session_prunes_when_it_ends(cache: Path, tmp_path: Path, monkeypatch:
     assert entries(cache) == []
 
 
+@pytest.mark.exhaustive
 def test_where_the_cache_cannot_be_written_to_a_run_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

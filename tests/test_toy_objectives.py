@@ -49,7 +49,7 @@ def test_an_objective_of_ones_own_conforms_with_the_outputs_that_it_asks_for(
     assert any(quantity.tensor == "weight_sum" for quantity in verdict.quantities)
 
 
-@pytest.mark.parametrize(("scenario", "backends"), [("sft-sgd", PLAIN), exhaustive("sft-packed", BACKENDS)])
+@pytest.mark.parametrize(("scenario", "backends"), [exhaustive("sft-sgd", PLAIN), exhaustive("sft-packed", BACKENDS)])
 def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(
     tmp_path: Path, scenario: str, backends: dict[str, BackendEntry]
 ) -> None:

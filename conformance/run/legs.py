@@ -79,11 +79,16 @@ def _run_leg(
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:
-    """The world that a leg runs in: its size, and what its backend is slow to import."""
+    """The world that a leg runs in: its size, and what its backend is slow to import.
+
+    An adapter that inherits what it says of that is forked from the same process as the one that it inherits from.
+    """
+    adapter = leg.backend.load()
+    says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
     preload = (
-        leg.backend.target.partition(":")[0],
+        says.__module__,
         "conformance.run.task",
-        *getattr(leg.backend.load(), "preload", ("torch._dynamo",)),  # torch.optim does: a second in every rank
+        *getattr(adapter, "preload", ("torch._dynamo",)),  # torch.optim does: a second in every rank
     )
     return WorldConfig(size=leg.layout.world_size, device=device, preload=preload)
 
