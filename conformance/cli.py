@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    announced = announced_commands()
-    names = ("list", "run", "judge", "report", "compare", "doctor", *announced)
-    commands = parser.add_subparsers(required=True, metavar="|".join(names))
+    own = ("list", "run", "judge", "report", "compare", "doctor")
+    announced = {name: command for name, command in announced_commands().items() if name not in own}
+    commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)

@@ -7,7 +7,7 @@ import argparse
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from conformance.validation import UsageError
+from conformance.validation import UsageError, one_line
 
 ENTRY_POINT_GROUP = "parity.commands"
 
@@ -29,7 +29,7 @@ def announced_commands() -> dict[str, Command]:
         try:
             found[entry.name] = entry.load()
         except Exception as error:  # whatever a plug-in does is no reason to stop the others
-            found[entry.name] = _Missing(f"{type(error).__name__}: {error}")
+            found[entry.name] = _Missing(f"{type(error).__name__}: {one_line(error)}")
     return found
 
 
@@ -37,10 +37,12 @@ class _Missing:
     """Stands for a command that cannot be imported."""
 
     def __init__(self, reason: str) -> None:
-        self.help = f"not available: {reason}"
+        self.reason = f"not available: {reason}"
+        self.help = self.reason.replace("%", "%%")  # as argparse wants it
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("ignored", nargs=argparse.REMAINDER)
+        parser.prefix_chars = "\0"  # whatever it is given, options too, it only says why it is missing
+        parser.add_argument("ignored", nargs="*")
 
     def run(self, options: argparse.Namespace) -> int:
-        raise UsageError(f"this command is {self.help}")
+        raise UsageError(f"this command is {self.reason}")

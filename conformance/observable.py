@@ -98,6 +98,8 @@ class Observable:
     @property
     def exact_bound(self) -> float | None:
         """A bound that holds in every precision, because nothing is computed; None where the tolerance rule decides."""
+        if self.when == "handover":
+            return 0.0
         return SETTING_ERROR if (self.kind == "setting" or self.when == "loaded") and not self.rounded else None
 
     def applies(self, step: int) -> bool:

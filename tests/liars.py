@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -95,6 +97,25 @@ class ForgetsTheOptimizer(Fsdp2Backend):
         super().load(path)
         for model in self.models.values():
             model.optimizer.state.clear()  # type: ignore[attr-defined]
+
+
+def seed_alike() -> None:
+    random.seed(42)
+    numpy.random.seed(42)
+    torch.manual_seed(42)
+
+
+class SeedsItself(Fsdp2Backend):
+    """Restores no random generators, but seeds them alike at every start, as many scripts do."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        seed_alike()
+        return resolved
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        seed_alike()
 
 
 class ExportsOtherWeights(Fsdp2Backend):

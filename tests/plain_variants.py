@@ -55,6 +55,16 @@ class Clumsy(Plain):
         raise KeyError("a defect")
 
 
+class Selfish:
+    """Has no training state for others, and breaks when it is asked about its checkpoints."""
+
+    objectives, describe, supports = Plain.objectives, Plain.describe, Plain.supports
+
+    @classmethod
+    def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        raise KeyError("a defect")
+
+
 class Leftover(Plain):
     """Patches its process and leaves it so: from its second cell there, losses are a thousandth too large."""
 

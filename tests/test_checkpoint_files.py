@@ -375,8 +375,9 @@ def test_what_is_no_checkpoint_is_told_in_one_line(
 
 
 def test_a_command_that_cannot_be_imported_stops_no_other(announced: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["broken"]) == 2
-    assert "not available: ModuleNotFoundError: No module named 'no_such_module'" in capsys.readouterr().err
+    for arguments in ([], ["x", "--to", "state"], ["-h"]):
+        assert cli.main(["broken", *arguments]) == 2
+        assert "not available: ModuleNotFoundError: No module named 'no_such_module'" in capsys.readouterr().err
     assert cli.main(["inspect", str(MODELS / "qwen3"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["format"] == "Hugging Face folder"

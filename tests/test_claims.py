@@ -13,8 +13,13 @@ import torch
 
 from conformance import cli, doctor
 from conformance.backend import BackendEntry
+from conformance.layout import Layout
+from conformance.paths import FIXTURES, resolve
+from conformance.plan.cell import Cell, Handover, Leg
 from conformance.plan.selection import Demands
 from conformance.record.results import SCHEMA
+from conformance.run.refusal import Refusals
+from conformance.scenario import load_scenario
 
 SCENARIO = """
 steps = 2
@@ -90,6 +95,33 @@ def test_an_adapter_that_breaks_when_it_is_asked_is_a_failure(run: Runner) -> No
     ran = run("Clumsy", also=("--cells", "*/dp1/*"))
     assert (ran.code, ran.states) == (3, {"clumsy/dp1": "infrastructure"})
     assert "KeyError at plain_variants.py:" in ran.reasons["clumsy/dp1"]
+
+
+@pytest.mark.parametrize(
+    ("save", "state", "reason"),
+    [
+        ("state", "unsupported", "selfish has no export_state, so it hands over no training state"),
+        (
+            "checkpoint",
+            "infrastructure",
+            "selfish was asked whether it supports the cell: KeyError at plain_variants.py:",
+        ),
+    ],
+)
+def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
+    save: Handover, state: str, reason: str
+) -> None:
+    scenario = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
+    selfish = BackendEntry(name="selfish", target="plain_variants:Selfish")
+    legs = [
+        Leg(backend=selfish, layout=Layout(dp=2), steps=2, save=save),
+        Leg(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
+    ]
+    cell = Cell(scenario=scenario, legs=tuple(legs), program="mine")
+    refused = Refusals("cpu").of(cell, resolve(scenario.model))
+    assert refused
+    assert refused.state == state
+    assert refused.reason.startswith(reason)
 
 
 def test_the_doctor_tells_a_broken_adapter_from_one_that_is_not_installed(

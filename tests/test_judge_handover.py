@@ -40,7 +40,7 @@ BOTH = {"a": MOMENTUM, "b": MOMENTUM + 1}
         ({"a": MOMENTUM}, "momentum_buffer of b (missing)"),
         ({}, "momentum_buffer of a (missing)"),
         (BOTH | {"c": MOMENTUM}, "momentum_buffer of c (unexpected)"),
-        (BOTH | {"a": MOMENTUM.float().double() * (1 + 1e-8)}, "momentum_buffer of a"),
+        (BOTH | {"a": MOMENTUM * (1 + 2**-52)}, "momentum_buffer of a"),
         (BOTH | {"a": MOMENTUM[:, :2]}, "momentum_buffer of a (shape (4, 2) instead of (4, 3))"),
         (BOTH | {"a": MOMENTUM.float()}, "momentum_buffer of a (torch.float32 instead of torch.float64)"),
     ],
@@ -55,6 +55,16 @@ def test_training_state_is_compared_directly_after_loading(
     if first_finding:
         assert (verdict.state, verdict.first_stage) == ("differs", "training state")
         assert {f.step for f in verdict.findings} == {LOADED}
+
+
+def test_weights_are_handed_over_to_the_last_bit(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == LOADED - 1:
+            tensors["weight/b"] *= 1 + 2**-52
+
+    verdict = verdict_of(tmp_path, lambda *_: None, change)
+    assert (verdict.state, verdict.first_stage) == ("differs", "weights")
+    assert [(f.tensor, f.step) for f in verdict.findings] == [("b", LOADED)]
 
 
 def test_state_that_is_not_shown_is_told_and_judged_by_what_follows(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
     [
         ("WritesNoCheckpoint", "checkpoint", "weights"),
         ("ForgetsTheOptimizer", "checkpoint", "training state"),
+        ("SeedsItself", "checkpoint", "generators"),
         ("ExportsOtherWeights", "export", "weights"),
     ],
 )

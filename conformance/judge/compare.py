@@ -70,7 +70,8 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
 def _handed_over(before: Record, after: Record, observables: Sequence[Observable]) -> Iterator[Measurement]:
     """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
 
-    It is told at the step that comes next. Training state and generators are handed over where the optimizer is.
+    It is told at the step that comes next. Training state and generators are handed over where the optimizer is. What
+    is frozen may be held rounded by one backend and not by another; all else is the same to the bit.
     """
     end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
     last, first = end.tensors(), after.loaded.tensors()
@@ -79,7 +80,8 @@ def _handed_over(before: Record, after: Record, observables: Sequence[Observable
         own, reference = named(first, o.key), named(last, o.key)
         if o.when == "loaded":
             # A model that is not trained is recorded as loaded only.
-            yield from _tensors(o, number, own, reference or named(before.loaded.tensors(), o.key))
+            for found in _tensors(o, number, own, reference or named(before.loaded.tensors(), o.key)):
+                yield found if o.rounded else replace(found, fixed=0.0)
         elif o.when == "handover" and o.kind == "tensors" and goes_on:
             for found in _tensors(o, number, own, reference):
                 yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")

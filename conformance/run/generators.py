@@ -1,7 +1,8 @@
 """Generators: the random generators of a rank, seeded for a leg and compared over a handover (claim 5).
 
-Nothing that is judged by the oracle draws a random number; dropout does, and data order. So a leg begins with states
-that no other leg and no other rank has, and a checkpoint has to bring those of the leg before, rank by rank.
+Nothing that is judged by the oracle draws a random number; dropout does, and data order. So a leg begins, and ends
+before it saves, with states that nothing else has: no other leg, no other rank, and no framework that seeds itself. A
+checkpoint has to bring those with which the leg before ended, rank by rank.
 """
 
 import hashlib
@@ -11,9 +12,10 @@ import numpy
 import torch
 
 
-def seed_generators(seed: int, rank: int, first_step: int) -> None:
-    """Seed all generators of this rank, by the scenario's seed, the rank, and the step that its leg begins with."""
-    number = (seed * 1000 + first_step) * 1000 + rank
+def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = False) -> None:
+    """Seed all generators of this rank, by the scenario's seed, the rank, the optimizer step that comes next, and
+    whether a leg is ``ending`` before it or begins with it."""
+    number = ((seed * 1000 + next_step) * 1000 + rank) * 2 + ending
     random.seed(number)
     numpy.random.seed(number % 2**32)
     torch.manual_seed(number)  # of every device

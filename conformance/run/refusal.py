@@ -6,13 +6,14 @@ which differences are known.
 """
 
 import traceback
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Unsupported
+from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported
 from conformance.defect import Known
 from conformance.expectation import ExpectedDifference
 from conformance.plan.cell import Cell, Leg
@@ -32,17 +33,21 @@ class Refusals:
     def of(self, cell: Cell, model: Path) -> Verdict | None:
         """The verdict of a cell that cannot be run; None if it can. ``model``: the folder of its first model."""
         legs = (refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model)))
-        return next(legs, None) or self._of_checkpoints(cell)
+        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._of_handover(cell, *legs)))
+        return next(legs, None) or next(handovers, None)
 
-    def _of_checkpoints(self, cell: Cell) -> Verdict | None:
-        """Where a backend cannot load its own checkpoint of another layout."""
-        for before, after in pairwise(cell.legs):
-            ask = getattr(self.adapter(before.backend), "supports_checkpoint", None)
-            if ask and before.save == "checkpoint":
-                answer = ask(cell.scenario, before.layout, after.layout)
-                if isinstance(answer, Unsupported):
-                    return Verdict(state="unsupported", reason=answer.reason)
-        return None
+    def _of_handover(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
+        """Where a backend has no training state for others, or cannot load its own checkpoint of another layout."""
+        giver, taker = self.adapter(before.backend), self.adapter(after.backend)
+        if before.save == "state":
+            for backend, adapter, method in ((before, giver, "export_state"), (after, taker, "import_state")):
+                if not hasattr(adapter, method):
+                    reason = f"{backend.backend.name} has no {method}, so it hands over no training state"
+                    return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
+        ask = getattr(giver, "supports_checkpoint", None)
+        if before.save != "checkpoint" or ask is None:
+            return None
+        return _asked(before.backend.name, lambda: ask(cell.scenario, before.layout, after.layout))
 
     def _of_leg(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
         scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
@@ -51,16 +56,8 @@ class Refusals:
             return adapter
         if kind not in getattr(adapter, "objectives", ("sft",)):
             return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
-        try:
-            answer = adapter.supports(scenario, leg.layout)
-        except UsageError:
-            raise
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            raised = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"
-            return Verdict(state="infrastructure", reason=f"{name} was asked whether it supports the cell: {raised}")
-        if isinstance(answer, Unsupported):
-            return Verdict(state="unsupported", reason=answer.reason)
+        if refused := _asked(name, lambda: adapter.supports(scenario, leg.layout)):
+            return refused
         try:
             leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
         except UsageError as error:
@@ -99,3 +96,16 @@ class Refusals:
             except BrokenBackend as error:
                 self._adapters[backend] = Verdict(state="infrastructure", reason=str(error))
         return self._adapters[backend]
+
+
+def _asked(name: str, ask: Callable[[], Support]) -> Verdict | None:
+    """The verdict where a backend does not claim a cell, or raises when it is asked; None where it claims it."""
+    try:
+        answer = ask()
+    except UsageError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"
+        return Verdict(state="infrastructure", reason=f"{name} was asked whether it supports the cell: {raised}")
+    return Verdict(state="unsupported", reason=answer.reason) if isinstance(answer, Unsupported) else None

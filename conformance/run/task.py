@@ -59,7 +59,8 @@ def run_leg(
         adapter = BackendEntry(name="", target=target).load()
         begins = header(cell, adapter, config, layout, loads=load[0] if load else "")
         observer = _Observer(rank, config, begins, Path(record), first_step)
-        # A leg begins with generators of its own, so that those of a checkpoint are missed where nobody restores them.
+        # A leg begins with generators of its own, and ends with others, so that those of a checkpoint are missed where
+        # nobody restores them.
         seed_generators(config.seed, rank.rank, first_step)
         calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
@@ -140,7 +141,7 @@ class _Observer:
         self, rank: RankContext, scenario: Scenario, header: dict[str, Any], path: Path, first_step: int
     ) -> None:
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
-        self.exact = scenario.precision == "exact"
+        self.exact, self.seed = scenario.precision == "exact", scenario.seed
         self.roles = scenario.objective.roles
         self.observables = all_observables(scenario.objective)
         self.writer: RecordWriter | None = None
@@ -199,9 +200,12 @@ class _Observer:
             for role in trained.values():
                 tensors |= self._full("weight", role, backend)
             shards = _shards("weight", trained.values(), backend)
-        generators = self._generators() if handed else []
+        generators: list[dict[str, str]] = []
         if handed:
             tensors |= self._state(backend)
+            # What a framework seeds by itself at every start would else be there again without being restored.
+            seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True)
+            generators = self._generators()
         values = check_values(metrics, self.observables, type(backend).__name__)
         replicas |= compare(shards | _pieces(metrics, self.observables))
         tensors |= self._rows(metrics)
