@@ -14,8 +14,20 @@ from safetensors.torch import save_file
 
 from conformance.backend import NamedTensors
 from conformance.inputs.model import INDEX, SINGLE
+from conformance.validation import UsageError
 from impl.together import agree
 
+# What safetensors calls the dtypes that are read here.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 FILE_SIZE = 2**30  # bytes of tensors that a file holds at most, but for a single larger one
 
 
@@ -56,7 +68,7 @@ class SliceReader:
     def _file(self, name: str) -> Any:
         if name not in self._where:
             files = ", ".join(map(str, self._paths))
-            raise ValueError(f"no tensor {name!r} in {files}, though the model's config.json promises it")
+            raise UsageError(f"no tensor {name!r} in {files or 'an empty folder'}; give the complete folder")
         return self._where[name]
 
 

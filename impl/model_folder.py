@@ -19,12 +19,11 @@ from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
 from conformance.validation import UsageError
-from impl.files import FILE_SIZE, TensorWriter, whole_folder
+from impl.files import DTYPES, FILE_SIZE, TensorWriter, whole_folder
 from impl.together import agree, on_first
 
 # Of the tensors: as the masters are, or each as in the folder that the model was loaded from.
 Dtype = Literal["masters", "source"]
-STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
@@ -84,7 +83,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
     for file in weight_files(source):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                found[name] = STORED[tensors.get_slice(name).get_dtype()]
+                found[name] = DTYPES[tensors.get_slice(name).get_dtype()]
     return found
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conformance.backend import NamedTensors, TensorKind
 from conformance.observable import STATE_KINDS
 from conformance.reading import read_json
-from conformance.validation import UsageError
+from conformance.validation import UsageError, shown
 from impl.files import SliceReader, write_tensors
 from impl.together import on_first
 
@@ -55,6 +55,11 @@ def import_state(folder: Path, model: HasTrainingState) -> None:
     Raises UsageError for a folder that is no training state of this version.
     """
     told = read_told(folder)
+    if "schedule" not in told["progress"]:  # of a checkpoint of somebody else, converted
+        raise UsageError(
+            f"{folder / FILE} does not say how many updates the learning-rate schedule has counted; add it to "
+            f'progress, as "schedule": 100.0'
+        )
     for kind in told["kinds"]:
         load_kind(model, kind, folder / kind)
     load_progress(model, told["progress"])
@@ -88,4 +93,11 @@ def read_told(folder: Path) -> dict[str, Any]:
             f"{file} is of format {told.get('format')!r}, version {told.get('version')!r}; this version "
             f"of the suite reads {FORMAT!r}, version {VERSION}"
         )
+    kinds, progress = told.get("kinds"), told.get("progress")
+    if not isinstance(kinds, list) or "weight" not in kinds or not set(map(str, kinds)) <= set(WRITTEN):
+        raise UsageError(
+            f"{file} names {shown(kinds)} as kinds of tensors; there are {', '.join(WRITTEN)}, and weight always"
+        )
+    if not isinstance(progress, dict) or not all(type(value) in (int, float) for value in progress.values()):
+        raise UsageError(f"{file} holds {shown(progress)} where numbers by name are due, such as schedule")
     return told

@@ -357,7 +357,9 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda folder: None, "is no folder; give the folder of a checkpoint"),
         (Path.mkdir, "is no checkpoint that is known here"),
         (lambda folder: _state(folder / "policy"), "is no checkpoint of one model; give one of .*/policy"),
-        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors, which no training state has"),
+        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors; there are weight, exp_avg"),
+        (lambda folder: _state(folder, kinds=["exp_avg"]), "as kinds of tensors; .* and weight always"),
+        (lambda folder: _state(folder, progress={"schedule": "2"}), "where numbers by name are due"),
         (lambda folder: _deepspeed(folder, None, ds_config=[]), "cannot be read; it is damaged or of another version"),
     ],
 )

@@ -74,6 +74,10 @@ def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) ->
     assert placed == {name for name, fault in catalogue().items() if fault.seam in seams}
 
 
+def test_every_fault_is_planted_in_a_fast_run() -> None:
+    assert {name for backend, name in planted() if in_a_fast_run(backend, name)} == {name for _, name in planted()}
+
+
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
     more: dict[str, Any] = {"steps": LATER.get(name, 1)}
     if name == "clip-always":

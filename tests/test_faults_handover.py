@@ -1,6 +1,7 @@
 """Claim 5: what is lost or exchanged between two legs is told directly after loading, on every backend.
 
-Training state goes from one layout to another. A fast run plants a fault on one backend, the next one on the next.
+Training state goes from one layout to another. A fast run plants a fault on one backend, the next one on the next, and
+leaves out those that are seen where others are.
 """
 
 import re
@@ -28,7 +29,6 @@ def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
     return with_handover(single, place.hands_over)
 
 
-# Seen where others are: of one kind each, the nightly has all.
 ALIKE = ("steps-not-loaded", "moments-exchanged", "gate-for-up")
 PLANTED = [
     pytest.param(

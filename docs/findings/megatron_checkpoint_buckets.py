@@ -16,7 +16,6 @@ from megatron.core.transformer import TransformerConfig
 
 LAYERS, WIDTH, STEPS = 4, 12, 3
 ANY_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
-torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def trained(bucket_size: int | None) -> tuple[torch.nn.Module, Any]:

@@ -44,6 +44,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")  # Transformer Engine and Apex are not installed
 torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
 torch.cuda.synchronize = lambda device=None: None
+torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
 OnCpu().__enter__()  # type: ignore[no-untyped-call]
 

@@ -5,7 +5,6 @@ which DeepSpeed's universal conversion puts together; it runs here in one proces
 every file is checked before.
 """
 
-import argparse
 import contextlib
 import io
 import os
@@ -217,19 +216,10 @@ def universal(folder: Path, out: Path) -> Checkpoint:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # It prints its steps and two bars; what it raises says enough.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        from deepspeed.checkpoint import ds_to_universal
+        from impl.deepspeed.universal import make_universal  # only now: importing DeepSpeed takes seconds
 
-        options = argparse.Namespace(
-            input_folder=str(tag),
-            output_folder=str(out),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
         try:
-            ds_to_universal.main(options)
+            make_universal(tag, out)
         except Exception as error:  # assertions, KeyError and what else its parts raise
             raise UsageError(f"DeepSpeed cannot make a universal checkpoint of {tag}: {one_line(error)}") from None
     return open_universal(out)

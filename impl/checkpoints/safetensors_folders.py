@@ -9,20 +9,10 @@ from safetensors import SafetensorError, safe_open
 from conformance.inputs.folder import CONFIG
 from conformance.inputs.model import weight_files
 from conformance.reading import read_json
-from conformance.validation import UsageError, one_line, shown
+from conformance.validation import UsageError, one_line
 from impl import training_state
 from impl.checkpoints.contents import Checkpoint, Held
-
-STORED = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+from impl.files import DTYPES
 
 
 def open_model(folder: Path) -> Checkpoint:
@@ -36,8 +26,6 @@ def open_model(folder: Path) -> Checkpoint:
 def open_state(folder: Path) -> Checkpoint:
     """A training state of impl.training_state."""
     told = training_state.read_told(folder)
-    if foreign := set(told["kinds"]) - set(training_state.WRITTEN):
-        raise UsageError(f"{folder} names {shown(sorted(foreign))} as kinds of tensors, which no training state has")
     tensors = tuple(
         held for kind in told["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
     )
@@ -64,7 +52,7 @@ def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     part = file.get_slice(name)
-                    dtype = STORED.get(part.get_dtype())
+                    dtype = DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise UsageError(f"{path} holds {name} as {part.get_dtype()}, which is not read here")
                     yield Held(kind=kind, name=name, shape=tuple(part.get_shape()), dtype=dtype, place=path)

@@ -3,7 +3,6 @@
 Beside its files lies one that says how they are cut (impl/deepspeed/cut.py).
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -14,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.checkpoint import ds_to_universal
 
 from conformance.validation import UsageError
 from impl.deepspeed.cut import Cut, check, fits
+from impl.deepspeed.universal import make_universal
 from impl.deepspeed.writing import errors_at_the_end
 from impl.together import on_first
 
@@ -61,17 +60,9 @@ def _universal(path: Path) -> Iterator[Path]:
         told = [folder]
         dist.broadcast_object_list(told)
         assert told[0]
-        arguments = argparse.Namespace(
-            input_folder=str(path / TAG),
-            output_folder=f"{told[0]}/{TAG}",
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,  # what ZeRO-1 and 2 do not write
-        )
-        on_first(f"converting {path}", lambda: ds_to_universal.main(arguments))
-        yield Path(told[0])
+        whole = Path(told[0])
+        on_first(f"converting {path}", lambda: make_universal(path / TAG, whole / TAG))
+        yield whole
         dist.barrier()
 
 
