@@ -58,13 +58,15 @@ def check(saved: Cut, own: Cut) -> None:
         return
     reason = ""
     if own.stage == "zero0":
-        reason = "of zero0"
+        reason = "zero0"
     elif "Adam" not in own.optimizer:
-        reason = f"of {own.optimizer}, only of AdamW"
+        reason = f"{own.optimizer}, only for AdamW"
     elif own.stage != "zero3" and any(cut.ulysses > 1 and cut.tp == 1 for cut in (saved, own)):
-        reason = "of Ulysses below zero3"  # its mpu does not say what is asked of it then
+        reason = "Ulysses below zero3"  # its mpu does not say what is asked of it then
+    elif own.stage == "zero3" and own.tp not in (1, saved.tp):
+        reason = "another tp at zero3"  # it lays whole tensors into the space of parts
     if reason:
         raise UsageError(
             f"the checkpoint is cut over tp{saved.tp} and {saved.ranks} ranks of ZeRO, and this layout over tp{own.tp} "
-            f"and {own.ranks}; DeepSpeed's universal form, which goes between them, is not made {reason}; {WAY_ON}"
+            f"and {own.ranks}; DeepSpeed's universal form, which goes between them, is not for {reason}; {WAY_ON}"
         )
