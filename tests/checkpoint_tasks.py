@@ -4,13 +4,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from resume_tasks import Training
 from safetensors.torch import save_file
 
-from conformance.backend import BackendEntry
-from conformance.batch import read_batches
-from conformance.layout import Layout
 from conformance.run.exact import exact_tier
-from conformance.scenario import parse_scenario
 from conformance.world import RankContext
 from impl.training_state import export_state
 
@@ -23,23 +20,18 @@ def write_state(path: Path, model: Any) -> None:
 def write_all(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     out: str,
     wanted: list[str],
 ) -> None:
     """Train two steps; write what is ``wanted`` of it: folders of these names, and the masters in a file."""
-    config = parse_scenario(scenario)
-    backend: Any = BackendEntry(name="", target=target).load()()
-    with exact_tier() if config.precision == "exact" else contextlib.nullcontext():
-        folders = {role: Path(folder) for role, folder in models.items()}
-        backend.setup(config, Layout.parse(layout), folders, context.device)
-        for batch in read_batches(Path(batches))[:2]:
+    of = Training(**training)
+    with exact_tier() if of.config.precision == "exact" else contextlib.nullcontext():
+        backend = of.set_up(context)
+        for batch in of.read_batches()[:2]:
             backend.train_step(batch, lambda model: None)
-        folder, model = Path(out), backend.models["policy"]
+        model: Any = backend.models["policy"]
+        folder = Path(out)
         masters = {name: weight.cpu() for name, weight in model.named_tensors("weight")}
         if context.rank == 0:
             save_file({name: weight.contiguous() for name, weight in masters.items()}, folder / "masters.safetensors")

@@ -35,7 +35,6 @@ class Ranks:
         entry = ENTRIES[self.backend]
         name = "sft-sgd" if self.backend == "plain" else "sft-packed"
         cell = cell_of("fsdp2", name, "llama", self.layout, "fp32", rows=ROWS, steps=STEPS, accumulation=1)
-        scenario = scenario_to_json(cell.scenario)
         frozen = prepare_inputs(cell.scenario, self.folder)
         model = frozen.models["policy"]
         if dropout:
@@ -50,11 +49,13 @@ class Ranks:
             ),
             task=f"resume_tasks:{task}",
             kwargs={
-                "target": entry.target,
-                "scenario": scenario,
-                "layout": self.layout,
-                "models": {"policy": str(model)},
-                "batches": str(frozen.batches),
+                "training": {
+                    "target": entry.target,
+                    "scenario": scenario_to_json(cell.scenario),
+                    "layout": self.layout,
+                    "models": {"policy": str(model)},
+                    "batches": str(frozen.batches),
+                },
                 **arguments,
             },
             log_dir=self.folder / "logs",

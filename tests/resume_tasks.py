@@ -5,15 +5,16 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from conformance.backend import BackendEntry
-from conformance.batch import read_batches
+from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.run.generators import generator_digests, seed_generators
-from conformance.scenario import parse_scenario
+from conformance.scenario import Scenario, parse_scenario
 from conformance.world import RankContext
 from impl.adapter import StrategyBackend
 from impl.checkpoints import generators, native
@@ -23,24 +24,35 @@ from impl.together import on_first
 SHARE = 0.1  # of what is dropped
 
 
-def set_up(
-    context: RankContext, target: str, scenario: dict[str, Any], layout: str, models: dict[str, str]
-) -> StrategyBackend:
-    adapter: type[StrategyBackend] = BackendEntry(name="", target=target).load()  # type: ignore[assignment]
-    backend = adapter()
-    folders = {role: Path(folder) for role, folder in models.items()}
-    backend.setup(parse_scenario(scenario), Layout.parse(layout), folders, context.device)
-    return backend
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a task is given of a cell, as JSON values; ``training`` of the tasks is one."""
+
+    target: str
+    scenario: dict[str, Any]
+    layout: str
+    models: dict[str, str]
+    batches: str
+
+    @property
+    def config(self) -> Scenario:
+        return parse_scenario(self.scenario)
+
+    def set_up(self, context: RankContext) -> StrategyBackend:
+        adapter: type[StrategyBackend] = BackendEntry(name="", target=self.target).load()  # type: ignore[assignment]
+        backend = adapter()
+        folders = {role: Path(folder) for role, folder in self.models.items()}
+        backend.setup(self.config, Layout.parse(self.layout), folders, context.device)
+        return backend
+
+    def read_batches(self) -> list[Batch]:
+        return read_batches(Path(self.batches))
 
 
 def go_on(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     folder: str,
     first: int,
     save_at: int | None,
@@ -48,8 +60,9 @@ def go_on(
 ) -> dict[str, Any]:
     """Train to the end with dropout, from the checkpoint in ``folder`` unless ``first`` is 0, which is written there at
     ``save_at``. Returns losses and sums of weights from there on. ``of_first_rank``: its generators, for all ranks."""
-    seed_generators(parse_scenario(scenario).seed, context.rank, first)
-    backend = set_up(context, target, scenario, layout, models)
+    of = Training(**training)
+    seed_generators(of.config.seed, context.rank, first)
+    backend = of.set_up(context)
     for module in (module for chunk in getattr(backend.models["policy"], "chunks", ()) for module in chunk.modules()):
         if hasattr(module, "hidden_dropout"):  # megatron-core's; dropout in attention is not built in
             module.hidden_dropout = SHARE
@@ -60,7 +73,7 @@ def go_on(
         backend.load(Path(folder))
         generators.read_file = own
     told = []
-    for batch in read_batches(Path(batches))[first:]:
+    for batch in of.read_batches()[first:]:
         if batch.step == save_at:
             backend.save(Path(folder))
         metrics = backend.train_step(batch, lambda model: None)
@@ -73,18 +86,15 @@ def go_on(
 def save_forms(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     folder: str,
     forms: list[str],
     steps: int,
 ) -> None:
     """Some steps, and a checkpoint of each form."""
-    backend = set_up(context, target, scenario, layout, models)
-    for batch in read_batches(Path(batches))[:steps]:
+    of = Training(**training)
+    backend = of.set_up(context)
+    for batch in of.read_batches()[:steps]:
         backend.train_step(batch, lambda model: None)
     for form in forms:
         (backend.save if form == "native" else backend.export_state)(Path(folder) / form)
@@ -94,19 +104,16 @@ def save_forms(
 def train_until_killed(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     root: str,
     victim: int,
     fraction: float,
 ) -> None:
     """Two steps, each with a checkpoint; in the second save a rank is killed, at a fraction of the first one's time."""
-    backend = set_up(context, target, scenario, layout, models)
+    of = Training(**training)
+    backend = of.set_up(context)
     seconds = 0.0
-    for batch in read_batches(Path(batches))[:2]:
+    for batch in of.read_batches()[:2]:
         backend.train_step(batch, lambda model: None)
         if batch.step and context.rank == victim:
             threading.Timer(fraction * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -120,18 +127,15 @@ def train_until_killed(
 def load_latest(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     root: str,
 ) -> list[float]:
     """The step of the last checkpoint, and the loss of the one after it."""
-    backend = set_up(context, target, scenario, layout, models)
+    of = Training(**training)
+    backend = of.set_up(context)
     latest = TrainingFolder(root=Path(root)).latest()
     found = native.read(latest, backend.about("native"), backend.context, backend.models)
-    loss = backend.train_step(read_batches(Path(batches))[found.step], lambda model: None).values["loss"]
+    loss = backend.train_step(of.read_batches()[found.step], lambda model: None).values["loss"]
     backend.teardown()
     return [found.step, loss]
 
@@ -139,15 +143,12 @@ def load_latest(
 def keep_two(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     root: str,
 ) -> list[list[str]]:
     """What is in the folder of a training after each of four saves, the last of a step that is there but not latest."""
-    backend = set_up(context, target, scenario, layout, models)
+    of = Training(**training)
+    backend = of.set_up(context)
     folder, there = TrainingFolder(root=Path(root), keep=2), []
     for step in (1, 2, 3, 4):
         backend.step = step
@@ -169,22 +170,19 @@ def _leave_rests(root: Path) -> None:
 def one_rank_fails(
     context: RankContext,
     *,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
+    training: dict[str, Any],
     folder: str,
     failing: str,
     rank: int,
     exports: bool,
 ) -> str:
     """What this rank hears of a save or an export in which, on the one ``rank``, the disk is full for a function."""
+    of = Training(**training)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    backend = set_up(context, target, scenario, layout, models)
+    backend = of.set_up(context)
     module, _, name = failing.partition(":")
     told = ""
     with mock.patch(f"{module}.{name}", full) if context.rank == rank else contextlib.nullcontext():
