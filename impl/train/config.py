@@ -37,8 +37,8 @@ class OutputConfig:
     """What a training leaves, and what it goes on from.
 
     log: JSON lines, one for each step. trackers: where numbers go besides. save_path: the Hugging Face folder at the
-    end. ckpt_path: the folder of checkpoints (impl/checkpoints/training_folder.py), one every ``save_steps`` updates, of
-    which ``keep`` stay. load_checkpoint: go on from the last one in ``ckpt_path``.
+    end. ckpt_path: the folder of checkpoints (impl/checkpoints/training_folder.py), one every ``save_steps`` updates,
+    of which ``keep`` stay. load_checkpoint: go on from the last one in ``ckpt_path``.
     """
 
     log: Path
