@@ -110,7 +110,7 @@ def merge(out: Path) -> dict[str, Any]:
     Only now is there a record of every cell, so backends are compared with each other here.
     """
     from conformance.peers.side_by_side import write_side_by_side
-    from conformance.record.results import SUMMARY, read_json, read_verdicts, write_summary
+    from conformance.record.results import SUMMARY, cell_summary, read_json, read_verdicts, write_summary
     from conformance.record.states import NOT_STARTED
 
     run, entries = read_verdicts(out)
@@ -119,7 +119,7 @@ def merge(out: Path) -> dict[str, Any]:
     if all(entry.verdict.reason != NOT_STARTED for entry in entries):
         finished = now.isoformat(timespec="seconds")
     seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
-    write_summary(out, replace(run, finished=finished, seconds=seconds), entries)
+    write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
     write_side_by_side(out)
     return read_json(out / SUMMARY)
 

@@ -78,7 +78,7 @@ class Report:
     @property
     def verdict(self) -> RunVerdict:
         """One word for the run, worked out from the cells as they are shown."""
-        return self.run.verdict([cell.entry for cell in self.cells])
+        return self.run.verdict(states_of([cell.entry for cell in self.cells]))
 
     @property
     def unmet(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from conformance.observable import (
     trained_observables,
 )
 from conformance.record import format as record_format
-from conformance.record.results import Entry, Run, read_entry, write_entry, write_summary
+from conformance.record.results import Entry, Run, cell_summary, read_entry, write_entry, write_summary
 from conformance.record.states import ANSWERED, State
 from conformance.record.verdict import Quantity, Strip, Verdict
 from conformance.rl import Ppo
@@ -116,7 +116,7 @@ def write_sample(out: Path) -> Path:
     """Write the folder and return it."""
     rng = random.Random(0)
     entries = [sample_cell(out, cell, f"{index:02d}", rng) for index, cell in enumerate(CELLS)]
-    write_summary(out, RUN, entries)
+    write_summary(out, RUN, [cell_summary(entry) for entry in entries])
     return out
 
 
@@ -353,7 +353,7 @@ def rewrite(out: Path, entries: Sequence[Entry], **run: Any) -> None:
     """Write ``entries`` as the cells of ``out``; ``run``: fields of the run that change."""
     for entry in entries:
         write_entry(out, entry)
-    write_summary(out, replace(RUN, **run), entries)
+    write_summary(out, replace(RUN, **run), [cell_summary(entry) for entry in entries])
 
 
 def change(out: Path, cell: str, *, verdict: dict[str, Any] | None = None, **fields: Any) -> None:

@@ -15,7 +15,7 @@ from conformance.judge.again import rejudge
 from conformance.objective import all_observables
 from conformance.observable import unobserved_step
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.record.results import Entry, write_summary
+from conformance.record.results import Entry, cell_summary, write_summary
 from conformance.record.states import State
 from conformance.record.verdict import Verdict
 from conformance.scenario import Precision
@@ -44,7 +44,7 @@ def write_sample_run(out: Path) -> Path:
     write_oracle(out / ORACLE / "float64", SCENARIO)
     fp32 = replace(SCENARIO, precision="fp32")
     write_oracle(out / ORACLE / "fp32", fp32, precision="fp32", rounding=ROUNDING["fp32"])
-    write_summary(out, RUN, [_write(out, cell) for cell in CELLS])
+    write_summary(out, RUN, [cell_summary(_write(out, cell)) for cell in CELLS])
     rejudge(out)
     write_side_by_side(out)
     return out

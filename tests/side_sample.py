@@ -17,7 +17,7 @@ from conformance.judge.again import rejudge
 from conformance.layout import Layout
 from conformance.objective import all_observables
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.record.results import write_summary
+from conformance.record.results import cell_summary, write_summary
 from conformance.record.tensors import RecordWriter
 from conformance.record.verdict import Verdict
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
@@ -67,7 +67,7 @@ def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members
             verdict=Verdict(state="not_run", reason=""),
         )
         entries.append(entry)
-    write_summary(out, RUN, entries)
+    write_summary(out, RUN, [cell_summary(entry) for entry in entries])
     rejudge(out)
     write_side_by_side(out)
     return out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_sample import RUN, SPECIAL, sample_cell
 
-from conformance.record.results import write_summary
+from conformance.record.results import cell_summary, write_summary
 from reports.handover import tables
 from reports.html import write_html
 from reports.load import Report, read_report
@@ -35,7 +35,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SPECIAL, WRONG, ("differs", "first difference at training state, step 2"))
         entries = [sample_cell(folder, cell, f"{n:02d}", random.Random(n)) for n, cell in enumerate(CELLS)]
-    write_summary(folder, RUN, entries)
+    write_summary(folder, RUN, [cell_summary(entry) for entry in entries])
     return folder
 
 

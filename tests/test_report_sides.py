@@ -11,7 +11,7 @@ from chromium import Browser
 from report_sample import edit
 from side_sample import GROUP, MEMBERS, NAMES, STEPS, cell_id, scaled, write_run
 
-from conformance.record.results import read_run, write_entry, write_summary
+from conformance.record.results import cell_summary, read_run, write_entry, write_summary
 from conformance.record.states import State
 from conformance.validation import UsageError
 from reports.grid import MATRIX
@@ -85,13 +85,13 @@ def test_a_verdict_that_was_changed_since_is_not_shown_as_agreeing(out: Path, st
     run, entries = read_run(out)
     changed = replace(entries[-1], verdict=replace(entries[-1].verdict, state=state))
     write_entry(out, changed)
-    write_summary(out, run, [*entries[:-1], changed])
+    write_summary(out, run, [cell_summary(entry) for entry in (*entries[:-1], changed)])
     assert STALE in summary(out)
 
 
 def test_a_comparison_of_cells_that_are_gone_is_shown_without_their_links(browser: Browser, out: Path) -> None:
     run, entries = read_run(out)
-    write_summary(out, run, entries[:-1])
+    write_summary(out, run, [cell_summary(entry) for entry in entries[:-1]])
     open_side(browser, out)
     assert STALE in texts(browser, ".side .reason")[0]
     assert texts(browser, ".sides a[href]") == ["dp2", "dp2", "dp2.tp2"]

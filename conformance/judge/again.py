@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both
-from conformance.record.results import Attempt, Entry, inside, read_run, write_entry, write_summary
+from conformance.record.results import Attempt, Entry, cell_summary, inside, read_run, write_entry, write_summary
 from conformance.record.states import ANSWERED
 from conformance.record.verdict import Verdict
 from conformance.validation import UsageError
@@ -23,7 +23,7 @@ def rejudge(out: Path) -> None:
     entries = [_judged(out, entry) for entry in old]
     for entry in entries:
         write_entry(out, entry)
-    write_summary(out, run, entries)
+    write_summary(out, run, [cell_summary(entry) for entry in entries])
 
 
 def _judged(out: Path, entry: Entry) -> Entry:

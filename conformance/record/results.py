@@ -30,6 +30,7 @@ SCHEMA = 2
 _NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
+CellSummary = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,8 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     floor: Floor = field(default_factory=Floor)
 
-    def verdict(self, entries: Sequence[Entry]) -> RunVerdict:
+    def verdict(self, states: States) -> RunVerdict:
         """One word for the run, worked out from its cells."""
-        states = states_of(entries)
         return overall(states.values(), complete=self.finished is not None and not self.floor.unmet(states))
 
 
@@ -132,37 +132,38 @@ def write_entry(out: Path, entry: Entry) -> None:
     write_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
 
 
-def write_summary(out: Path, run: Run, entries: Sequence[Entry]) -> None:
+def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
     """Write ``summary.json``. Raises Unwritable."""
     head = {"schema": SCHEMA, "suite_version": conformance.__version__}
-    write_json(out / SUMMARY, {**head, **summary_of(run, entries)}, indent=1)
+    write_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
 
 
-def summary_of(run: Run, entries: Sequence[Entry]) -> dict[str, Any]:
+def cell_summary(entry: Entry) -> CellSummary:
+    """What ``summary.json`` says of a cell: its verdict without the quantities."""
+    return {
+        "id": entry.cell,
+        "state": entry.verdict.state,
+        "reason": entry.verdict.reason,
+        "world_size": entry.world_size,
+        "seconds": round(entry.seconds, 3),
+        "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
+        "folder": entry.folder,
+    }
+
+
+def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
     """What ``summary.json`` says of a run and its cells."""
-    cells = [
-        {
-            "id": entry.cell,
-            "state": entry.verdict.state,
-            "reason": entry.verdict.reason,
-            "world_size": entry.world_size,
-            "seconds": round(entry.seconds, 3),
-            "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
-            "folder": entry.folder,
-        }
-        for entry in entries
-    ]
-    states = states_of(entries)
+    states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
     lost, gained = run.floor.changes(states)
     told = {
         "counts": counts,
         "unmet": run.floor.unmet(states),
         "coverage": {"lost": [vars(change) for change in lost], "gained": [vars(change) for change in gained]},
-        "claims": claims({entry.cell: (entry.verdict.state, entry.verdict.reason) for entry in entries}),
+        "claims": claims({cell["id"]: (cell["state"], cell["reason"]) for cell in cells}),
         "cells": cells,
     }
-    return {"verdict": run.verdict(entries), **vars(run), "floor": asdict(run.floor), **told}
+    return {"verdict": run.verdict(states), **vars(run), "floor": asdict(run.floor), **told}
 
 
 def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:

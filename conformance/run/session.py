@@ -24,7 +24,7 @@ from conformance.objective import all_observables
 from conformance.oracle.objectives import functions_of
 from conformance.plan.cell import Cell
 from conformance.record.coverage import Floor
-from conformance.record.results import Attempt, Entry, Run, write_entry, write_summary
+from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_summary, write_entry, write_summary
 from conformance.record.states import NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.run.environment import environment
@@ -66,7 +66,8 @@ class Session:
 
     def __init__(self, config: SessionConfig) -> None:
         self.config = config
-        self._entries: dict[str, Entry] = {}
+        self._told: dict[str, CellSummary] = {}
+        self._summary_due = 0.0
 
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
@@ -95,14 +96,18 @@ class Session:
         waiting = deque(cell for cell in cells if not self.refusal(cell))
         for cell in waiting:
             self._request(cell)
-        for cell in cells:
-            if waiting and cell is waiting[0]:
-                self._import_ahead(waiting)
-                waiting.popleft()
-            judged = self.run(cell)
-            check_folder(self.config.out)
+        try:
+            for cell in cells:
+                if waiting and cell is waiting[0]:
+                    self._import_ahead(waiting)
+                    waiting.popleft()
+                judged = self.run(cell)
+                check_folder(self.config.out)
+                self._write_summary_if_due()
+                progress(judged)
+        except KeyboardInterrupt:
             self.write_summary(finished=False)
-            progress(judged)
+            raise
         self.write_summary(finished=True)
 
     def _import_ahead(self, waiting: Iterable[Cell]) -> None:
@@ -220,8 +225,16 @@ class Session:
             verdict=judged.verdict,
             other=judged.other,
         )
-        self._entries[str(cell)] = entry
+        self._told[str(cell)] = cell_summary(entry)
         write_entry(self.config.out, entry)
+
+    def _write_summary_if_due(self) -> None:
+        """Write it for a twentieth of the time at most: it is as long as the run has cells."""
+        began = time.monotonic()
+        if began >= self._summary_due:
+            self.write_summary(finished=False)
+            now = time.monotonic()
+            self._summary_due = now + 20 * (now - began)
 
     def write_summary(self, *, finished: bool) -> None:
         """Write ``summary.json`` with what is known so far."""
@@ -235,4 +248,4 @@ class Session:
             environment=self._environment,
             floor=self.config.floor,
         )
-        write_summary(self.config.out, run, list(self._entries.values()))
+        write_summary(self.config.out, run, list(self._told.values()))
