@@ -1,4 +1,4 @@
-"""The built-in backends behind the suite's adapter protocol: one adapter over the strategy interface for all."""
+"""The adapter of all built-in backends: it implements the suite's backend protocol on the strategy interface."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
 from impl.trainer import train_step
 
-# Seams that are the same on all backends, and what a function there means: impl/faults/catalogue.py.
+# Seams (functions that a fault can replace) that are the same on all backends; impl/faults/catalogue.py describes them.
 RL_SEAMS = {
     "look_ahead": "impl.rollouts:look_ahead",
     "look": "impl.rollouts:look",
@@ -48,20 +48,20 @@ RL_SEAMS = {
     "value_losses": "impl.rl.objective:value_losses",
     "of_all_ranks": "impl.trainer:of_all_ranks",
 }
-# Seams of handing over training state, on all backends too.
+# Seams of loading a training state; also the same on all backends.
 HANDOVER_SEAMS = {
     "load_kind": "impl.training_state:load_kind",
     "load_progress": "impl.training_state:load_progress",
     "read_generators": "impl.checkpoints.generators:read_file",
 }
-# Of backends whose logits stay cut along the vocabulary.
+# Seams of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",
     "through_label": "impl.outputs:through_label_",
 }
 
 
-CHECKPOINT = "checkpoint"  # the folder of a checkpoint in the one that the suite gives
+CHECKPOINT = "checkpoint"  # the checkpoint's folder inside the folder that the suite passes to save and load
 
 
 class StrategyBackend:
@@ -75,7 +75,7 @@ class StrategyBackend:
     seams: ClassVar[dict[str, str]]
     context: Context
     models: dict[str, Trainable]
-    step: int  # optimizer steps that are done, with those before a checkpoint
+    step: int  # optimizer steps done so far, including those before a loaded checkpoint
 
     @classmethod
     def describe(cls) -> BackendInfo:
@@ -144,7 +144,7 @@ class StrategyBackend:
         self.step = found.step
 
     def about(self, form: Form) -> About:
-        """What a checkpoint of this training is of now."""
+        """The description of this training at its current step, for the manifest of a checkpoint."""
         return About(
             form=form,
             backend=self.info.name,
@@ -162,7 +162,7 @@ class StrategyBackend:
         return ((name, trainable) for name, trainable in self.models.items() if name in trained)
 
     def export(self, path: Path, model: str) -> None:
-        # The masters as they are: what the next leg has loaded is compared with them bit by bit.
+        # In the masters' own dtype, because the weights that the next leg loads are compared with these bit by bit.
         self.models[model].save_model(path, dtype="masters")
 
     def teardown(self) -> None:

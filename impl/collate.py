@@ -1,4 +1,4 @@
-"""Rows to tensors: padding, packing by position ids, and labels shifted inside each document."""
+"""Converts rows to tensors: padding, packing by position ids, and labels shifted inside each document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,12 +12,15 @@ NO_TARGET = -100  # the label that torch's cross-entropy ignores
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: int64 (rows, length), and ``real``, bool (rows, length), False in padding.
+    """One micro-batch. All tensors have the shape (rows, length).
 
-    ``labels[r, i]`` is the token that position i predicts, or NO_TARGET. ``positions`` restart at 0 in every document:
-    that is how transformers, given neither attention mask nor cache, tells packed documents apart. Padding forms a
-    document of its own. ``columns`` are floats (rows, length) by name, 0 in padding, that stand where the labels stand:
-    number i of a row belongs to the token that position i predicts; a document's only number is repeated.
+    tokens: int64, 0 in padding.
+    labels: int64; ``labels[r, i]`` is the token that position i predicts, or NO_TARGET.
+    positions: int64; they restart at 0 in every document, which is how transformers tells packed documents apart if it
+        gets neither an attention mask nor a cache. The padding of a row counts as a document of its own.
+    real: bool; False in padding.
+    columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts.
+        They are 0 in padding. A column with a single number for a document has that number at all its positions.
     """
 
     tokens: torch.Tensor
@@ -37,7 +40,7 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
-    """Pad rows to the longest of them, rounded up to ``multiple_of`` (sequence shards have to be equal)."""
+    """Build a micro-batch. Its length is that of the longest row, rounded up to a multiple of ``multiple_of``."""
     longest = max(row.length for row in rows)
     length = -(-longest // multiple_of) * multiple_of
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)

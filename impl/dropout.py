@@ -1,15 +1,16 @@
-"""Dropout, which objectives that compare log-probs do without: a ratio is of two policies, not of two random draws.
+"""Switches dropout off, for objectives that compare the log-probs of two forward passes.
 
-Serves claim 1 for models whose configuration has dropout: the ratio at the first update of a roll-out is 1.
+With dropout, two passes of the same policy drop different activations, so their ratio would not be 1 at the first
+update of a roll-out. Serves claim 1 for models whose configuration has dropout.
 """
 
 import torch
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Leave no dropout in ``model``, in whatever mode it runs: neither a module's nor the number that attention reads.
+    """Set all dropout probabilities in ``model`` to 0: those of Dropout modules and ``attention_dropout``.
 
-    Updates stay in training mode, because transformers recomputes layers in no other.
+    Evaluation mode would not do, because transformers recomputes layers (gradient checkpointing) only in training mode.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -1,4 +1,4 @@
-"""Evaluation: what an objective says of one micro-batch and one model."""
+"""The result of evaluating an objective on one micro-batch with the outputs of one model."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an objective says of one micro-batch and one model.
+    """The loss and the recorded numbers of one micro-batch and one model; dictionaries are keyed by observable.
 
-    loss: scalar, this micro-batch's part of the model's loss: gradients are those of the sum over data ranks and
+    loss: scalar, this micro-batch's share of the model's loss. The step's loss is the sum over data ranks and
         micro-batches. None for a frozen model.
-    values: scalars by the key of an observable, to be summed over data ranks and micro-batches.
-    highest: scalars of which the largest one on all ranks and in all micro-batches is reported.
-    rows: (rows, length) by the key of an observable; what stands at the targets is recorded.
+    values: scalars that are summed over data ranks and micro-batches.
+    highest: scalars of which the largest over all ranks and micro-batches is reported.
+    rows: tensors (rows, length), of which the numbers at the targets are recorded.
     """
 
     loss: Tensor | None

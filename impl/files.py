@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: read by slices, written one after another, so that nobody holds all of them."""
+"""Reads slices of tensors from safetensors files and writes tensors one by one, without holding a whole model."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from conformance.inputs.model import INDEX, SINGLE
 from conformance.validation import UsageError
 from impl.together import agree
 
-# What safetensors calls the dtypes that are read here.
+# torch dtypes by their names in safetensors files.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,11 +28,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-FILE_SIZE = 2**30  # bytes of tensors that a file holds at most, but for a single larger one
+FILE_SIZE = 2**30  # the most bytes of tensors in one file; a single larger tensor has a file of its own
 
 
 class SliceReader:
-    """Slices of the tensors of some files, by name. Use it in a ``with`` statement."""
+    """Reads slices of named tensors from several safetensors files. Use it in a ``with`` statement.
+
+    All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -49,19 +52,19 @@ class SliceReader:
         self._files.close()
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """``[start:stop]`` along ``dim`` of a tensor, in the dtype of the file."""
+        """The slice ``[start:stop]`` of a tensor along dimension ``dim``, 0 or 1."""
         piece = self._file(name).get_slice(name)
         tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
         return tensor
 
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The part of a tensor that begins at ``start`` and has this ``shape``, in the dtype of the file."""
+        """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
         piece = self._file(name).get_slice(name)
         tensor: torch.Tensor = piece[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
         return tensor
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor, in the dtype of the file."""
+        """The whole tensor."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 
@@ -73,9 +76,10 @@ class SliceReader:
 
 
 class TensorWriter:
-    """Writes tensors into a folder as Hugging Face lays them out; several files and an index where one is too large.
+    """Writes tensors into a folder in Hugging Face's layout: one safetensors file, or several files with an index.
 
-    Of the tensors, no more than one file's are in memory. What an older save left there is removed.
+    Use it in a ``with`` statement. At most one file's tensors are in memory. The safetensors files of an older save are
+    removed from the folder first.
     """
 
     def __init__(self, folder: Path, *, file_size: int = FILE_SIZE) -> None:
@@ -86,7 +90,7 @@ class TensorWriter:
 
     def __enter__(self) -> "TensorWriter":
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in (*self._folder.glob("*.safetensors"), self._folder / INDEX):  # of another number of files
+        for old in (*self._folder.glob("*.safetensors"), self._folder / INDEX):
             old.unlink(missing_ok=True)
         return self
 
@@ -122,7 +126,10 @@ class TensorWriter:
 
 
 def write_tensors(folder: Path, tensors: NamedTensors) -> None:
-    """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
+    """Write full tensors into ``folder``; collective, and only the first rank writes.
+
+    An error on the first rank, such as a full disk, is raised on every rank.
+    """
     failed = None
     try:
         if dist.get_rank() == 0:
@@ -131,18 +138,21 @@ def write_tensors(folder: Path, tensors: NamedTensors) -> None:
                     writer.add(name, tensor)
     except Exception as error:
         failed = error
-    for _ in tensors:  # on the other ranks all of them; on the first what is left when it cannot write
+    for _ in tensors:  # iterating is collective: all tensors on the other ranks; the rest on the first if it failed
         pass
     agree(f"writing tensors into {folder}", failed)
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder``, which takes its place when it is complete: whatever ends the process before,
-    what was there stays. Between two renames an older folder has the name ``.NAME.replaced``."""
+    """Yield a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
+
+    If the process ends before that, an older ``folder`` stays as it was. The replacement takes two renames; between
+    them the older folder is called ``.NAME.replaced``, and the next call restores it if the process ended there.
+    """
     beside = folder.with_name(f".{folder.name}.unfinished")
     replaced = folder.with_name(f".{folder.name}.replaced")
-    if replaced.exists() and not folder.exists():  # the process ended between the two
+    if replaced.exists() and not folder.exists():  # a process ended between the two renames
         replaced.rename(folder)
     for left in (beside, replaced):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The loop over micro-batches, for libraries that leave it to the caller. Pipelines own theirs."""
+"""The loop over the micro-batches of a step, for libraries that leave it to the caller; pipeline schedules do not."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,29 +8,32 @@ import torch
 from impl.collate import MicroBatch
 from impl.outputs import Outputs, Wanted
 
-Loss = Callable[[int, Outputs], torch.Tensor]  # (index of the micro-batch, what was asked for) -> scalar
+Loss = Callable[[int, Outputs], torch.Tensor]  # (index of the micro-batch, its outputs) -> scalar
 
 
 class StepwiseTrainable(Protocol):
-    """What the loop calls, in this order, for each micro-batch."""
+    """The methods that the loop calls for each micro-batch, in this order."""
 
     def start_micro_batch(self, index: int, count: int) -> None:
-        """Clear gradients before the first of ``count``, decide when to reduce."""
+        """Prepare for micro-batch ``index`` of ``count``: clear gradients before the first, choose when to reduce."""
         ...
 
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        """See Trainable.forward_backward."""
+        """Run the forward pass and return the outputs that ``want`` names; see Trainable.forward_backward."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """After the last micro-batch, the gradient is that of the sum of ``loss`` over data ranks and micro-batches."""
+        """Accumulate the gradient of ``loss``, a scalar.
+
+        After the last micro-batch, the gradient is that of the sum of ``loss`` over data ranks and micro-batches.
+        """
         ...
 
 
 def one_after_another(
     trainable: StepwiseTrainable, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float, loss: Loss | None
 ) -> list[Outputs]:
-    """Trainable.forward_backward for a trainable with these three methods."""
+    """Implement Trainable.forward_backward with the methods of StepwiseTrainable, one micro-batch after another."""
     found = []
     for index, micro_batch in enumerate(inputs):
         if loss is None:

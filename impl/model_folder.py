@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: what it has beside the weights is another folder's, the weights are new.
+"""Writes a Hugging Face folder with new weights; all other files are copied from the folder the model was loaded from.
 
-Everything of the other folder comes along: configuration, generation settings, chat template, tokenizer, code. A
-parameter that has two names is written once, under the first; transformers ties it again by the configuration.
+The copied files are configuration, generation settings, chat template, tokenizer and code. A parameter with two names
+is written once, under its first name; transformers ties it again because the configuration says so.
 """
 
 import json
@@ -22,14 +22,14 @@ from conformance.validation import UsageError
 from impl.files import DTYPES, FILE_SIZE, TensorWriter, whole_folder
 from impl.together import agree, on_first
 
-# Of the tensors: as the masters are, or each as in the folder that the model was loaded from.
+# The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
 Dtype = Literal["masters", "source"]
 
 
 def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
-    """Write a Hugging Face folder: all but the weights as in the folder ``source``, and ``weights``; collective.
+    """Write ``weights`` and the other files of the Hugging Face folder ``source`` into ``folder``; collective.
 
-    See ``write_folder``, which the first rank does, and ``check_target``. What goes wrong there is raised on all ranks.
+    The first rank calls ``check_target`` and ``write_folder``; an error there is raised on all ranks.
     """
     doing, failed = f"writing the model {folder}", None
     on_first(doing, lambda: check_target(folder, source=source))
@@ -38,13 +38,13 @@ def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dty
             write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
     except Exception as error:
         failed = error
-    for _ in weights:  # on the other ranks all of them; on the first what is left when it cannot write
+    for _ in weights:  # iterating is collective: all weights on the other ranks; the rest on the first if it failed
         pass
     agree(doing, failed)
 
 
 def check_target(folder: Path, *, source: Path) -> None:
-    """Raises UsageError for a folder that a model must not replace: the source itself, and what is no model."""
+    """Raise UsageError if ``folder`` must not be replaced: it is ``source``, or has files and is no model folder."""
     if folder.resolve() == source.resolve():
         raise UsageError(f"{folder} is the folder that the model was loaded from; give another one")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file())):
@@ -59,9 +59,9 @@ def write_folder(
     dtype: Dtype,
     file_size: int = FILE_SIZE,
 ) -> None:
-    """Write the folder in one process, beside its name until it is whole; one file of tensors at a time is in memory.
+    """Write the folder, in one process, and replace an older one when it is complete (``impl.files.whole_folder``).
 
-    What its config.json says of the dtype is that of most numbers. A folder that is there is replaced.
+    One file's tensors at a time are in memory. The dtype in its config.json is the one that most of its numbers have.
     """
     stored = stored_dtypes(source) if dtype == "source" else {}
     usual = Counter(stored.values()).most_common(1)[0][0] if stored else None
@@ -78,7 +78,7 @@ def write_folder(
 
 
 def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of a Hugging Face folder; only the heads of the files are read."""
+    """The dtype of each tensor in a Hugging Face folder, by name; only the headers of the files are read."""
     found = {}
     for file in weight_files(source):
         with safe_open(file, framework="pt") as tensors:
@@ -88,7 +88,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def _say_dtype(file: Path, dtype: str) -> None:
-    """Let a configuration name this dtype wherever it names one; it is left as it is where it does so already."""
+    """Set the dtype in a configuration file wherever the file names one; leave the file alone if it is right already."""
     config = json.loads(file.read_text(encoding="utf-8"))
     if _replace_dtype(config, dtype):
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -97,7 +97,7 @@ def _say_dtype(file: Path, dtype: str) -> None:
 def _replace_dtype(config: dict[str, Any], dtype: str) -> bool:
     changed = False
     for key, value in config.items():
-        if isinstance(value, dict):  # of a part, such as text_config
+        if isinstance(value, dict):  # the configuration of a sub-model, such as text_config
             changed |= _replace_dtype(value, dtype)
         elif key in ("dtype", "torch_dtype") and value not in (None, dtype):
             config[key] = dtype

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared architecture."""
+"""Loads a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from conformance.validation import UsageError
 def load_model(
     path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
-    """Whole model on the CPU in ``dtype``, in training mode.
+    """Load the whole model onto the CPU in ``dtype``, in training mode.
 
-    A causal language model if the folder declares one, else image-text-to-text, else the bare AutoModel; or a value
-    model, see ``value_class``. ``trusted``: code of the folder may be run. Raises UsageError where it would have to be
-    and is not trusted, and where the folder lacks a weight or has one that nobody asks for.
+    With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
+    the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
+    implementation. ``trusted``: the folder's Python code may be run. Raises UsageError if that code has to be run and
+    is not trusted, and if the folder's weights are not exactly the model's.
     """
     code = runs_code(path, trusted=trusted)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
@@ -44,10 +45,10 @@ def load_model(
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
-    """A value model on the layers of a language model: ``score``, a linear without bias, gives one number per token.
+    """The class of a value model: the layers of the language model ``causal`` with one number per token as the output.
 
-    Its parameters are named as those of transformers' sequence classification with one label, and of OpenRLHF's critic.
-    ``logits`` of its output are (rows, length, 1).
+    The head ``score`` is a linear layer without bias, and ``logits`` of the output are (rows, length, 1). The parameter
+    names are those of transformers' sequence classification with one label, and of OpenRLHF's critic.
     """
 
     class ValueModel(causal):  # type: ignore[misc]
@@ -71,7 +72,7 @@ def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers
 
 
 def _causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
-    """The class that a causal language model of this configuration has."""
+    """The causal language model class of this configuration. Raises UsageError if transformers has none."""
     if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
         found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
         return found

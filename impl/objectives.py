@@ -1,7 +1,7 @@
-"""Objectives of the reference backends: losses of micro-batches, whatever the backend and the layout.
+"""The objectives of the reference backends: losses of micro-batches, the same for every backend and layout.
 
-FUNCTIONS holds them by the kind of the scenario's objective; conformance/oracle/objectives.py has its own, written
-apart from these.
+FUNCTIONS maps the kind of a scenario's objective to its functions. The oracle has its own functions, which were written
+independently (conformance/oracle/objectives.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,24 +16,26 @@ from impl.rl.objective import PolicyGradientFunctions
 
 
 class ObjectiveFunctions(Protocol):
+    """The functions of an objective that the trainer calls; ``model`` is the name of a role."""
+
     @property
     def temperature(self) -> float:
-        """By which logits are divided."""
+        """The number that logits are divided by."""
         ...
 
     def wants(self, model: str) -> Wanted:
-        """Outputs that are needed of a model; of one of which nothing is, no forward pass is made."""
+        """The outputs that are needed of ``model``; if none are, the model makes no forward pass."""
         ...
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Sums over some rows; added up over the whole step they are the denominators of the losses.
+        """Sums over ``rows``, by observable; their totals over the whole step are the denominators of the losses.
 
-        They are recorded, but for those that ``evaluate`` counts itself under the same key.
+        The totals are recorded, except for keys under which ``evaluate`` gives a value itself.
         """
         ...
 
     def summary(self, batch: Batch) -> dict[str, float]:
-        """Numbers of the whole batch that need no forward pass of this step; they are recorded."""
+        """Numbers of the whole batch, by observable, that are recorded and need no forward pass of this step."""
         ...
 
     def evaluate(
@@ -45,12 +47,16 @@ class ObjectiveFunctions(Protocol):
         totals: Mapping[str, float],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
-        """``others``: outputs of the models that went before in this step, of the same micro-batch, detached."""
+        """The loss and the recorded numbers of ``model`` for one micro-batch.
+
+        ``totals``: sums over the whole step on all ranks. ``others``: detached outputs for this micro-batch of the
+        models that ran earlier in this step, by model.
+        """
         ...
 
 
 class SftFunctions:
-    """The mean of -log p over the target tokens of the step, on all ranks together."""
+    """Supervised fine-tuning: the mean of -log p over the target tokens of the whole step, on all ranks together."""
 
     temperature = 1.0
 
@@ -78,7 +84,7 @@ class SftFunctions:
         assert outputs.logprobs is not None
         assert outputs.targets is not None
         loss = -outputs.logprobs.sum() / totals["token_count"]
-        # The count of what was trained on: the batch's own would be right even if targets were lost on the way.
+        # Count the targets that were trained on: the batch's own count would be right even if some of them were lost.
         values = {"loss": loss, "token_count": outputs.targets.sum()}
         return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
 

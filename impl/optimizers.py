@@ -1,4 +1,4 @@
-"""torch's optimizers and transformers' schedules as a scenario asks for them, for backends that train with these."""
+"""Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 def parameter_groups(
     parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: AdamW decays parameters of two or more dimensions, SGD none.
+    """Parameter groups for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
 
-    ``parameters``: those that are trained. ``dims`` gives a parameter's number of dimensions, for libraries that
-    flatten the parameters that they cut.
+    ``parameters``: the trained parameters. ``dims``: gives a parameter's number of dimensions; libraries that flatten
+    the parameters that they shard need their own function.
     """
     parameters = list(parameters)
     if config.name == "sgd":
@@ -30,7 +30,7 @@ def parameter_groups(
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
-    """All but the frozen ones. ``model`` has the parameter names of Hugging Face."""
+    """The parameters of ``model`` that ``config`` does not freeze; ``model`` has Hugging Face's parameter names."""
     return [parameter for name, parameter in model.named_parameters() if config.trains(name)]
 
 
@@ -42,7 +42,7 @@ def torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> to
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
-    """transformers' schedule, which sets the learning rates of the optimizer."""
+    """transformers' learning-rate schedule for ``optimizer``."""
     # transformers' "constant" has no warm-up, whatever it is given.
     name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
     scheduler: LRScheduler = transformers.get_scheduler(
@@ -56,7 +56,7 @@ def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> 
 
 
 def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[str, torch.Tensor]]:
-    """How far schedule and loss scale have come, by the names of impl.strategy.Trainable.named_tensors."""
+    """Yield the progress of schedule and loss scale as ``impl.strategy.Trainable.named_tensors("progress")`` does."""
     found = {"schedule": float(scheduler.last_epoch)}
     if scaler.is_enabled():
         found |= {"loss_scale": scaler.get_scale(), "good_steps": float(scaler._get_growth_tracker())}
@@ -64,14 +64,14 @@ def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[
 
 
 def set_schedule(scheduler: LRScheduler, updates: int) -> None:
-    """Let a schedule have counted ``updates``, and the optimizer's learning rates be those that follow."""
+    """Set the number of updates that a schedule has counted, and the optimizer's learning rates for the next one."""
     if updates:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": updates - 1, "_step_count": updates + 1})
         scheduler.step()
 
 
 def set_loss_scale(scaler: GradScaler, progress: Mapping[str, float]) -> None:
-    """Set loss scale and good steps of torch's scaler, where both sides have one."""
+    """Set the loss scale and the good steps of ``scaler``, if it is enabled and ``progress`` has a loss scale."""
     if scaler.is_enabled() and "loss_scale" in progress:
         found = {"scale": progress["loss_scale"], "_growth_tracker": int(progress.get("good_steps", 0))}
         scaler.load_state_dict(scaler.state_dict() | found)

@@ -1,7 +1,7 @@
-"""Outputs of a forward pass by name: log-probs, entropy and values of every token, from logits or vocabulary shards.
+"""Outputs of a forward pass: log-prob, entropy and value of every token, from whole logits or vocabulary shards.
 
-Written once for whole logits and for shards of the vocabulary: without a group, the one shard is the whole. Of all that
-is as large as the logits, only the logits themselves are kept for the backward pass, which computes the softmax again.
+The same code serves both: without a process group, the only shard is the whole vocabulary. To save memory, the logits
+are the only tensor of their size that is kept for the backward pass, which computes the softmax again.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,15 @@ Wanted = frozenset[OutputName]
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What was asked for of a micro-batch, each (rows, length) in float32 or wider, the same on ranks that share it.
+    """The requested outputs of a micro-batch, each (rows, length) in float32 or wider; None if not requested.
 
-    logprobs: log p of the label of each position. entropy: -sum p log p of its distribution, in nats. Both are at the
-    temperature that was asked for, and 0 where there is no target. values: the value head's number at each position, 0
-    in padding. targets: 1 where there is a label to train on in the tokens that went through the model, after they were
-    padded and cut over ranks, else 0; its sum is the number of targets that a loss is really taken of.
+    All ranks that share the micro-batch have the same numbers.
+
+    logprobs: log p of the label of each position, at the requested temperature; 0 where there is no target.
+    entropy: -sum p log p of the distribution at each position, in nats; temperature and zeros as for logprobs.
+    values: the value head's number at each position; 0 in padding.
+    targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
+        padding and sharding, so its sum is the number of targets that the loss really covers.
     """
 
     logprobs: Tensor | None = None
@@ -36,7 +39,7 @@ class Outputs:
     targets: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
-        """With ``function`` applied to everything that was asked for."""
+        """A copy with ``function`` applied to each output that is not None."""
         return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
 
     def detach(self) -> "Outputs":
@@ -53,10 +56,10 @@ def outputs_of(
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> Outputs:
-    """What ``want`` names of a model's ``result``, for the tokens of ``inputs``.
+    """The outputs that ``want`` names, from a model's ``result`` for the tokens of ``inputs``.
 
-    ``result``: logits (rows, length, V), or a shard of them as in ``token_statistics``; of a value model, its numbers
-    (rows, length, 1).
+    ``result``: a language model's logits (rows, length, V), or a vocabulary shard of them as in ``token_statistics``;
+    or a value model's values (rows, length, 1).
     """
     if head == "value":
         assert want <= {"values"}, "a value model has no vocabulary"
@@ -86,11 +89,11 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor | None]:
     """(log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
 
-    ``logits`` (..., V): the whole vocabulary, or with ``group`` the shard of it that begins at ``vocab_start`` on this
-    rank, which may be empty; ranks of the group hold the rest, and all get the same result, of which all have to take
-    the same loss. ``labels`` (...,) int64: tokens of the whole vocabulary; for a negative one the result is 0, without
-    a gradient. Logits may be -inf. Computed in float32, or in float64 where the logits are. Without ``entropy`` there
-    is None in its place, and half the memory is needed.
+    ``logits`` (..., V): the whole vocabulary; or with ``group`` this rank's shard of it, which begins at token
+    ``vocab_start`` and may be empty. The ranks of the group hold all shards; they all get the same result and must all
+    compute the same loss from it. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0
+    without a gradient. Logits may be -inf. The computation is in float32, or in float64 if the logits are. Without
+    ``entropy``, the second result is None and half the memory is needed.
 
     With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
     (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
@@ -151,10 +154,11 @@ class _TokenStatistics(torch.autograd.Function):
 def through_softmax_(
     s: Tensor, log_total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """The gradient that reaches ``s`` by way of the softmax over the whole vocabulary; ``s`` is overwritten.
+    """The part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites ``s``.
 
-    ``s`` (..., V): this rank's logits less the highest of all. ``log_total`` and ``mean`` (...,): of all ranks, log sum
-    exp(s) and sum p s. ``of_logprob``, ``of_entropy`` (...,): the gradients of log-probs and entropy.
+    ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``log_total`` and
+    ``mean`` (...,): log sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the
+    gradients of the loss with respect to log-probs and entropy.
     """
     if of_entropy is None:
         return s.sub_(log_total[..., None]).exp_().mul_(-of_logprob[..., None])
@@ -165,23 +169,26 @@ def through_softmax_(
 
 
 def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held: Tensor) -> None:
-    """Add to ``gradient`` (..., V) what reaches the own logit of each label: number ``index``, where held."""
+    """Add the part of the gradient that reaches each label's own logit to ``gradient`` (..., V), in place.
+
+    ``index`` (...,): index of the label in this rank's shard. ``held`` (...,) bool: whether the label is in the shard.
+    """
     gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature, a copy that may be overwritten, in float32 or wider; an empty shard gets one -inf."""
+    """logits / temperature as a new tensor in float32 or wider; an empty shard gets a single logit of -inf."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
     return z if z.shape[-1] else torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
 
 
 def _finite_(s: Tensor) -> Tensor:
-    """In place: the lowest number for -inf, so that its product with a probability of 0 is 0 and not NaN."""
+    """Replace -inf by the lowest finite number, in place, so that its product with a probability of 0 is 0, not NaN."""
     return s.clamp_(min=torch.finfo(s.dtype).min)
 
 
 def _own(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Place of each label in this rank's shard, or 0, and whether it is there."""
+    """(index of each label in this rank's vocabulary shard, or 0; whether the label is in the shard)."""
     index = labels - start
     held = (labels >= 0) & (index >= 0) & (index < size)
     return index.where(held, 0), held

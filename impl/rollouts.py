@@ -1,4 +1,4 @@
-"""Roll-outs: what a trainer computes before the first update of each, and remembers for the updates that follow."""
+"""Roll-outs: the numbers that are computed before the first update of a roll-out and kept for all its updates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,22 +16,25 @@ from impl.trainer import step_inputs, target_rows
 
 
 class RolloutFunctions(Protocol):
-    """What an objective that reads roll-outs has besides impl.objectives.ObjectiveFunctions."""
+    """The functions that an objective on roll-outs has in addition to impl.objectives.ObjectiveFunctions."""
 
     temperature: float
 
     def looks(self, model: str) -> Wanted:
-        """The one output that is needed of a model, if any."""
+        """The one output of ``model`` that is needed before the first update; empty if none is."""
         ...
 
     def annotate(self, batches: Sequence[Batch], found: Mapping[str, Mapping[tuple[int, int], Tensor]]) -> list[Batch]:
-        """The mini-batches with all columns. ``found[model][b, r]``: (targets,) of row r of mini-batch b."""
+        """The mini-batches with the columns that ``evaluate`` reads.
+
+        ``found[model][b, r]``: that output at the targets of row r of mini-batch b, (targets,).
+        """
         ...
 
 
 @dataclass
 class Rollouts:
-    """The annotated mini-batches of the roll-out that is being trained on; ``first`` is its first step."""
+    """Keeps the annotated mini-batches of the current roll-out (``known``), which began at step ``first``."""
 
     context: Context
     models: Mapping[str, Trainable]
@@ -40,9 +43,9 @@ class Rollouts:
     first: int = 0
 
     def annotated(self, batch: Batch) -> Batch:
-        """The batch of a step with all its columns. Collective where a roll-out begins.
+        """``batch`` with all the columns that its objective reads. Collective at the first step of a roll-out.
 
-        Raises UsageError where training begins in the middle of one.
+        Raises UsageError if training begins in the middle of a roll-out.
         """
         if batch.rollout:
             self.known, self.first = look_ahead(self.context, self.models, self.objective, batch.rollout), batch.step
@@ -57,7 +60,7 @@ class Rollouts:
 def look_ahead(
     context: Context, models: Mapping[str, Trainable], objective: Objective, batches: Sequence[Batch]
 ) -> list[Batch]:
-    """Forward passes over a whole roll-out, and its mini-batches with the columns that follow from them."""
+    """Run forward passes over a whole roll-out, and return its mini-batches with the columns computed from them."""
     functions = cast(RolloutFunctions, functions_of(objective))
     found: dict[str, dict[tuple[int, int], Tensor]] = {}
     for role in objective.roles:
@@ -66,13 +69,13 @@ def look_ahead(
             for number, batch in enumerate(batches):
                 rows = look(context, models[role.name], batch, want, functions.temperature)
                 own |= {(number, index): numbers for index, numbers in rows.items()}
-            # A controller has those of all ranks.
+            # Columns are computed from the rows of all ranks.
             found[role.name] = {key: numbers for of_rank in context.all_gather(own) for key, numbers in of_rank.items()}
     return functions.annotate(batches, found)
 
 
 def look(context: Context, trainable: Trainable, batch: Batch, want: Wanted, temperature: float) -> dict[int, Tensor]:
-    """What this rank finds of its rows of one mini-batch, by the row's index."""
+    """The output ``want`` at the targets of this rank's rows of one mini-batch, by row index: (targets,)."""
     micro_batches, inputs = step_inputs(context, batch)
     found = trainable.forward_backward(inputs, want=want, temperature=temperature, loss=None)
     (name,) = want

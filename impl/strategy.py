@@ -1,12 +1,12 @@
 """The strategy interface: what a training backend has to offer so that one trainer can drive it.
 
-In two parts, so that several models can live side by side. A *context* is the process's share: meshes, process groups,
-rings, and whatever a library keeps in globals; it is entered once per cell. A *trainable* is one model in a context,
-with its optimizer, schedule, tensors and checkpoints: an actor, a critic, or a frozen reference.
+The interface has two parts, so that several models can share a process. A *context* holds what the models share:
+meshes, process groups, rings, and whatever a library keeps in globals; each cell sets up one. A *trainable* is one
+model in a context, with its optimizer, schedule, tensors and checkpoints: an actor, a critic, or a frozen reference.
 
-Backends are standalone classes without a shared base; ``get_context`` picks one by name and imports it then. The
-contract that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``: the objective divides by the
-whole step's totals, and each trainable undoes whatever averaging its library does.
+Backends are standalone classes without a shared base class; ``get_context`` imports the one that is named. The contract
+that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``: the objective divides by the totals of
+the whole step, and each trainable undoes whatever averaging its library does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ CONTEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """What a process is set up for. ``device`` is ``cpu`` or this rank's ``cuda:N``.
+    """The configuration of a context. ``device`` is ``cpu`` or this rank's ``cuda:N``.
 
     accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
     (``--packing_samples``). trust_remote_code: Python code of model folders may be run (``--trust_remote_code``).
@@ -57,8 +57,10 @@ class Trainable(Protocol):
     """One model. All methods are collective: every rank calls them, in the same order."""
 
     def load_model(self, path: Path) -> Any:
-        """Load a Hugging Face folder and return what ``prepare`` takes: the full unsharded model in the dtype of the
-        master weights, or (Megatron) only this rank's chunks."""
+        """Load a Hugging Face folder and return the object that ``prepare`` accepts.
+
+        That is the full unsharded model in the dtype of the master weights or, for Megatron, this rank's chunks only.
+        """
         ...
 
     def prepare(self, model: Any, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
@@ -70,11 +72,11 @@ class Trainable(Protocol):
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
     ) -> list[Outputs]:
-        """Run all micro-batches of an optimizer step in the order that suits the library; forward only without a loss.
+        """Run all micro-batches of an optimizer step, in the library's order; without a loss, forward passes only.
 
-        ``loss(index, outputs)`` gets what ``want`` names of ``inputs[index]``, (rows, length): ranks of a ring hold
-        parts of the rows and get whole rows. The gradient is that of the sum of losses over data ranks and
-        micro-batches. Returns these outputs, detached, on every rank.
+        ``loss(index, outputs)`` gets the outputs of ``inputs[index]`` that ``want`` names, as whole rows (rows, length)
+        even if this rank holds only a part of each row. The gradient is that of the sum of losses over data ranks and
+        micro-batches. Returns the outputs of each micro-batch, detached, on every rank.
         """
         ...
 
@@ -83,7 +85,10 @@ class Trainable(Protocol):
         ...
 
     def optimizer_step(self) -> float | None:
-        """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown."""
+        """Clip the gradients, update the weights and advance the schedule.
+
+        Returns the global gradient norm before clipping, or None if the library reports none.
+        """
         ...
 
     def learning_rate(self) -> float: ...
@@ -91,25 +96,30 @@ class Trainable(Protocol):
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
         """Full weights, gradients or training state under Hugging Face names; see conformance.backend.Backend.
 
-        ``progress`` has ``schedule`` (updates that the learning-rate schedule has counted) and, with a loss scale,
-        ``loss_scale`` and ``good_steps`` (updates since the last overflow, or since it grew); ``step`` and ``progress``
-        are float64 without dimensions.
+        ``progress`` yields ``schedule``, the number of updates that the learning-rate schedule has counted, and with a
+        loss scale also ``loss_scale`` and ``good_steps``, the number of updates since the scale last overflowed or
+        grew. ``step`` and ``progress`` are float64 tensors without dimensions.
         """
         ...
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
-        """Set the masters, and what is computed with, or one kind of optimizer state from whole tensors under Hugging
-        Face names, of which a rank reads what it holds. The optimizer may not have made a step yet."""
+        """Set the weights or one kind of optimizer state from whole tensors under Hugging Face names.
+
+        ``weight`` sets both the master weights and the weights that the model computes with. A rank reads only the
+        slices that it holds. This works before the optimizer's first step too.
+        """
         ...
 
     def set_progress(self, progress: Mapping[str, float]) -> None:
-        """Set what ``named_tensors("progress")`` gives; names that this backend does not have are left out."""
+        """Set the numbers that ``named_tensors("progress")`` yields; names that this backend lacks are ignored."""
         ...
 
-    def local_shards(self, kind: TensorKind) -> Iterator[Shard]: ...
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        """This rank's own pieces of weights or gradients; see conformance.backend.Backend."""
+        ...
 
     def resolved(self) -> dict[str, Any]:
-        """What is really used (classes, dtypes, mesh, optimizer settings), as JSON values."""
+        """The configuration that is really in use (classes, dtypes, mesh, optimizer settings), as JSON values."""
         ...
 
     def save_ckpt(self, path: Path) -> None:
@@ -119,15 +129,21 @@ class Trainable(Protocol):
     def load_ckpt(self, path: Path) -> None: ...
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        """Hugging Face folder: everything of the folder that was loaded, with safetensors of the master weights, each
-        in the dtype that it has in that folder, or in the masters'. See impl.model_folder."""
+        """Write the master weights as a Hugging Face folder; all other files are copied from the loaded folder.
+
+        ``dtype``: ``source`` gives each tensor the dtype that it has in the loaded folder, ``masters`` that of the
+        masters. See impl.model_folder.
+        """
         ...
 
     def teardown(self) -> None: ...
 
 
 class Context(Protocol):
-    """All methods are collective. Several contexts may be open at a time; the last to leave undoes what is global."""
+    """What the models of a cell share in a process. All methods are collective.
+
+    Several contexts may be open at a time; the tear-down of the last one restores the library's globals.
+    """
 
     config: ContextConfig
     data_rank: int
@@ -141,11 +157,11 @@ class Context(Protocol):
         ...
 
     def setup_distributed(self) -> None:
-        """Build the meshes on top of the initialised default process group, and the ring where the layout has one."""
+        """Build the meshes on top of the initialised default process group, and the ring if the layout has one."""
         ...
 
     def setup_ring_attn(self) -> None:
-        """Prepare sequence shards and ring communication; ValueError where the backend has none."""
+        """Prepare sequence sharding and the ring's communication. Raises ValueError without ring_flash_attn."""
         ...
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
@@ -157,26 +173,26 @@ class Context(Protocol):
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """A picklable value from each rank of the world, by rank."""
+        """The values of all ranks of the world, in rank order; ``value`` has to be picklable."""
         ...
 
     def new_trainable(self, head: Head) -> Trainable:
-        """An empty trainable: a language model, or a value model with one number per token."""
+        """A trainable without a model yet, for a language model or for a value model (one number per token)."""
         ...
 
     def library_generators(self) -> dict[str, Tensor]:
-        """States of this rank's random generators that the library keeps beside torch's, by name."""
+        """The states of the random generators that the library keeps on this rank in addition to torch's, by name."""
         ...
 
     def set_library_generators(self, states: Mapping[str, Tensor]) -> None: ...
 
     def teardown(self) -> None:
-        """Leave; trainables are torn down before."""
+        """Release everything that the context holds. Its trainables have to be torn down before."""
         ...
 
 
 def get_context(backend: str, config: ContextConfig) -> Context:
-    """The context of the backend registered as ``backend``; UsageError that lists the known ones."""
+    """A new context of the backend called ``backend``. Raises UsageError, with the known names, for another name."""
     if backend not in CONTEXTS:
         raise UsageError(f"unknown backend {backend!r}; use one of {', '.join(CONTEXTS)}")
     module, _, name = CONTEXTS[backend].partition(":")

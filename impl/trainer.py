@@ -51,12 +51,12 @@ def train_step(
                 rows[key] |= target_rows(micro_batch, mine, numbers)
         if role.trained:
             values |= _update(trainable, role, on_gradients)
-    values |= of_all_ranks(context, sums, highest)  # what was counted outranks the batch's
+    values |= of_all_ranks(context, sums, highest)  # the counts of ``evaluate`` replace the batch's own
     return StepMetrics(values=values, rows=dict(rows))
 
 
 def of_all_ranks(context: Context, sums: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of the whole step, from this rank's sums and largest numbers."""
+    """The numbers of the whole step: ``sums`` added up over data ranks, and the largest of ``highest`` on any rank."""
     together = {key: context.all_reduce(value) for key, value in sums.items()}
     return together | {key: max(context.all_gather(value)) for key, value in highest.items()}
 
@@ -71,13 +71,16 @@ def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], 
 def step_totals(
     context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
 ) -> dict[str, float]:
-    """The objective's sums over the whole optimizer step, on all ranks: the one denominator of its loss among them."""
+    """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss."""
     own = functions.totals([row for rows in micro_batches for row in rows])
     return {key: context.all_reduce(value) for key, value in own.items()}
 
 
 def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) -> dict[int, torch.Tensor]:
-    """What stands in ``numbers`` (rows, length) at each row's targets, by the row's index in the optimizer step."""
+    """The numbers (rows, length) at each row's targets, by the row's index in the optimizer step: (targets,), CPU.
+
+    Rows without targets are left out.
+    """
     return {row.index: numbers[r][inputs.targets[r]].cpu() for r, row in enumerate(rows) if row.target_count}
 
 
@@ -89,7 +92,7 @@ def _run(
     totals: Mapping[str, float],
     others: Sequence[dict[str, Outputs]],
 ) -> list[Evaluation]:
-    """Forward, and backward if the model is trained; its outputs are added to ``others``."""
+    """Run one model on all micro-batches: forward, and backward if it is trained. Adds its outputs to ``others``."""
 
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
@@ -103,7 +106,7 @@ def _run(
     found = trainable.forward_backward(
         inputs, want=functions.wants(role.name), temperature=functions.temperature, loss=asked
     )
-    # Again without autograd: on most ranks of a pipeline the loss never ran, and here all have the outputs.
+    # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
     with torch.no_grad():
         evaluations = [evaluate(index, outputs) for index, outputs in enumerate(found)]
     for known, outputs in zip(others, found, strict=True):

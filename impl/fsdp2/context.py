@@ -1,7 +1,7 @@
 """FSDP2 context: the mesh of a layout, the ring on it, and which data this rank gets.
 
 Mesh axes, outermost first: ``rep`` (replicas), ``dp``, ``sp`` (the ring), ``tp``. Parameters, gradients and optimizer
-state are cut over dp x sp, called ``shard``.
+state are sharded over dp x sp, which is flattened into the axis ``shard``.
 """
 
 import math
@@ -32,7 +32,7 @@ class Fsdp2Context:
 
     @property
     def sequence_multiple(self) -> int:
-        # With a ring, rows are padded where they are cut.
+        # With a ring, rows are padded when the ring shards them.
         return 1 if self.config.layout.sp > 1 else self._shape_multiple
 
     @property

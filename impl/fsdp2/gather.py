@@ -1,8 +1,8 @@
-"""Full tensors from DTensors, many at a time.
+"""Gathers full tensors from many DTensors at a time, and fills DTensors from whole tensors in files.
 
-``DTensor.full_tensor`` costs a collective each, and on many small ranks the wait for all to join is most of a tiny
-cell. Tensors that are cut alike, along their first dimension over one mesh axis, share one collective here. The way
-back, from whole tensors in files, needs none.
+``DTensor.full_tensor`` needs a collective for each tensor, and in a tiny cell most of the time is spent waiting for all
+ranks to join. Here, all tensors that are sharded along their first dimension over the same single mesh axis share one
+collective. Filling a DTensor from a file needs none.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from impl.files import SliceReader
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
-    """The whole of each tensor, in order, on every rank; collective."""
+    """The full tensor of each DTensor, in the same order, on every rank; collective."""
     alike: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     full: dict[int, torch.Tensor] = {}
     for i, tensor in enumerate(tensors):
@@ -34,8 +34,11 @@ def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
 
 
 def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
-    """Pieces are padded to the same number of rows, laid end to end, gathered at once, and taken apart again."""
-    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of a padded piece
+    """Gather tensors that are sharded along dimension 0 over ``group``, with one collective for all.
+
+    Each local piece is padded to the same number of rows; the pieces of a rank are sent as one flat buffer.
+    """
+    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of the padded pieces
     pieces = []
     for tensor, shape in zip(tensors, shapes, strict=True):
         local = tensor.to_local()
@@ -53,7 +56,7 @@ def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list
 
 
 def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
-    """Set what this rank holds of a tensor from the whole one in a file."""
+    """Set this rank's part of ``tensor`` from the whole tensor ``name`` in a file."""
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"

@@ -1,7 +1,7 @@
 """Gradient norm and clipping over parameters that live on different meshes.
 
 ``torch.nn.utils.clip_grad_norm_`` refuses such a mixture (a tensor-parallel weight is a 2-D DTensor, a norm weight a
-1-D one). Every element is counted once: a local sum of squares is added up over the mesh axes that cut the tensor, and
+1-D one). To count every element once, a local sum of squares is added up over the mesh axes that shard the tensor, and
 over no others.
 """
 
@@ -16,12 +16,15 @@ from torch.distributed.tensor import DTensor
 
 
 def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
-    """Mesh dimensions that cut ``gradient``; over the others it is replicated and must not be counted again."""
+    """The mesh dimensions that shard ``gradient``; over the others it is replicated and must not be counted again."""
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
 def gradient_norm(gradients: Iterable[DTensor]) -> float:
-    """Global 2-norm; each group of tensors that are cut alike needs one all-reduce per mesh axis."""
+    """The global 2-norm of all gradients; collective.
+
+    Gradients on the same mesh and sharded over the same axes share one all-reduce per axis.
+    """
     squares: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
@@ -37,5 +40,5 @@ def gradient_norm(gradients: Iterable[DTensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Factor that brings ``norm`` down to ``max_norm``; the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """The factor, at most 1, that scales ``norm`` down to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return min(1.0, max_norm / (norm + 1e-6))

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the Hugging Face model's own plan, or explicit plans of ours in PyTorch's styles.
+"""Tensor parallelism: by the Hugging Face model's own plan, or by explicit plans of this project in PyTorch's styles.
 
-Both keep per-parameter gradients right where the libraries as shipped do not (docs/findings): tied weights stay tied,
-and a norm that sees only a rank's own heads has its gradient summed over the ranks once per micro-batch.
+Both avoid two defects of the libraries as shipped (docs/findings): tied weights stay tied, and a norm that sees only
+the heads of its rank has its gradient summed over the ranks once per micro-batch.
 """
 
 import inspect
@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
-# Norms over the head dimension, by model type: the dimension of the heads in their input.
+# Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
-# Norms on the residual stream, by model type; the families that have an explicit plan.
+# Model types that have an explicit plan -> the norms on their residual stream.
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 LAYER_NORMS = {
     "llama": _LLAMA_NORMS,
@@ -77,8 +77,8 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     if kind not in LAYER_NORMS:
         raise ValueError(f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)})")
     tied = _untie(model)
-    stream = Shard(1) if sequence else Replicate()  # how the residual stream (rows, length, hidden) lies
-    # The embedding gives the whole sequence, because the model takes the length of its masks from it.
+    stream = Shard(1) if sequence else Replicate()  # placement of the residual stream (rows, length, hidden)
+    # The embedding's output is the whole sequence, because the model takes the length of its masks from it.
     outside: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     }
@@ -95,7 +95,7 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     parallelize_module(model, mesh, outside)
     for layer in model.model.layers:
         parallelize_module(layer, mesh, _layer_plan(kind, stream=stream, sequence=sequence))
-    if sequence:  # the residual stream is cut where it enters the first layer
+    if sequence:  # the residual stream is sharded where it enters the first layer
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         parallelize_module(model.model.layers[0], mesh, cut)
     if tied:
@@ -104,7 +104,11 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """Logits (rows, length, V of this rank), the token that they begin with, and the ranks that hold the others."""
+    """A rank's part of the logits.
+
+    logits: (rows, length, V of this rank). start: the token of its first logit. group: the ranks that hold all shards,
+    or None if the logits are not sharded.
+    """
 
     logits: Tensor
     start: int = 0
@@ -112,9 +116,9 @@ class VocabularyShard:
 
 
 def vocabulary_shard(logits: Tensor) -> VocabularyShard:
-    """This rank's part of a model's logits: all of them, or its shard where a DTensor is cut along the vocabulary.
+    """This rank's part of a model's logits: its shard if they are a DTensor sharded along the vocabulary, else all.
 
-    DTensor cuts as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ones fewer or none.
+    DTensor shards as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ones fewer or none.
     """
     if not isinstance(logits, DTensor):
         return VocabularyShard(logits=logits)
@@ -150,7 +154,10 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
 
 
 def _untie(model: PreTrainedModel) -> bool:
-    """Give a tied head a weight of its own: plans replace the parameters of both modules, one after the other."""
+    """Give a tied head its own weight, because plans replace the parameters of both modules separately.
+
+    Returns whether the head was tied.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -159,20 +166,20 @@ def _untie(model: PreTrainedModel) -> bool:
 
 
 def _tie(model: PreTrainedModel) -> None:
-    """Tie again, after both weights were cut along the vocabulary."""
+    """Tie the head to the embedding again, after both weights were sharded along the vocabulary."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     assert head.weight.placements == embedding.weight.placements
     head.weight = embedding.weight
 
 
 def _matching(model: torch.nn.Module, key: str) -> list[torch.nn.Module]:
-    """Modules named by a plan's key, in which ``*`` stands for a layer's number."""
+    """The modules that a plan's key names; ``*`` in the key stands for a layer's number."""
     pattern = re.compile(re.escape(key).replace(r"\*", r"\d+"))
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 def _sum_gradient_over(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of the module's parameters over ``group``, each micro-batch's before it is accumulated.
+    """Sum the gradients of the module's parameters over ``group``, for each micro-batch before it is accumulated.
 
     The hook has to sit on the parameter that autograd sees, and FSDP2 may replace that between steps.
     """

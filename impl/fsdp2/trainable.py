@@ -1,7 +1,7 @@
-"""FSDP2 trainable: one Hugging Face model, fully sharded or replicated in part, on the mesh of a context.
+"""FSDP2 trainable: one Hugging Face model on the mesh of a context, fully sharded, or sharded within each replica.
 
-FSDP2 averages gradients over rep x dp x sp; ``backward`` multiplies the loss by that number, because the objective has
-divided by the whole step's totals already.
+FSDP2 averages gradients over the ranks that see different tokens; ``backward`` multiplies the loss by the number of
+these ranks, because the objective has divided by the whole step's totals already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ class Fsdp2Trainable:
                 apply_explicit_plan(model, mesh, sequence="seqpar" in self.options, loss="losspar" in self.options)
             else:
                 apply_model_plan(model, mesh, shipped="shipped" in self.options)
-        if optimizer is None:  # only now: plans make parameters anew, which want gradients
+        if optimizer is None:  # not earlier, because the plans make new parameters, which require gradients
             model.eval().requires_grad_(False)
         else:
             for name, parameter in model.named_parameters():
@@ -113,16 +113,16 @@ class Fsdp2Trainable:
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def summing_dtype(self) -> torch.dtype:
-        """In which half-precision gradients are reduced; they are added up in that of the parameters, float32."""
+        """The dtype in which half-precision gradients are reduced; they accumulate in the parameters' float32."""
         return torch.float32
 
     def reduction_mesh(self) -> DeviceMesh:
-        """Ranks that see different tokens of a step: their gradients belong together, and so do their shards."""
+        """The mesh of the ranks that see different tokens: gradients are reduced and parameters sharded over it."""
         mesh = self.context.mesh
         return mesh["rep", "shard"] if self.context.config.layout.rep > 1 else mesh["shard"]
 
     def gradient_scale(self) -> float:
-        """Number of ranks that FSDP2 averages gradients over."""
+        """The factor for the loss: the number of ranks that FSDP2 averages gradients over."""
         layout = self.context.config.layout
         return layout.dp * layout.sp
 
@@ -135,7 +135,7 @@ class Fsdp2Trainable:
         self.model.train(loss is not None)
         outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
         if loss is None:
-            # What lies outside of blocks stays whole after a forward pass, for a backward pass that does not come.
+            # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, which does not come here.
             cast(FSDPModule, self.model).reshard()
         return outputs
 
@@ -155,7 +155,7 @@ class Fsdp2Trainable:
         return outputs.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
 
     def _outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         logits: Tensor = self.model(
             input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
         ).logits
@@ -204,7 +204,7 @@ class Fsdp2Trainable:
             return
         batch: dict[str, DTensor] = {}
         for name, tensor in self._named(kind):
-            # Offloaded pieces lie where NCCL cannot reach.
+            # Offloaded shards are on the CPU, where NCCL cannot gather them.
             batch[name] = cast(DTensor, tensor.to(self.context.config.device))
             if sum(t.numel() for t in batch.values()) >= GATHERED_AT_ONCE:
                 yield from zip(batch, full_tensors(list(batch.values())), strict=True)
@@ -233,7 +233,7 @@ class Fsdp2Trainable:
             if kind == "weight":
                 write_region(cast(DTensor, parameter), name, read)
             elif parameter.requires_grad and kind == "step":
-                # A tensor of its own for each parameter: AdamW counts in place.
+                # Each parameter needs its own tensor, because AdamW counts in place.
                 self.optimizer.state[parameter][kind] = read.whole(name).to(torch.get_default_dtype(), copy=True)
             elif parameter.requires_grad:
                 state = torch.empty_like(parameter)
