@@ -21,7 +21,7 @@ _OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "shardinit", "ownopt
 class DeepspeedBackend(StrategyBackend):
     """DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses.
 
-    Without a stage in the layout it is 3, which cuts what FSDP2 cuts.
+    A layout without a ZeRO stage runs at stage 3, which shards the same tensors as FSDP2.
     """
 
     info = BackendInfo(

@@ -1,6 +1,6 @@
-"""DeepSpeed's own checkpoints, also of another layout, by way of its universal form.
+"""Saves and loads DeepSpeed's own checkpoints; one of another layout is loaded by way of DeepSpeed's universal form.
 
-Beside its files lies one that says how they are cut (impl/deepspeed/cut.py).
+An additional file in the checkpoint, FILE, says how the checkpoint is partitioned (impl/deepspeed/cut.py).
 """
 
 import contextlib
@@ -32,7 +32,10 @@ def save(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
 
 
 def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
-    """Read what ``save`` wrote; collective. Raises UsageError, with nothing changed, where DeepSpeed cannot."""
+    """Load a checkpoint of ``save``; collective.
+
+    Raises UsageError, before the engine is changed, if there is no checkpoint or DeepSpeed cannot load it.
+    """
     if not (path / FILE).is_file():
         raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
     saved = Cut(**json.loads((path / FILE).read_text(encoding="utf-8")))
@@ -46,9 +49,9 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
 
 @contextlib.contextmanager
 def _universal(path: Path) -> Iterator[Path]:
-    """The same checkpoint in the universal form, in a folder that all ranks see; removed in the end.
+    """Convert the checkpoint ``path`` into the universal form, in a temporary folder that all ranks can read.
 
-    It is beside the checkpoint and not in it, where nothing may be that the manifest does not list.
+    The folder is beside the checkpoint, because the checkpoint itself may only have files that its manifest lists.
     """
     first = dist.get_rank() == 0
     made = (
@@ -74,8 +77,8 @@ def _load_universal(engine: DeepSpeedEngine, folder: Path) -> None:
         engine.load_checkpoint(str(folder), tag=TAG)
     finally:
         engine._config.load_universal_checkpoint = False
-    # docs/findings/deepspeed-universal-groups.md: ZeRO-3 gives all groups the settings of the first, and one tensor
-    # that counts the updates, in which each of them counts.
+    # docs/findings/deepspeed-universal-groups.md: ZeRO-3 gives all groups the settings of the first group, and one
+    # shared tensor for the number of updates, which each group then increments.
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group |= own
     for state in optimizer.state.values():

@@ -1,8 +1,8 @@
-"""How a checkpoint of DeepSpeed is cut, and which of them a layout can read.
+"""How a DeepSpeed checkpoint is partitioned, and which checkpoints a layout can load.
 
-A checkpoint is cut as DeepSpeed's optimizer is, so it fits an optimizer of the same class only. What DeepSpeed cannot
-read it refuses without a cause, in part when it has changed weights (docs/findings/deepspeed-checkpoint-changes.md), so
-it is refused here.
+A checkpoint is partitioned like the state of DeepSpeed's optimizer, so only an optimizer of the same class can load it.
+For a checkpoint that it cannot load, DeepSpeed raises errors that do not name the cause, some of them after it has
+changed weights (docs/findings/deepspeed-checkpoint-changes.md); ``check`` refuses such a checkpoint first.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,12 @@ WAY_ON = 'hand over a state instead, which every layout reads (export_state and 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """stage: those whose optimizer is of one class. ranks: those that ZeRO cuts over; they may be data ranks, or of a
-    ring or of Ulysses. optimizer: the name of the class of what it steps with."""
+    """How the files of a checkpoint are partitioned.
+
+    stage: the ZeRO stage, or the two stages that share an optimizer class. ranks: the number of ranks that ZeRO
+    partitions over, which are those of data parallelism, ring and Ulysses together. optimizer: the class name of the
+    base optimizer.
+    """
 
     stage: str
     precision: str
@@ -29,7 +33,7 @@ class Cut:
 
 
 def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
-    """How an engine is cut whose base optimizer is of this class."""
+    """How the checkpoints of an engine are partitioned. ``optimizer``: the class name of its base optimizer."""
     stage = zero_stage(layout)
     one_class = stage in (1, 2) and precision != "bf16"  # in bf16, ZeRO-1 has a class of its own
     return Cut(
@@ -43,13 +47,12 @@ def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
 
 
 def fits(saved: Cut, own: Cut) -> bool:
-    """Whether the files are cut as this layout is, so that they need not go through DeepSpeed's universal form."""
+    """Whether the files are partitioned like this layout, so that DeepSpeed loads them without its universal form."""
     return saved.tp == own.tp and (saved.ranks == own.ranks or own.stage == "zero0")
 
 
 def check(saved: Cut, own: Cut) -> None:
-    """Raises UsageError where DeepSpeed cannot read a checkpoint that is cut as ``saved`` is into what is cut as
-    ``own``."""
+    """Raise UsageError if an engine partitioned as ``own`` cannot load a checkpoint partitioned as ``saved``."""
     for name in ("stage", "precision", "optimizer"):
         before, now = getattr(saved, name), getattr(own, name)
         if before != now:
@@ -62,9 +65,9 @@ def check(saved: Cut, own: Cut) -> None:
     elif "Adam" not in own.optimizer:
         reason = f"{own.optimizer}, only for AdamW"
     elif own.stage != "zero3" and any(cut.ulysses > 1 and cut.tp == 1 for cut in (saved, own)):
-        reason = "Ulysses below zero3"  # its mpu does not say what is asked of it then
+        reason = "Ulysses below zero3"  # its mpu lacks functions that DeepSpeed calls then
     elif own.stage == "zero3" and own.tp not in (1, saved.tp):
-        reason = "another tp at zero3"  # it lays whole tensors into the space of parts
+        reason = "another tp at zero3"  # it would copy whole tensors into the space of tensor-parallel parts
     if reason:
         raise UsageError(
             f"the checkpoint is cut over tp{saved.tp} and {saved.ranks} ranks of ZeRO, and this layout over tp{own.tp} "

@@ -4,7 +4,8 @@ from conformance.defect import DividedGradients, RoundedMasters, Unmodelled
 from conformance.expectation import ExpectedDifference
 from impl.ring.expected import RING_DIFFERENCES
 
-# The noise of half precision is larger than what is lost: no number is off, only the grain of all of them.
+# The error is smaller than the noise of half precision, so no number is judged wrong. What shows is that all elements
+# of the gradients are half-precision numbers (conformance/judge/grain.py).
 COARSE = Unmodelled(stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",))
 
 EXPECTED = (

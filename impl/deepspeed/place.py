@@ -1,4 +1,7 @@
-"""What a rank holds of a parameter: a part of it where tensor parallelism has cut it, and of that ZeRO's piece."""
+"""Which elements of a parameter a rank holds: its tensor-parallel *part*, and of this part the *piece* that is ZeRO's.
+
+A parameter that tensor parallelism does not shard has one part, the whole.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,34 +12,40 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
-# The part of a whole tensor, by its name, that begins at some indices and has some shape.
+# (name, start indices, shape) -> this region of the whole tensor with this name.
 Region = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What a rank holds: piece ``zero_rank`` of ``zero_size`` of what ZeRO cuts, and a part within ``tensor_group``."""
+    """The position of a rank: it is number ``zero_rank`` of the ``zero_size`` ranks that ZeRO partitions over.
+
+    tensor_group: the process group of its tensor parallelism; None without it.
+    """
 
     zero_rank: int
     zero_size: int
     tensor_group: dist.ProcessGroup | None
 
     def start(self, parameter: Any) -> int:
-        """Where in its part of a parameter, flattened, this rank's piece starts, if ZeRO-3 has cut it; else 0."""
+        """The index in the flattened part at which this rank's piece starts; 0 if ZeRO-3 does not partition it."""
         return self.zero_rank * int(parameter.ds_tensor.numel()) if hasattr(parameter, "ds_id") else 0
 
     def unpadded(self, parameter: Any, piece: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a parameter that ZeRO-3 cut, flat, without the padding that makes all pieces equally
-        long: nobody ever writes the padding, so it differs between ranks that hold the same numbers."""
+        """This rank's ZeRO-3 piece of a parameter, flat and without padding.
+
+        ZeRO-3 pads all pieces to the same length. It never writes the padding, which therefore differs between ranks
+        that hold the same numbers.
+        """
         flat = piece.view(-1)
         return flat[: max(0, parameter.ds_numel - self.start(parameter))]
 
     def part(self, parameter: torch.nn.Parameter) -> str:
-        """Which tensor-parallel part of a parameter this rank holds, as the beginning of a region."""
+        """The name of this rank's tensor-parallel part, the prefix of a shard's region; empty for a whole parameter."""
         return f"tp{dist.get_rank(self.tensor_group)} " if cut_of(parameter) else ""
 
     def whole(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """Put the tensor-parallel parts of a parameter together; collective over their ranks."""
+        """Concatenate the tensor-parallel parts of a parameter; collective over the tensor-parallel ranks."""
         cut = cut_of(parameter)
         if not cut:
             return tensor
@@ -46,11 +55,13 @@ class RankPlace:
         return torch.cat(parts, dim=cut["partition_dim"])
 
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, region: Region) -> None:
-        """Set ``own``, flat, to the numbers from ``start`` on of this rank's part of a parameter, of which only the
-        rows that have them are read."""
+        """Set ``own``, flat, to the elements of this rank's part of a parameter that begin at the flat index ``start``.
+
+        Only the rows of the whole tensor that contain these elements are read.
+        """
         if not own.numel():
             return
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # a parameter that ZeRO-3 cut has lost its own
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties a parameter, so its shape is lost
         origin = [0] * len(shape)
         if cut := cut_of(parameter):
             origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
@@ -61,11 +72,11 @@ class RankPlace:
 
 
 def cut_of(parameter: torch.nn.Parameter) -> dict[str, Any] | None:
-    """What AutoTP noted of a parameter that it cut; None if it is whole on every rank."""
+    """AutoTP's note on a parameter that it has sharded; None if the parameter is whole on every rank."""
     note: dict[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
     return None if note is None or note["replicated"] else note
 
 
 def cut_count(model: torch.nn.Module) -> int:
-    """How many parameters tensor parallelism has cut."""
+    """The number of parameters that tensor parallelism has sharded."""
     return sum(cut_of(parameter) is not None for parameter in model.parameters())

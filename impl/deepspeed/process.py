@@ -1,8 +1,8 @@
-"""What DeepSpeed keeps in the process beside its engines: set before the first, undone after the last.
+"""DeepSpeed's global state in a process: set up when the first context enters, restored when the last one leaves.
 
-A rank runs one cell after another. What an engine leaves in DeepSpeed, torch and transformers decides how the next one
-behaves, whoever's it is; docs/findings/deepspeed-global-state.md lists what that is and does. Several contexts may be
-open at a time: they are counted, and the last to leave undoes what they share.
+A rank runs one cell after another, and an engine changes global state of DeepSpeed, torch and transformers that decides
+how later engines behave; docs/findings/deepspeed-global-state.md lists the changes and their effects. Several contexts
+may be open at a time, so they are counted.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from conformance.layout import Layout
 from conformance.validation import UsageError
 
 _open: list[tuple[int, int]] = []  # (tp, ulysses) of each context that has entered and not left
-_undo = contextlib.ExitStack()  # what is to be done when the last leaves
+_undo = contextlib.ExitStack()  # the calls to make when the last context leaves
 
 
 def enter(device: str, layout: Layout) -> None:
     """Make DeepSpeed use the initialised default process group, on ``device``.
 
-    Raises UsageError where another context is open with another way of cutting: DeepSpeed has one set of groups.
+    Raises UsageError if a context with another tp or ulysses is open, because DeepSpeed has one set of process groups.
     """
     cut = (layout.tp, layout.ulysses)
     if any(other != cut for other in _open):
@@ -51,7 +51,7 @@ def enter(device: str, layout: Layout) -> None:
 
 
 def leave() -> None:
-    """Undo what contexts and their engines left, if this is the last one; engines have been destroyed before."""
+    """Restore the global state if this is the last context. Its engines have to be destroyed before."""
     _open.pop()
     if not _open:
         _undo.close()
@@ -103,29 +103,29 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _forget_groups() -> None:
-    """Let go of process groups, which the suite destroys itself, and of the tensor-parallel mode."""
+    """Drop DeepSpeed's references to process groups, which the suite destroys, and reset its tensor-parallel mode."""
     groups._release_process_group_references()
     layer._all_to_all_groups.clear()  # of Ulysses; a group that is held keeps its sockets and threads
     set_autotp_mode(training=False)
 
 
 def forget_model(model: torch.nn.Module) -> None:
-    """Let go of a model that ZeRO-3 has cut; its engine has been destroyed before."""
-    own = set(model.modules())  # of layers, too: recomputing ends in the middle of their forward passes
+    """Drop DeepSpeed's references to a model that ZeRO-3 has partitioned. Its engine has to be destroyed before."""
+    own = set(model.modules())  # also its layers: recomputation stops inside their forward passes
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module not in own]
-    # A cache under a decorated method holds all engines and modules from their second forward pass on. Engines that are
-    # still there fill it again.
+    # The cache of a decorated method keeps all engines and modules alive from their second forward pass on. Engines
+    # that are still in use fill it again.
     decorated: Any = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
     inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 
 
 @contextlib.contextmanager
 def any_dtype() -> Iterator[None]:
-    """Let ZeRO-3 cut parameters of any dtype.
+    """Let ZeRO-3 partition parameters of any dtype.
 
-    It asserts that they are float16, bfloat16 or float32, but uses the dtype only to decide which buffers of a model in
-    half precision stay in float32.
+    ZeRO-3 asserts that they are float16, bfloat16 or float32, but uses the dtype only to decide which buffers of a
+    half-precision model stay in float32.
     """
     checked = partition_parameters.InsertPostInitMethodToModuleSubClasses
     original = checked._set_dtype
@@ -142,7 +142,7 @@ def any_dtype() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
-    """Have transformers build models under ``zero.Init``, a weight at a time."""
+    """Make transformers load models under ``zero.Init``, which partitions the weights one by one."""
     held = hf.HfDeepSpeedConfig(settings)  # transformers keeps a weak reference to it
     try:
         with _restored(torch.Tensor), _restored(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration, from what a context and an optimizer are told."""
+"""DeepSpeed's JSON configuration, built from the configurations of a context and an optimizer."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
 from impl.strategy import ContextConfig
 
-DEFAULT_STAGE = 3  # cuts what FSDP2 cuts
-NEVER = 10**9
+DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
+NEVER = 10**9  # steps
 
 
 def zero_stage(layout: Layout) -> int:
@@ -15,32 +15,32 @@ def zero_stage(layout: Layout) -> int:
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
-    """DeepSpeed's ``gradient_clipping``, where 0 means none."""
+    """The value of DeepSpeed's ``gradient_clipping``, in which 0 means no clipping."""
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
 def summing_dtype(config: ContextConfig) -> str:
-    """In which half-precision gradients are reduced and added up."""
+    """The dtype in which half-precision gradients are reduced and accumulated."""
     return "fp32"
 
 
 def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The dictionary for an engine that trains."""
+    """The configuration of an engine that trains."""
     settings: dict[str, Any] = {
         **cutting_settings(config),
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
-        "zero_allow_untested_optimizer": True,  # SGD; nothing else is different
-        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW: no op to compile
+        "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
+        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which has no op to compile
     }
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
     if config.precision == "fp16":
-        # A scale that falls at the first overflow, as ZeRO-0's does, and as those of other backends.
+        # The scale falls at the first overflow, as at ZeRO-0 and in the other backends.
         settings["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
     if config.precision in ("bf16", "fp16"):
-        # float32 masters in any case. Gradients are reduced in float32, and added up over micro-batches in float32 by
-        # all stages that offer it: at 0 they are the parameters' own, in half precision.
+        # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
+        # that offer it; stage 0 accumulates in the parameters' half precision.
         settings["communication_data_type"] = summing_dtype(config)
         if zero_stage(config.layout) > 0:
             settings["data_types"] = {"grad_accum_dtype": summing_dtype(config)}
@@ -50,31 +50,36 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
 
 
 def frozen_settings(config: ContextConfig) -> dict[str, Any]:
-    """The dictionary for an engine without an optimizer, around a model that is in its compute dtype already.
+    """The configuration of an engine without an optimizer, for a model that is in its compute dtype already.
 
-    ZeRO-3 cuts the parameters of such a model, too; the other stages cut nothing of it, and want an optimizer.
+    ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing of it and require an
+    optimizer, so stage 0 takes their place.
     """
     settings = cutting_settings(config)
     return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
 def cutting_settings(config: ContextConfig) -> dict[str, Any]:
-    """What all engines have in common; an engine does not look at the rows per micro-batch, which vary."""
+    """The settings that all engines share.
+
+    The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
+    """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": NEVER,
         "zero_optimization": _zero(config),
     }
     if config.layout.tp > 1:
-        # Whole logits on every rank; a tied head would be cut along the vocabulary by default.
+        # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
         settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
     return settings
 
 
 def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The optimizer that DeepSpeed builds itself: on GPUs its fused AdamW, which it compiles at first use.
+    """The settings of the optimizer that DeepSpeed builds itself.
 
-    torch's AdamW, by its switch for that, where there is no such thing: on the CPU, and in float64.
+    On GPUs it is DeepSpeed's fused AdamW, which is compiled at first use. It does not exist on the CPU and in float64;
+    there, DeepSpeed's switch ``torch_adam`` selects torch's AdamW.
     """
     if optimizer.name == "sgd":
         return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
@@ -87,7 +92,7 @@ def _zero(config: ContextConfig) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # Tiny parameters are cut like large ones. The linear of their own would stay in torch for good.
+        # Tiny parameters are partitioned like large ones. DeepSpeed's own linear would replace torch's for good.
         zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
     if "offload" in config.layout.options:
         device = {"device": "cpu", "pin_memory": config.device != "cpu"}

@@ -1,7 +1,8 @@
-"""What DeepSpeed's optimizer steps in place of a model's parameters, its state, and where a rank's pieces are in it.
+"""The *stepped tensors* of DeepSpeed's optimizer, which it updates in place of a model's parameters, and their state.
 
-At ZeRO-0 that is the parameter itself or, in half precision, its float32 master in the optimizer's wrapper. Above, it
-is a flat tensor for many parameters, of which each rank has a piece; of one parameter that may be nothing.
+At ZeRO-0, the stepped tensor of a parameter is the parameter itself or, in half precision, its float32 master in the
+optimizer's wrapper. At ZeRO 1 to 3, it is a flat tensor with this rank's pieces of many parameters; the piece of a
+parameter may be empty.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from impl.deepspeed.place import RankPlace
 
 
 class Stepped:
-    """Of an engine's optimizer, whatever its wrapper."""
+    """The stepped tensors of an engine, for every class of optimizer wrapper that DeepSpeed has."""
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
         self._stage, self._place = engine.zero_optimization_stage(), place
@@ -28,7 +29,7 @@ class Stepped:
                 self._of |= dict.fromkeys(group, flat)
 
     def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
-        """Groups of parameters, and what is stepped for each; there are three classes of them."""
+        """(groups of parameters, the stepped tensor of each group); three wrapper classes name these differently."""
         wrapper = self._wrapper
         if self._stage == 3:
             return wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat
@@ -37,16 +38,16 @@ class Stepped:
         return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What is stepped for a parameter: its master, or a flat tensor that has some of its master."""
+        """The stepped tensor of a parameter."""
         return self._of.get(parameter, parameter)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of that; empty before its first step."""
+        """The optimizer state of a parameter's stepped tensor; empty before the first step."""
         state: dict[str, Any] = self._optimizer.state.get(self.of(parameter), {})
         return state
 
     def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-        """One of its states, made where there is none yet."""
+        """The state ``key`` of a parameter's stepped tensor; it is created, with zeros, if there is none yet."""
         stepped = self.of(parameter)
         state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
         if key not in state:
@@ -54,7 +55,7 @@ class Stepped:
         return state[key]
 
     def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
-        """Let it have counted updates; a flat tensor has one count for all its parameters."""
+        """Set the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
         stepped = self.of(parameter)
         # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
         counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
@@ -62,8 +63,10 @@ class Stepped:
         self._optimizer.state[stepped]["step"] = step
 
     def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """This rank's piece of a parameter in a tensor that is laid out as what is stepped for it, flat and without
-        padding; and where in the parameter, flattened, it starts."""
+        """(this rank's piece of a parameter, flat and without padding; its start index in the flattened parameter).
+
+        ``stepped``: the stepped tensor of the parameter, or another tensor with its layout, such as a state.
+        """
         flat = stepped.view(-1)
         if self._stage == 0:
             return flat, 0
@@ -77,24 +80,24 @@ class Stepped:
         return flat.narrow(0, at.start, at.numel), mapping.lp_fragment_address.start
 
     def link_state(self) -> None:
-        """Let DeepSpeed's functions find the state of all groups.
+        """Make DeepSpeed's access functions find the state of all parameter groups.
 
-        ZeRO-1 and 2 link parameters to it when the first of several groups has been stepped, the others to nothing
-        (docs/findings/deepspeed-optimizer-state.md).
+        ZeRO-1 and 2 link parameters to their state when only the first group has been stepped, so that the parameters
+        of the other groups are linked to no state (docs/findings/deepspeed-optimizer-state.md).
         """
         if self._stage in (1, 2):
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def update_parameters(self) -> None:
-        """Let the parameters, which are computed with, be what the masters say; collective."""
+        """Copy the masters into the parameters that the model computes with; collective."""
         if self._stage == 0:
             for parameter, master in self._of.items():
                 parameter.data.copy_(master.data)
         elif self._stage < 3:
             self._wrapper.update_lp_params()
         else:
-            self._wrapper.checkpoint_event_prologue()  # cuts what a forward pass has left whole
+            self._wrapper.checkpoint_event_prologue()  # partitions parameters that a forward pass has left whole
             for number in range(len(self._wrapper.fp16_groups)):
                 self._wrapper._reassign_or_swap_out_partitioned_parameters(number)
             self._wrapper.checkpoint_event_epilogue()

@@ -1,7 +1,7 @@
-"""Weights, gradients and the optimizer's state by Hugging Face name, whole and in pieces, at every ZeRO stage.
+"""Weights, gradients and optimizer state by Hugging Face name, as full tensors and in pieces, at every ZeRO stage.
 
-``named`` is collective. Gradients can be asked for after the last backward of a step and before its update, and at no
-other time: in between, the ranks that own a piece raise and the others wait for them.
+``named`` is collective. Gradients can only be read after the last backward pass of a step and before its update; at any
+other time, the ranks that own a piece raise while the others wait for them.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ from impl.training_state import WrittenKind
 class EngineTensors:
     """Reads an engine's weights, gradients and optimizer state, and writes its weights and optimizer state.
 
-    Weights are the float32 masters, which in bf16 and fp16 are not what the ranks compute with. Gradients are unclipped
-    and free of the loss scale. What is frozen has neither.
+    Weights are the float32 masters, which in bf16 and fp16 differ from the weights that the ranks compute with.
+    Gradients are unclipped and without the loss scale. A frozen parameter has no master and no gradient.
     """
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
@@ -36,7 +36,7 @@ class EngineTensors:
         self._stepped = Stepped(engine, place)
 
     def named(self, kind: TensorKind) -> NamedTensors:
-        """Full tensors, one at a time; a step count has no dimensions."""
+        """Yield (Hugging Face name, full tensor), one parameter at a time; a step count has no dimensions."""
         if kind not in ("weight", "gradient"):
             self._stepped.link_state()
         for name, parameter in self._engine.module.named_parameters():
@@ -55,7 +55,7 @@ class EngineTensors:
 
     @torch.no_grad()
     def write(self, kind: WrittenKind, region: Region) -> None:
-        """Overwrite the masters, and with them what is computed with, or one state of the optimizer; collective."""
+        """Overwrite one state of the optimizer or, for ``weight``, masters and compute weights; collective."""
         for name, parameter in self._engine.module.named_parameters():
             if not parameter.requires_grad:
                 if kind == "weight":
@@ -82,7 +82,10 @@ class EngineTensors:
                 yield Shard(name, self._place.part(parameter) + own[0], own[1].detach())
 
     def mark_cut_gradients(self) -> None:
-        """Say of gradients at ZeRO-0 that they are pieces: its norm in half precision asks them, not the parameters."""
+        """Mark the gradients of tensor-parallel parameters as parts.
+
+        At ZeRO-0 in half precision, DeepSpeed's norm looks for this mark on the gradient and not on the parameter.
+        """
         for parameter in self._engine.module.parameters():
             if cut_of(parameter) and parameter.grad is not None:
                 parameter.grad.tensor_model_parallel = True
@@ -125,13 +128,13 @@ class EngineTensors:
         return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """In float32 (float64 in the exact tier, which makes that the default), without the loss scale of fp16."""
+        """The gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss scale."""
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
         return gradient.to(torch.get_default_dtype()) / scale
 
 
 class FrozenTensors:
-    """Reads the weights of a model without an optimizer, which are what it computes with."""
+    """Reads the weights of a model without an optimizer; they are the weights that it computes with."""
 
     def __init__(self, model: torch.nn.Module, place: RankPlace) -> None:
         self._model, self._place = model, place
@@ -151,13 +154,13 @@ class FrozenTensors:
 
 
 def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What the ranks compute with, without what ZeRO cut of it, in float32 (float64 in the exact tier)."""
+    """The full compute weight (of this rank's tensor-parallel part), in torch's default dtype; collective at ZeRO-3."""
     with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         return parameter.detach().to(torch.get_default_dtype(), copy=True)
 
 
 def _own_computed_with(parameter: Any, place: RankPlace) -> tuple[str, torch.Tensor]:
-    """(region, tensor) of this rank's piece of that. ``parameter``: with what zero.Init hangs onto it."""
+    """(region, tensor) of this rank's piece of the compute weight."""
     if not hasattr(parameter, "ds_id"):
         return "full", parameter
     return f"piece {place.zero_rank}", place.unpadded(parameter, parameter.ds_tensor)

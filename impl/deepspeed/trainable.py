@@ -1,8 +1,8 @@
 """DeepSpeed's trainable: one model at ZeRO 0 to 3, driven through the engine as its users drive it.
 
-DeepSpeed averages gradients over some of the ranks that see different tokens; ``backward`` multiplies the loss by their
-number, because the objective has divided by the whole step's totals already, and asks for no division by the
-accumulation. A frozen model has an engine as well, without an optimizer, which cuts it.
+DeepSpeed averages gradients over some of the ranks that see different tokens. ``backward`` multiplies the loss by the
+number of these ranks, because the objective has divided by the whole step's totals already, and switches DeepSpeed's
+division by the number of micro-batches off. A frozen model has an engine without an optimizer, which shards it.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class DeepspeedTrainable:
             model_parameters=self._parameter_groups(model, optimizer) if own else None,
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
-        for name, parameter in model.named_parameters():  # only now: AutoTP hangs hooks on gradients
+        for name, parameter in model.named_parameters():  # not earlier, because AutoTP registers gradient hooks
             parameter.requires_grad_(optimizer.trains(name))
         self.tensors = tensors = EngineTensors(self.engine, self._place())
         if weights:
@@ -98,7 +98,7 @@ class DeepspeedTrainable:
                 parameter.data = parameter.data.to(compute)
         self.settings = frozen_settings(self.context.config)
         self._initialize(model.eval())
-        model.requires_grad_(False)  # now that AutoTP has hung its hooks on the gradients of what is whole
+        model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = FrozenTensors(model, self._place())
 
     def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
@@ -112,7 +112,7 @@ class DeepspeedTrainable:
                 model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
             )
         if self.context.ring and layout.tp > 1:
-            # AutoTP compares the first inputs of its ranks, pickled; a ring holds a process group, which has no pickle.
+            # AutoTP pickles the first inputs to compare them; the ring's process group cannot be pickled.
             self.engine.first_dataloader_check.remove()
 
     def _place(self) -> RankPlace:
@@ -124,10 +124,11 @@ class DeepspeedTrainable:
         )
 
     def _starting_weights(self, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-        """What has to be written over the masters that DeepSpeed makes; nothing where they are right.
+        """The weights to write over the masters that DeepSpeed makes, by name; empty if its masters are right.
 
-        It casts the model to half precision first and copies the masters from that. As shipped they stay so, but at
-        ZeRO-0 they have to be written then too: by a step with gradients of zero they have decayed.
+        DeepSpeed casts the model to half precision first and copies the masters from that. With ``shipped`` the masters
+        keep these rounded weights. At ZeRO-0 they have to be written even then, because DeepSpeed has made a step with
+        zero gradients, in which they have decayed.
         """
         compute = COMPUTE.get(self.context.config.precision)
         if compute is None:
@@ -138,7 +139,7 @@ class DeepspeedTrainable:
         return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
 
     def forget_steps(self) -> None:
-        """At ZeRO-0 in half precision, the wrapper has made a step to allocate AdamW's state: undo its count."""
+        """Clear AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
         self.engine.basic_optimizer.state.clear()
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -170,7 +171,7 @@ class DeepspeedTrainable:
         return found.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
 
     def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """Of the tokens that this rank holds, in the shape of ``inputs``."""
+        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         return outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
 
@@ -178,17 +179,17 @@ class DeepspeedTrainable:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
 
     def forgotten_scale(self) -> float:
-        """At ZeRO-0 in fp16, its step divides by the loss scale, but its backward forgets to multiply."""
+        """The loss scale at ZeRO-0 in fp16, where DeepSpeed divides by it but never multiplies; 1 elsewhere."""
         forgets = self.stage == 0 and self.context.config.precision == "fp16"
         return float(self.engine.optimizer.loss_scale) if forgets else 1.0
 
     def gradient_scale(self) -> int:
-        """By how much the loss is to be multiplied: how many ranks DeepSpeed averages gradients over."""
+        """The factor for the loss: the number of ranks that DeepSpeed averages gradients over."""
         layout = self.context.config.layout
         data = layout.dp * layout.sp
         if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
             return data * layout.ulysses
-        # The mpu has gradients summed over Ulysses, but for ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
+        # With an mpu, DeepSpeed sums over Ulysses ranks, except at ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
         corrected = self.stage == 3 and "shipped" not in self.options
         return data * layout.ulysses if corrected else data
 
@@ -196,8 +197,8 @@ class DeepspeedTrainable:
         assert self.engine.is_gradient_accumulation_boundary()
 
     def optimizer_step(self) -> float | None:
-        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 the norm in half precision misses what is not marked, and has
-        # the loss scale in it; else the library clips by a norm and forgets it.
+        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 in half precision, the norm leaves out parts that are not
+        # marked and contains the loss scale; in full precision, the library clips by a norm that it does not report.
         scale = 1.0
         if self.stage == 0:
             assert isinstance(self.tensors, EngineTensors)
@@ -220,13 +221,13 @@ class DeepspeedTrainable:
         found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
         if self.context.config.precision == "fp16":
             scaler = self._scaler()
-            # It goes on counting when the scale has grown, and lets it grow at every multiple of its window.
+            # This count goes on when the scale grows; the scale grows at every multiple of the scaler's window.
             good = scaler.cur_iter - scaler.last_overflow_iter - 1
             found |= {"loss_scale": float(scaler.cur_scale), "good_steps": float(good)}
         return found
 
     def _scaler(self) -> Any:
-        """What holds the loss scale in fp16; in two classes, by the same names."""
+        """The object with the loss scale in fp16; its class depends on the stage, its attributes do not."""
         return self.engine.optimizer.loss_scale_config if self.stage == 0 else self.engine.optimizer.loss_scaler
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:

@@ -1,7 +1,7 @@
 """Ulysses (Jacobs et al., arXiv 2309.14509): ranks hold slices of the sequence, and trade them for heads in attention.
 
-DeepSpeed's own module does the exchange. What attends in between is the ring layer, on a ring of one where the layout
-has none: unlike ``sdpa`` it knows documents and windows without a mask, and Ulysses throws masks away
+DeepSpeed's own module does the exchange. Attention itself is computed by the ring layer, on a ring of one rank if the
+layout has none: unlike ``sdpa`` it needs no mask for documents and windows, and Ulysses drops masks
 (docs/findings/deepspeed-ulysses-sdpa.md).
 """
 
@@ -17,27 +17,28 @@ from conformance.validation import UsageError
 from impl.deepspeed import process
 from impl.ring.attention import NAME
 
-ROWS = 1  # of a rank's part of a micro-batch: its documents are laid end to end
+ROWS = 1  # rows of a rank's part of a micro-batch, in which documents are laid end to end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What an exchange is built for: heads of queries, heads of keys and values, and the size of a head."""
+    """The shape that an exchange is built for: numbers of query and of key-value heads, and the size of a head."""
 
     query: int
     key_value: int
     size: int
 
 
-_exchanging: tuple[Heads, Any] | None = None  # the one exchange of the process: transformers has one NAME; and its mpu
+# Shape and mpu of the exchange. A process has at most one, because transformers has one attention function for NAME.
+_exchanging: tuple[Heads, Any] | None = None
 
 
 def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, group: dist.ProcessGroup) -> Any:
     """Put the exchange around the attention of ``model``; returns the ``mpu`` for ``deepspeed.initialize``.
 
-    With tensor parallelism there is none, because AutoTP takes its place; every rank is a data rank for ZeRO then.
-    Models with the same heads share the exchange until the last context leaves the process. Raises UsageError for other
-    heads.
+    With tensor parallelism the result is None, because AutoTP takes the place of the mpu; ZeRO then treats the Ulysses
+    ranks as data ranks. Models with the same heads share the exchange until the last context leaves the process. Raises
+    UsageError for a model with other heads.
     """
     global _exchanging
     config = model.config.get_text_config()
@@ -84,7 +85,7 @@ def _around_shards(heads: Heads, *, layers: int, tp: int, group: dist.ProcessGro
 
 
 def _withdraw() -> None:
-    """Attention as transformers knew it before."""
+    """Remove the exchange, which restores transformers' attention function for NAME."""
     global _exchanging
     _exchanging = None
     del ALL_ATTENTION_FUNCTIONS[NAME]

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal conversion, as a function: pieces of ZeRO-1 to 3 become whole tensors, a file for each."""
+"""DeepSpeed's conversion to universal checkpoints as a function: pieces of ZeRO 1 to 3 become files of tensors."""
 
 import argparse
 from pathlib import Path
@@ -15,6 +15,6 @@ def make_universal(checkpoint: Path, out: Path) -> None:
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=True,  # what ZeRO-1 and 2 do not write
+        inject_missing_state=True,  # for entries that ZeRO-1 and 2 do not write
     )
     ds_to_universal.main(arguments)
