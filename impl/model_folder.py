@@ -88,7 +88,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def _say_dtype(file: Path, dtype: str) -> None:
-    """Set the dtype in a configuration file wherever the file names one; leave the file alone if it is right already."""
+    """Set the dtype wherever a configuration file names one; a file that is right already is not written."""
     config = json.loads(file.read_text(encoding="utf-8"))
     if _replace_dtype(config, dtype):
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")

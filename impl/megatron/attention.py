@@ -1,8 +1,8 @@
-"""Attention and positions for documents laid end to end, over a ring: in the places that megatron-core has for them.
+"""Modules for megatron-core's layers: attention and rotary positions for packed documents, over a ring.
 
-megatron-core's own DotProductAttention knows neither packed documents nor context parallelism; both need
-TransformerEngine. Here the ring layer attends (impl.ring), on a ring of one rank where the layout has none. What a
-micro-batch looks like travels to every layer as ``packed_seq_params``.
+megatron-core's own DotProductAttention supports neither packed documents nor context parallelism; both need
+TransformerEngine. Here impl.ring computes attention, on a ring of one rank if the layout has none. megatron-core hands
+the description of the micro-batch to every layer as ``packed_seq_params``.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from impl.ring.attention import Ring
 
 @dataclass
 class Documents(PackedSeqParams):  # type: ignore[misc]
-    """How a micro-batch lies on this rank: ``positions`` (rows, length), counted in whole documents, and the ring.
+    """The documents of a micro-batch on this rank.
 
-    To megatron-core it is a batch of rows (``sbhd``), because its packed layout would undo what the ring placed.
+    positions: int64 (rows, length), each counted in its whole document. ring: the placement on the ring. qkv_format:
+    tells megatron-core that it is a batch of rows, because its packed format would undo the ring's placement.
     """
 
     qkv_format: str = "sbhd"
@@ -30,7 +31,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
 
 
 class RingCoreAttention(torch.nn.Module):
-    """``core_attention`` of a layer: causal within each document."""
+    """The ``core_attention`` module of a layer: causal attention within each document."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -57,14 +58,14 @@ class RingCoreAttention(torch.nn.Module):
 
 
 class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Rotary tables by the positions of a micro-batch, where megatron-core's are by the place in the sequence."""
+    """Rotary embedding by the positions of a micro-batch; megatron-core's own goes by the index in the sequence."""
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Tensor:
-        """What ``forward`` is called with."""
+        """The positions, (rows, length); megatron-core calls ``forward`` with the result of this method."""
         assert documents.positions is not None
         return documents.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Angles (length, rows, 1, head_dim)."""
+        """The rotary angles, (length, rows, 1, head_dim), of ``positions`` (rows, length)."""
         table: Tensor = self.get_emb(int(positions.max()) + 1)  # (length, 1, 1, head_dim)
         return table[positions.T][:, :, 0]

@@ -34,9 +34,10 @@ _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is saved and restored. ``chunks``: this rank's GPTModels. ``optimizer``: the one in megatron-core's chain.
+    """The training that is saved and restored.
 
-    ``trained``: the parameters of the whole model that have gradients.
+    chunks: this rank's GPTModels. optimizer: the only optimizer in megatron-core's chain. trained: the names of the
+    trained parameters of the whole model.
     """
 
     chunks: Sequence[Any]
@@ -46,7 +47,7 @@ class Training:
     trained: Sequence[str]
 
     def told(self) -> dict[str, Any]:
-        """What a checkpoint has to be of, to be read; JSON values. Layouts may differ."""
+        """The properties that a checkpoint and this training must share, as JSON values; the layout is none of them."""
         own = {
             **{f"the model's {name}": value for name, value in asdict(self.shape).items()},
             "the trained parameters": [*self.trained],
@@ -74,9 +75,9 @@ def save(path: Path, training: Training) -> None:
 
 
 def load(path: Path, training: Training) -> None:
-    """Read what ``save`` wrote, in any layout; collective.
+    """Load a checkpoint that ``save`` wrote in any layout; collective.
 
-    Raises UsageError for what does not fit; nothing has changed then.
+    Raises UsageError, before anything is changed, for a checkpoint of another training.
     """
     refuse_foreign(training.optimizer.optimizer)
     answer = [_read_told(path, training.told()) if dist.get_rank() == 0 else None]
@@ -105,7 +106,7 @@ def _error_of(action: Callable[[], Any]) -> Exception | None:
 
 
 def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
-    """Where everything of this rank belongs in the whole, as the library describes it."""
+    """This rank's tensors and their places in the whole model and optimizer: megatron-core's sharded state dict."""
     options = {
         "distrib_optim_sharding_type": "fully_reshardable",  # others are for one layout, or fail
         "singleton_local_shards": True,  # layers together are refused where only some of them are trained
@@ -121,10 +122,10 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Where each parameter begins and ends, and its bucket, where the padding that ends a bucket is left out.
+    """The buffer's ``param_index_map`` (parameter -> start, end, bucket) in indices that leave out bucket padding.
 
-    That is where the library puts their state together, and looks for it by places that count the padding
-    (docs/findings/megatron-checkpoint-buckets.md).
+    megatron-core concatenates the buckets' state without padding, but then looks parameters up by indices that count
+    the padding (docs/findings/megatron-checkpoint-buckets.md).
     """
     shift, end = {}, 0
     for bucket in buffer.buckets:
@@ -135,14 +136,17 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _completed(optimizer: Any, *, keep: bool) -> Iterator[None]:
-    """Give an optimizer that has made no update the state that the library asks for, and each parameter a step of its
-    own at the end. ``keep``: whether the state stays, which it does not where what is saved or read has none."""
+    """Give an optimizer that has made no update yet the initial state that megatron-core expects.
+
+    On exit, each parameter gets its own ``step`` tensor. ``keep``: whether the state stays on exit; it must not if the
+    checkpoint has no state.
+    """
     inner = optimizer.optimizer
     if not inner.state:
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             inner.state[parameter] = _first_state(inner, parameter)
     with (
-        replaced(optimizer, {"init_state_fn": lambda *_: None}),  # there is none for SGD
+        replaced(optimizer, {"init_state_fn": lambda *_: None}),  # megatron-core has none for SGD
         replaced(DistributedOptimizer, {"_set_main_param_and_optimizer_states": _set_states}),
     ):
         yield
@@ -154,7 +158,7 @@ def _completed(optimizer: Any, *, keep: bool) -> Iterator[None]:
 
 
 def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch's AdamW and SGD begin with."""
+    """The state of a parameter in torch's AdamW or SGD before the first update."""
     if isinstance(inner, torch.optim.SGD):
         return {"momentum_buffer": torch.zeros_like(parameter)} if inner.defaults["momentum"] else {}
     moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
@@ -162,14 +166,14 @@ def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
 
 
 def _set_states(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """The library's own, which asks for a step that it has set before and that is not in the checkpoint."""
+    """Call the library's method with the ``step`` that it requires; it has set it before, and checkpoints lack it."""
     group, position = self.model_param_group_index_map[parameter]
     main = self.optimizer.param_groups[group]["params"][position]
     _SET_STATES(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
 
 
 def _anywhere(here: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Whether ``here`` is true on any rank; collective."""
     of_all = [False] * dist.get_world_size()
     dist.all_gather_object(of_all, here)
     return any(of_all)
@@ -201,7 +205,7 @@ def _write(transforms: Any, remote: bool, rank: int, buckets: Sequence[Any], res
 
 
 def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
-    """What a checkpoint's list says; why it is refused, where it does not fit or files are not as they were written."""
+    """The contents of a checkpoint's FILE, or a message that says why the checkpoint is refused."""
     file = path / FILE
     if not file.is_file():
         return f"{path} holds no {FILE}; give the folder that save_ckpt got, or wait until it has been written whole"

@@ -1,6 +1,6 @@
 """Megatron context: process groups, generators and the ring, for all models of a layout.
 
-Ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp.
+The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class MegatronContext:
 
     @property
     def sequence_multiple(self) -> int:
-        return 1  # rows are padded where they are cut
+        return 1  # the ring pads rows when it shards them
 
     def placed(self) -> AbstractContextManager[None]:
-        """Enter it around every call into megatron-core."""
+        """A context manager to enter around every call into megatron-core; see impl.megatron.placement."""
         return placed(self.config.device, exact=self.config.precision == "exact")
 
     def setup_distributed(self) -> None:

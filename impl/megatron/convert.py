@@ -1,8 +1,8 @@
 """Maps Hugging Face tensors to the parameters of any rank of any Megatron layout and back: arithmetic on row numbers.
 
-A parameter of a Megatron rank consists of *parts*: rows or columns of Hugging Face tensors, put together. A part is a
-list of *spans*. The same spans serve for loading, for gathering and for saving, one parameter at a time, and a rank
-reads from a file what it holds and nothing else.
+A parameter of a Megatron rank consists of *parts*, each with rows or columns of one Hugging Face tensor. A part is a
+list of *spans* of consecutive rows or columns. Loading, gathering and saving use the same spans, one parameter at a
+time, so that a rank reads from a file only what it holds.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from impl.megatron.shape import VALUE_HEAD, ModelShape
 
 
 class Span(NamedTuple):
-    """``length`` rows (or columns): from ``theirs`` in a Hugging Face tensor, from ``own`` in a rank's parameter."""
+    """``length`` rows or columns that start at ``theirs`` in a Hugging Face tensor and at ``own`` in the parameter."""
 
     theirs: int
     own: int
@@ -29,9 +29,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """``name``: of the Hugging Face tensor, of this ``shape``; ``dim``: along which the spans lie.
+    """What a rank's parameter holds of one Hugging Face tensor.
 
-    ``spans`` is empty for a tensor that every rank holds whole.
+    name, shape: those of the whole Hugging Face tensor. dim: 0 if the spans are rows, 1 if they are columns. spans:
+    empty for a tensor that every rank holds whole.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """Place among the tensor-parallel ranks."""
+    """A rank among the ``size`` tensor-parallel ranks."""
 
     rank: int
     size: int
@@ -56,7 +57,7 @@ INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's 
 
 
 def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
-    """Names of a layer's parameters in Megatron, without ``decoder.layers.N.``."""
+    """Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``."""
     return (
         "input_layernorm.weight",
         "self_attention.linear_qkv.weight",
@@ -71,14 +72,17 @@ def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
 
 
 def all_parameters(shape: ModelShape) -> tuple[str, ...]:
-    """Every parameter of the whole model once, in Megatron's names with global layer numbers; a tied head is none."""
+    """Megatron's names, with global layer numbers, of all parameters of the whole model, without a tied head."""
     layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape)]
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
 
 
 def check_file(folder: Path, shape: ModelShape) -> None:
-    """Raises UsageError where a Hugging Face folder has other tensors than the model: a rank reads what it holds and
-    would not miss the rest. A tied head may be in the file, if it is the embedding."""
+    """Raise UsageError if the tensors in a Hugging Face folder are not exactly those of the model.
+
+    This needs a check of its own, because a rank reads only what it holds. The folder may contain a tied head if it is
+    equal to the embedding.
+    """
     one = Rank(rank=0, size=1)
     due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, one)}
     found = weight_shapes(folder)
@@ -94,12 +98,12 @@ def check_file(folder: Path, shape: ModelShape) -> None:
 
 
 def is_cut(name: str, shape: ModelShape) -> bool:
-    """Whether tensor parallelism cuts a parameter."""
+    """Whether tensor parallelism shards the parameter ``name``."""
     return bool(parts(name, shape, Rank(rank=0, size=1))[0].spans)
 
 
 def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-    """What a parameter with a global layer number consists of on one tensor-parallel rank."""
+    """The parts of a parameter on one tensor-parallel rank. ``name``: Megatron's, with the global layer number."""
     if name == EMBEDDING or (name == HEAD and shape.tied):
         return (_vocabulary(INPUT, shape, tp),)
     if name == HEAD:
@@ -112,7 +116,7 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
 
 
 def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool:
-    """Whether a parameter with a global layer number is trained; UsageError where only some of its parts are."""
+    """Whether the parameter ``name`` is trained. Raises UsageError if ``optimizer`` freezes only some of its parts."""
     wanted = {part.name: optimizer.trains(part.name) for part in parts(name, shape, Rank(rank=0, size=1))}
     if len(set(wanted.values())) > 1:
         raise UsageError(f"{', '.join(wanted)} are one parameter in Megatron; freeze all of them or none")
@@ -120,7 +124,7 @@ def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool
 
 
 def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
-    """Rows [rank * n, (rank + 1) * n) as far as there are any: the rest is padding."""
+    """The rows of a vocabulary matrix on one rank: [rank * n, (rank + 1) * n), without the rows that are padding."""
     each = shape.padded_vocab(tp.size) // tp.size
     start = min(tp.rank * each, shape.vocab)
     count = min((tp.rank + 1) * each, shape.vocab) - start
@@ -128,7 +132,10 @@ def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
 
 
 def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
-    """Spans of q, of k and of v in the fused parameter: for each key-value head its query heads, its key, its value."""
+    """The spans of q, of k and of v in the fused parameter.
+
+    Its rows are ordered by key-value head: first the query heads that share it, then its key, then its value.
+    """
     group, size = shape.heads // shape.kv_heads, shape.head_dim
     held = shape.kv_heads // tp.size
     first = tp.rank * held
@@ -139,7 +146,12 @@ def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
     return q, k, v
 
 
+# The functions that follow give the rows of _LAYER_PARTS.
+
+
 def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of a fused parameter with three parts: the weight or the bias (``kind``) of q_proj, k_proj and v_proj."""
+
     def qkv(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         width = (shape.hidden,) if kind == "weight" else ()
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -152,7 +164,7 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
 
 
 def _gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-    """Each rank holds its rows of the gate, then its rows of up."""
+    """Row of a fused parameter with two parts: a rank's rows of gate_proj, then its rows of up_proj."""
     each = shape.ffn // tp.size
     return tuple(
         Part(
@@ -165,6 +177,8 @@ def _gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
 
 
 def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of a parameter that is a rank's share of the columns of ``name``, a weight (hidden, width(shape))."""
+
     def columns(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         each = width(shape) // tp.size
         full = (shape.hidden, width(shape))
@@ -174,9 +188,12 @@ def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, Mo
 
 
 def _whole(name: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of a parameter that is the vector ``name``, (size(shape),), whole on every rank."""
     return lambda prefix, shape, tp: (Part(name=prefix + name, shape=(size(shape),)),)
 
 
+# Megatron's name of a layer's parameter -> a function that gives the parameter's parts, from the prefix of the layer's
+# names at Hugging Face, the model's shape and the tensor-parallel rank.
 _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: shape.hidden),
     "self_attention.linear_qkv.weight": _qkv("weight"),
@@ -194,7 +211,10 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
 
 
 def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
-    """Fill a rank's parameter with one of its parts. ``read(name, dim, start, stop)`` gives a slice of a tensor."""
+    """Set one part of a rank's parameter ``own`` from the Hugging Face tensor.
+
+    ``read(name, dim, start, stop)`` gives the slice [start:stop] of a tensor along ``dim``.
+    """
     if not part.spans:
         own.copy_(read(part.name, 0, 0, part.shape[0]))
     for theirs, own_start, length in part.spans:
@@ -202,7 +222,7 @@ def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torc
 
 
 def take(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
-    """Put what a rank's parameter holds of one part into the whole Hugging Face tensor."""
+    """Copy one part from a rank's parameter ``own`` to its place in the whole Hugging Face tensor ``full``."""
     if not part.spans:
         full.copy_(own)
     for theirs, own_start, length in part.spans:

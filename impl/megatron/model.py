@@ -1,8 +1,8 @@
 """openPangu, Llama and Qwen3 on megatron-core's GPTModel, through a layer spec; with a language or a value head.
 
-megatron-core is the library; what is ours is what its local spec lacks: a bias on o_proj beside none in the MLP
-(``add_bias_linear`` couples the two), RMSNorm that knows of sequence parallelism without TransformerEngine, attention
-and positions for packed documents and rings, and a head with one value per token.
+This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
+(``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
+attention and positions for packed documents and rings, and a head with one value per token.
 """
 
 from typing import Any
@@ -38,9 +38,10 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """megatron-core's torch norm refuses sequence parallelism; all that it needs is the mark on the weight.
+    """torch's RMSNorm for sequence parallelism, which megatron-core's own wrapper of torch's norm refuses.
 
-    By the mark, gradients of the slices that tensor-parallel ranks see are summed.
+    It only needs a mark on the weight: megatron-core sums the gradients of marked weights over tensor-parallel ranks,
+    each of which sees a slice of the sequence.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -50,7 +51,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ValueHead(torch.nn.Linear):
-    """One value per token, (length, rows, 1), in the place of GPTModel's output layer; whole on every rank."""
+    """Takes the place of GPTModel's output layer: one value per token of the whole sequence, (length, rows, 1).
+
+    Every tensor-parallel rank has the whole weight.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         device = torch.cuda.current_device()
@@ -66,7 +70,7 @@ class ValueHead(torch.nn.Linear):
 
 
 def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
-    """The model's sizes, and every switch that decides its numbers."""
+    """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
     compute = COMPUTE[precision]
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -119,7 +123,7 @@ def _left_as_it_is(weight: Tensor) -> None:
 
 
 def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, chunk: int) -> GPTModel:
-    """One of this rank's parts of the model, with weights that are not set."""
+    """Build this rank's chunk number ``chunk`` of the model (see impl.megatron.stages), with uninitialised weights."""
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     index = chunk * stages.pp + pp_rank
     last = index == len(stages.chunks) - 1
@@ -146,7 +150,7 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
 
 
 def layer_spec(shape: ModelShape) -> ModuleSpec:
-    """megatron-core's local layer with our norms, attention and o_proj."""
+    """megatron-core's local layer spec, with the norms, attention and o_proj of this package."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -159,11 +163,13 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
 
 
 def leave_padding_token(model: GPTModel, token: int) -> None:
-    """Let the padding token, as an input, give no gradient to its embedding, as transformers does; megatron-core's
-    embedding has no padding_idx (docs/findings/megatron-padding-token.md)."""
+    """Give the embedding of the padding token no gradient where the token is an input, as in transformers.
+
+    megatron-core's embedding has no padding_idx (docs/findings/megatron-padding-token.md).
+    """
 
     def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
-        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); a pipeline sends what is contiguous
+        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); pipelines send contiguous tensors
         if model.config.sequence_parallel:
             padding = padding.chunk(model.config.tensor_model_parallel_size)[
                 parallel_state.get_tensor_model_parallel_rank()
@@ -174,16 +180,16 @@ def leave_padding_token(model: GPTModel, token: int) -> None:
 
 
 def begin_with_gradient(model: GPTModel) -> None:
-    """Let the embedding's output want a gradient even where the embedding is frozen.
+    """Make the output of the embedding require a gradient even if the embedding is frozen.
 
-    A layer that is recomputed gives its own parameters no gradient when none of its inputs wants one: torch's reentrant
-    checkpoint, which megatron-core's is, says so in a warning at most.
+    megatron-core's recomputation is a reentrant checkpoint: if none of a layer's inputs requires a gradient, the
+    layer's own parameters get none, without an error (docs/findings/megatron-frozen-embedding.md).
     """
     model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
 
 
 def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
-    """``logits`` (..., this rank's part of the padded vocabulary) with what is padding out of every softmax."""
+    """``logits`` (..., this rank's part of the padded vocabulary) with -inf for padding, which no softmax counts."""
     each = logits.shape[-1]
     first = parallel_state.get_tensor_model_parallel_rank() * each
     padding = torch.arange(first, first + each, device=logits.device) >= vocab

@@ -1,9 +1,9 @@
-"""Where megatron-core's tensors live: it asks for CUDA by name, in a hundred places. Here it gets the rank's device.
+"""Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
 
-For a rank on the CPU, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered; nothing is changed for
-good, and nothing that is computed (tests/test_megatron_placement.py). Streams and events, which order work on a GPU, do
-nothing there: CPU ops are done when they return. The exact tier needs one more thing, on GPUs as well: the library
-recognises dtypes by names such as ``torch.cuda.FloatTensor``, and double has to pass as float.
+On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
+and no computed number changes (tests/test_megatron_placement.py). Streams and events, which order the work on a GPU, do
+nothing on the CPU, where an op is done when it returns. The exact tier needs one more replacement, on GPUs as well: the
+library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double has to pass as float.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def placed(device: str, *, exact: bool) -> Iterator[None]:
-    """Enter it around every call into megatron-core; may be nested."""
+    """A context manager to enter around every call into megatron-core; it may be nested."""
     on_cpu = device == "cpu"
     with contextlib.ExitStack() as stack:
         if on_cpu:
@@ -32,7 +32,7 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
-    """Other values for some of an object's attributes, and the old ones on exit."""
+    """Replace some attributes of ``owner``, and restore them on exit."""
     before = {name: vars(owner)[name] for name in replacements}
     for name, value in replacements.items():
         setattr(owner, name, value)
@@ -44,7 +44,7 @@ def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
 
 
 class _Placing(TorchFunctionMode):
-    """Devices and dtype names in the arguments and results of torch functions."""
+    """Replaces devices and dtype names in the arguments and results of torch functions."""
 
     def __init__(self, *, to_cpu: bool, exact: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What megatron-core keeps in the process beside models: made when a layout is entered first, unmade after the last."""
+"""megatron-core's global state in a process: created when the first context enters, removed when the last leaves."""
 
 import os
 from typing import Any
@@ -19,7 +19,7 @@ _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 class ModelParallel:
     """The process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
 
-    Both are collective, and are called where ``placement.placed`` is entered.
+    Both methods are collective and have to be called inside of ``placement.placed``.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ModelParallel:
         self._entered = 0
 
     def enter(self, layout: Layout) -> None:
-        """Raises UsageError where another layout is entered already."""
+        """Create the groups and generators, or share those of an equal layout. Raises UsageError for another layout."""
         sizes: dict[str, int | None] = {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
@@ -56,12 +56,15 @@ class ModelParallel:
         self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
         generator = torch.cuda.get_rng_state()
         parallel_state.initialize_model_parallel(**sizes)
-        # Nothing here is random, but under sequence parallelism layers switch to a generator that has to exist.
+        # No op here is random, but under sequence parallelism layers switch to this generator, so it has to exist.
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         torch.cuda.set_rng_state(generator)
 
     def _unmake(self) -> None:
-        """``destroy_model_parallel`` does less: it destroys no group, and each keeps sockets and threads."""
+        """Destroy the groups and restore the globals.
+
+        megatron-core's ``destroy_model_parallel`` is not enough: it leaves the groups, with their sockets and threads.
+        """
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in self._groups:
                 dist.destroy_process_group(group)

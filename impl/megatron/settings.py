@@ -1,4 +1,4 @@
-"""megatron-core's settings of optimizer, schedule and gradient reduction, and how far these have come."""
+"""megatron-core's settings of optimizer, schedule and gradient reduction; progress of schedule and loss scale."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from impl.strategy import ContextConfig
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
-    """``clip_grad``, where 0 means none."""
+    """The value of megatron-core's ``clip_grad``, in which 0 means no clipping."""
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
@@ -25,12 +25,15 @@ def cuts_optimizer(config: ContextConfig) -> bool:
 
 
 def summing_dtype() -> torch.dtype:
-    """In which half-precision gradients are reduced and added up."""
+    """The dtype in which half-precision gradients are reduced and accumulated."""
     return torch.float32
 
 
 def reduction_settings(config: ContextConfig, *, parameters: int) -> DistributedDataParallelConfig:
-    """``parameters``: of this rank. Overlap needs several buckets; by default models of this size make one."""
+    """The settings of the gradient reduction. ``parameters``: the number of this rank's parameters.
+
+    Overlap needs several buckets; with megatron-core's default size, a small model has only one.
+    """
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision in ("bf16", "fp16") and summing_dtype() == torch.float32,
@@ -68,10 +71,10 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
 
 
 def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
-    """The learning rate, and the weight decay: without it parameters that are exempt would decay."""
+    """The schedule of learning rate and weight decay; without a weight decay, exempt parameters would decay too."""
     lowest = optimizer.lr * schedule.min_factor
     for group in made.param_groups:
-        group["min_lr"] = lowest  # a group's own is taken, and the optimizer has made it 0
+        group["min_lr"] = lowest  # the group's own value counts, and the optimizer has set it to 0
     return OptimizerParamScheduler(
         made,
         init_lr=0.0,
@@ -88,9 +91,9 @@ def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: Sch
 
 
 def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """How far schedule and loss scale have come, by the names of impl.strategy.Trainable.named_tensors.
+    """Yield the progress of schedule and loss scale as ``impl.strategy.Trainable.named_tensors("progress")`` does.
 
-    ``scaler``: megatron-core's, None where there is no loss scale.
+    ``scaler``: megatron-core's grad scaler; None if there is no loss scale.
     """
     found = {"schedule": float(scheduler.num_steps)}
     if scaler:
@@ -99,9 +102,10 @@ def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[t
 
 
 def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapping[str, float]) -> None:
-    """Set what ``read_progress`` gives; a loss scale where both sides have one.
+    """Set the numbers that ``read_progress`` yields; the loss scale only if ``scaler`` and ``progress`` have one.
 
-    How many overflows in a row the library still allows before it lowers the scale is in no state, and begins anew.
+    The number of overflows in a row that the library tolerates before it lowers the scale is in no state; its count
+    starts anew.
     """
     scheduler.num_steps = 0
     scheduler.step(int(progress["schedule"]))

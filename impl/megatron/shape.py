@@ -8,9 +8,9 @@ from typing import Any
 from conformance.role import Head
 from conformance.validation import UsageError
 
-# Architectures whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
-# The switch for biases on q, k, v and o (the MLP has none) and what it is where a configuration does not say; whether q
-# and k are normalised per head.
+# Families whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
+# Each has the configuration's switch for biases on q, k, v and o (the MLP has none), the default of this switch, and
+# whether q and k are normalised per head.
 FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "PanguEmbedded": ("bias", True, False),
     "Llama": ("attention_bias", False, False),
@@ -24,10 +24,10 @@ VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: trans
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches. ``bias``: on q, k, v and o. ``head``: logits over the vocabulary, or one value per token.
+    """The sizes and switches of a model.
 
-    ``padding_token``: as an input it gives no gradient to its embedding. ``attention_dropout``: the share of attention
-    that training is to drop, which is only run where it is switched off.
+    bias: on q, k, v and o. head: logits over the vocabulary, or one value per token. padding_token: its embedding gets
+    no gradient where the token is an input. attention_dropout: a probability; it is only run if it is switched off.
     """
 
     layers: int
@@ -53,7 +53,7 @@ class ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder; UsageError that says what is not built in."""
+    """The shape of the model in a Hugging Face folder. Raises UsageError if it needs something that is not built in."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or ()), None)
     if name not in ARCHITECTURES:

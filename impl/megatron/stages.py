@@ -23,7 +23,7 @@ class Stages:
 
     @property
     def layout(self) -> list[list[str]]:
-        """In the words of megatron-core's ``pipeline_model_parallel_layout``."""
+        """The chunks as megatron-core's ``pipeline_model_parallel_layout``."""
         names = [["decoder"] * len(chunk) for chunk in self.chunks]
         names[0].insert(0, "embedding")
         names[-1].append("loss")
@@ -31,14 +31,14 @@ class Stages:
 
 
 def stages(*, layers: int, pp: int, vpp: int) -> Stages:
-    """Layers over pp x vpp chunks: evenly if they divide, else as evenly as embedding and head allow."""
+    """Distribute ``layers`` over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
     count = pp * vpp
     if layers % count == 0:
         sizes = [layers // count] * count
     else:
         assert layers + 2 >= count, "Layout.validate lets nothing else through"
         each, more = divmod(layers + 2, count)
-        sizes = [each + (1 <= position <= more) for position in range(count)]  # what is left over, in the middle
+        sizes = [each + (1 <= position <= more) for position in range(count)]  # remaining layers go to the middle
         sizes[0] -= 1
         sizes[-1] -= 1
     starts = [sum(sizes[:i]) for i in range(count)]

@@ -1,7 +1,8 @@
-"""Weights, gradients and optimizer state of a trained model by Hugging Face name: read whole or in pieces, and written.
+"""Reads and writes a model's weights, gradients and optimizer state by Hugging Face name, whole or in pieces.
 
-A rank holds some layers (pipeline), a part of each parameter (tensor parallelism), and with the distributed optimizer a
-flat stretch of that part's gradient, master and optimizer state. Everything goes one parameter at a time.
+A rank holds some layers (pipeline) and a share of each parameter (tensor parallelism). With the distributed optimizer
+it owns only a flat *stretch* of each share's gradient, master and optimizer state. All functions handle one parameter
+at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +37,12 @@ Read = Callable[[str, int, int, int], torch.Tensor]
 
 
 def layer_numbers(chunk: Any) -> list[int]:
-    """Numbers in the whole model, from 0, of the layers of a part of it."""
+    """The global numbers, from 0, of the layers in a chunk."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """Name of each parameter of a GPTModel -> the same with the layer's number in the whole model."""
+    """The name of each parameter in a chunk (a GPTModel) -> the same name with the global layer number."""
     numbers = layer_numbers(chunk)
     names = {}
     for name, _ in chunk.named_parameters():
@@ -61,7 +62,7 @@ def tensor_rank() -> Rank:
 
 
 def refuse_foreign(optimizer: Any) -> None:
-    """Raises UsageError for optimizers of TransformerEngine and Apex, whose state is laid out in another way."""
+    """Raise UsageError for optimizers of TransformerEngine and Apex, whose state has another layout."""
     kind = type(optimizer)
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
         raise UsageError(
@@ -71,7 +72,7 @@ def refuse_foreign(optimizer: Any) -> None:
 
 
 def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
-    """Read one parameter's slices; padding is zero."""
+    """Set this rank's parameter ``own`` from slices of Hugging Face tensors; padding of the vocabulary becomes zero."""
     own.zero_()
     for part in parts(name, shape, tensor_rank()):
         put(part, own, read)
@@ -79,16 +80,17 @@ def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
-    """A parameter of this rank. ``name``: Megatron's, with the layer's number in the whole model."""
+    """A parameter of this rank. ``name``: Megatron's, with the global layer number."""
 
     name: str
     parameter: Any  # a torch.nn.Parameter with megatron-core's attributes
 
 
 class ModelTensors:
-    """``chunks``: this rank's GPTModels. ``optimizer``: the one of megatron-core's that trains them, or None.
+    """The tensors of a model.
 
-    ``trained``: the parameters of the whole model that have gradients, in Megatron's names.
+    chunks: this rank's GPTModels. optimizer: megatron-core's optimizer of them, or None if the model is frozen.
+    trained: Megatron's names of the trained parameters of the whole model.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class ModelTensors:
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
     def own_parameters(self) -> Iterator[OwnParameter]:
-        """This rank's parameters; a tied head on another stage than the embedding is one of its own."""
+        """This rank's parameters; a tied head is one of them if the embedding is on another stage."""
         for number, chunk in enumerate(self.chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
             found = dict(chunk.named_parameters())
@@ -123,7 +125,7 @@ class ModelTensors:
         return self._steps() if kind == "step" else self._moments(kind)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces: what it computes with, and the gradients that it is to know."""
+        """This rank's own pieces: the weights that it computes with, and the gradients that it owns."""
         for own in self.own_parameters():
             if kind == "gradient" and not own.parameter.requires_grad:
                 continue
@@ -140,7 +142,7 @@ class ModelTensors:
                 yield Shard(part.name, place, _piece(part, tensor.detach()))
 
     def write_masters(self, read: Read) -> None:
-        """Set the masters, and the model's parameters by them, from whole tensors."""
+        """Set the masters and the model's parameters from whole tensors."""
         for own in self.own_parameters():
             full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
             fill(full, own.name, self._shape, read)
@@ -165,7 +167,10 @@ class ModelTensors:
             self._optimizer.optimizer.state[inner][kind] = state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
-        """A tensor of its own for each parameter: AdamW counts in place."""
+        """The number of updates of a parameter, as a new tensor, because AdamW counts in place.
+
+        Raises UsageError if the numbers of its parts differ.
+        """
         names = [part.name for part in parts(name, self._shape, self._tp)]
         first, *others = (read.whole(part) for part in names)
         if any(other != first for other in others):
@@ -176,14 +181,14 @@ class ModelTensors:
         return first.to(torch.get_default_dtype(), copy=True)
 
     def _moments(self, key: str) -> NamedTensors:
-        """One state of the optimizer in full, by its name in torch; nothing where no rank has it."""
+        """Yield the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
         found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
         dist.all_gather_object(found, any(key in state for state in self._optimizer.optimizer.state.values()))
         if any(found):
             yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
 
     def _steps(self) -> NamedTensors:
-        """How many updates AdamW has counted for each parameter; NaN where ranks do not agree."""
+        """Yield how many updates AdamW has counted for each parameter; NaN if the ranks do not agree."""
         states = ((own.name, self._state(own.parameter)) for own in self.own_parameters())
         counted = {name: float(state["step"]) for name, state in states if "step" in state}
         of_all: list[dict[str, float]] = [{}] * dist.get_world_size()
@@ -195,6 +200,7 @@ class ModelTensors:
                 yield from ((part.name, step) for part in parts(name, self._shape, self._tp))
 
     def _named(self, names: Sequence[str], of: Callable[[Any], torch.Tensor]) -> NamedTensors:
+        """Yield full tensors of the parameters ``names``; ``of(parameter)`` gives this rank's share. Collective."""
         mine = {own.name: own.parameter for own in self.own_parameters()}
         for name in names:
             stage = self._stage(name)
@@ -215,7 +221,7 @@ class ModelTensors:
         return 0 if name == EMBEDDING else self._stages.pp - 1
 
     def _gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """All tensor-parallel ranks' parts of a parameter; only the own one if it is whole everywhere."""
+        """The shares of all tensor-parallel ranks; only this rank's own if the parameter is whole on every rank."""
         if self._tp.size == 1 or not is_cut(name, self._shape):
             return [own]
         pieces = [torch.empty_like(own) for _ in range(self._tp.size)]
@@ -242,13 +248,13 @@ class ModelTensors:
         return self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Without the loss scale of fp16, in float32 (float64 in the exact tier)."""
+        """The gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss scale."""
         scaler = getattr(self._optimizer, "grad_scaler", None)
         gradient = gradient.to(torch.get_default_dtype())
         return gradient / scaler.scale if scaler else gradient
 
     def _stretch(self, parameter: Any) -> tuple[int, int] | None:
-        """Which flat stretch of a parameter this rank owns; None where it owns nothing of it."""
+        """(start, end) of the flat stretch of a parameter that this rank owns; None if it owns nothing of it."""
         if not self._cut:
             return 0, parameter.numel()
         if parameter not in self._optimizer.model_param_gbuf_map:
@@ -257,24 +263,24 @@ class ModelTensors:
         return stretch.start, stretch.end
 
     def _part_of(self, parameter: Any, full: torch.Tensor) -> torch.Tensor:
-        """What this rank owns of a tensor that is like ``parameter``."""
+        """The stretch that this rank owns of ``full``, a tensor with the shape of ``parameter``."""
         return full.flatten()[slice(*(self._stretch(parameter) or (0, 0)))] if self._cut else full
 
     def _whole(self, parameter: Any, own: torch.Tensor | None) -> torch.Tensor:
-        """A tensor like ``parameter`` from the stretches that data ranks own of it; collective over these."""
+        """Put a tensor with the shape of ``parameter`` together from the stretches of all data ranks; collective."""
         if not self._cut:
             assert own is not None
             return own
         full = torch.zeros(parameter.numel(), dtype=torch.get_default_dtype(), device=parameter.device)
         if own is not None and (stretch := self._stretch(parameter)):
             full[slice(*stretch)] = own
-        # Added up as bits, because -0.0 and 0.0 are 0.0.
+        # The bits are added up, because as numbers -0.0 + 0.0 would be 0.0.
         bits = full.view(torch.int64 if full.dtype == torch.float64 else torch.int32)
         dist.all_reduce(bits, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return full.view_as(parameter)
 
     def _inner(self, parameter: Any) -> torch.Tensor | None:
-        """The tensor that torch's optimizer knows the parameter by; None where this rank owns nothing of it."""
+        """The tensor that torch's optimizer has for the parameter; None if this rank owns nothing of it."""
         if not self._cut:
             inner: torch.Tensor = getattr(parameter, "main_param", parameter)
             return inner
@@ -285,18 +291,18 @@ class ModelTensors:
         return stretch
 
     def _state(self, parameter: Any) -> dict[str, Any]:
-        """The state that this rank's optimizer has for a parameter; empty where it has none, yet or at all."""
+        """The state that this rank's optimizer has for a parameter; empty if it has none."""
         inner = self._inner(parameter) if parameter.requires_grad else None
         return {} if inner is None else self._optimizer.optimizer.state.get(inner, {})
 
     def _label(self, name: str) -> str:
-        """A Hugging Face name for a parameter; for a fused one, of which a stretch holds anything, Megatron's."""
+        """The Hugging Face name of a parameter; Megatron's name if it is fused, as a stretch may cross its parts."""
         names = [part.name for part in parts(name, self._shape, self._tp)]
         return names[0] if len(names) == 1 else name
 
 
 def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
-    """What a rank's parameter holds of one part."""
+    """The rows or columns of one part in a rank's parameter ``own``."""
     if not part.spans:
         return own
     return torch.cat([own.narrow(part.dim, start, length) for _, start, length in part.spans], dim=part.dim)

@@ -1,7 +1,7 @@
 """Megatron trainable: megatron-core's layers, pipeline schedules, gradient buffers and optimizer, for one model.
 
-megatron-core averages gradients over cp x dp and over micro-batches; the loss is multiplied by that number, because the
-objective has divided by the whole step's totals.
+megatron-core averages gradients over cp x dp ranks and over micro-batches; the loss is multiplied by both numbers,
+because the objective has divided by the whole step's totals already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 class ShardedMicroBatch:
     """A micro-batch as one rank runs it.
 
-    index: its number. whole: as it was given. own: the tokens that this rank of the ring holds. documents: how these
-    lie on the ring.
+    index: its number in the step. whole: the micro-batch with all tokens. own: the tokens that this rank of the ring
+    holds. documents: the placement of these tokens.
     """
 
     index: int
@@ -67,8 +67,8 @@ class ShardedMicroBatch:
 class MegatronTrainable:
     """See impl.strategy.Trainable for the contract of each method.
 
-    chunks: this rank's parts of the model: in DistributedDataParallel if it is trained, else as they compute.
-    optimizer: None if the model is frozen.
+    chunks: this rank's chunks of the model, wrapped in DistributedDataParallel if the model is trained. optimizer: None
+    if the model is frozen.
     """
 
     chunks: list[Any]
@@ -80,9 +80,9 @@ class MegatronTrainable:
         self.options = context.config.layout.options
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
-        """This rank's parts of the model, filled with what they hold of the file and nothing else.
+        """This rank's chunks of the model, with weights; the rank reads only what it holds.
 
-        Raises UsageError for a folder with another head.
+        Raises UsageError for a folder with another head, or with weights that are not the model's.
         """
         layout = self.context.config.layout
         self.source = path
@@ -124,7 +124,7 @@ class MegatronTrainable:
         self._configure_schedule()
 
     def _freeze(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig) -> list[str]:
-        """Switch off the gradients of this rank's frozen parameters; names of all that are trained, on any rank."""
+        """Freeze this rank's parameters as ``optimizer`` says; returns the trained parameters of the whole model."""
         for chunk in model:
             names = parameter_names(chunk)
             for name, parameter in chunk.named_parameters():
@@ -146,14 +146,14 @@ class MegatronTrainable:
         return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks)
 
     def _inner_optimizer(self) -> Any:
-        """The one optimizer in the chain of megatron-core's, which would have others for experts; None if frozen."""
+        """The only optimizer in megatron-core's chain (experts would add others); None if the model is frozen."""
         if self.optimizer is None:
             return None
         (only,) = self.optimizer.chained_optimizers
         return only
 
     def _configure_schedule(self) -> None:
-        """What megatron-core's schedules call, by the configuration of the model that they run."""
+        """Set the functions that megatron-core's schedules call; they look for them in the model's configuration."""
         config = self.model_config
         if self.optimizer is not None:
             config.finalize_model_grads_func = finalize_model_grads
@@ -185,7 +185,7 @@ class MegatronTrainable:
             return result, partial(finish, part)
 
         def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """On the last stage: the number to take the gradient of, by how many tokens to divide it, and no more."""
+            """Called on the last stage; returns (scaled loss, number of tokens to divide it by, nothing to report)."""
             outputs = self._outputs(result, part, want=want, temperature=temperature)
             found[part.index] = outputs.detach()
             number = result.new_zeros([]) if loss is None else self.backward(loss(part.index, outputs))
@@ -208,13 +208,13 @@ class MegatronTrainable:
         return [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
 
     def start_step(self) -> None:
-        """Clear the gradients of the step before."""
+        """Clear the gradients of the previous step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _shard(self, inputs: Sequence[MicroBatch]) -> list[ShardedMicroBatch]:
-        """This rank's part of each micro-batch; all of one length, because stages receive into buffers of one size."""
+        """This rank's part of each micro-batch; with a pipeline all have one length, as stages receive one size."""
         ring = self.context.ring
         sharded = [ring.shard(whole) for whole in inputs]
         if self.context.config.layout.pp > 1:
@@ -228,8 +228,10 @@ class MegatronTrainable:
         ]
 
     def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        """What ``want`` names, from this rank's logits (rows, length, part of the vocabulary) or values (rows, length,
-        1), put together to whole rows."""
+        """The outputs that ``want`` names, as whole rows.
+
+        ``result``: this rank's logits (rows, length, part of the vocabulary) or values (rows, length, 1).
+        """
         own, ring = part.own, part.documents.ring
         assert ring is not None
         if self.head == "causal" and "shipped" not in self.options:
@@ -248,15 +250,15 @@ class MegatronTrainable:
         return found.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))
 
     def backward(self, loss: Tensor) -> Tensor:
-        """What the schedule is to take the gradient of."""
+        """The scaled loss, of which megatron-core's schedule takes the gradient."""
         return loss * self.gradient_scale() * self.context.config.accumulation
 
     def gradient_scale(self) -> float:
-        """How many ranks megatron-core averages gradients over: the ring's too, though they hold parts of rows."""
+        """The number of ranks that megatron-core averages gradients over; the ranks of a ring count separately."""
         return self.context.config.layout.dp * self.context.config.layout.sp
 
     def _from_last_stage(self, outputs: Outputs | None, inputs: MicroBatch, want: Wanted) -> Outputs:
-        """What the last stage of the pipeline found, on all of them."""
+        """The outputs that the last pipeline stage has computed, on all stages; collective."""
         if self.context.config.layout.pp == 1:
             assert outputs is not None
             return outputs
@@ -271,10 +273,10 @@ class MegatronTrainable:
         return Outputs(**dict(zip(names, numbers, strict=True)))
 
     def finish_gradients(self) -> None:
-        """Nothing: schedules end with ``finalize_model_grads``, and what is observed is free of the loss scale."""
+        """Do nothing: schedules end with ``finalize_model_grads``, and readers of gradients remove the loss scale."""
 
     def optimizer_step(self) -> float | None:
-        """NaN where gradients in fp16 overflow: the library then has no norm, and makes no update."""
+        """See Trainable. NaN if fp16 gradients overflow: the library then makes no update and computes no norm."""
         with self.context.placed():
             updated, norm, _ = self.optimizer.step()
             self.advance_schedule()
@@ -296,7 +298,7 @@ class MegatronTrainable:
         return self.tensors.named(kind)
 
     def _scaler(self) -> Any:
-        """megatron-core's loss scale; None but for fp16."""
+        """megatron-core's grad scaler, which holds the loss scale; None except in fp16."""
         return getattr(self._inner_optimizer(), "grad_scaler", None)
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
@@ -315,7 +317,7 @@ class MegatronTrainable:
         return self.tensors.local(kind)
 
     def _complete_weights(self) -> None:
-        """With overlap a rank gathers what others have updated when the next forward pass needs it; here, at once."""
+        """Gather the weights that other ranks have updated; with overlap, only the next forward pass would do that."""
         if self.optimizer is not None and "overlap" in self.options and cuts_optimizer(self.context.config):
             with self.context.placed():
                 for chunk in self.chunks:

@@ -1,7 +1,7 @@
-"""Ring attention for any Hugging Face model: through transformers' attention interface, nothing patched by version.
+"""Ring attention for any Hugging Face model, through transformers' attention interface.
 
-A model loaded with ``attn_implementation=NAME`` calls ``_attend`` in every layer, and hands on the keyword argument
-``ring``: how this micro-batch lies on the ring. Sources: Ring Attention (arXiv 2310.01889), its zigzag form
+A model loaded with ``attn_implementation=NAME`` calls ``_attend`` in every layer, and passes on the keyword argument
+``ring``, the placement of the micro-batch. Sources: Ring Attention (arXiv 2310.01889), its zigzag form
 (github.com/zhuzilin/ring-flash-attention issue 2), all-gathered keys and values (arXiv 2407.21783 section 3.3.2).
 """
 
@@ -26,8 +26,9 @@ RingKind = Literal["llama3", "ring", "zigzag", "torchcp"]
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """kind: ``llama3`` gathers keys and values, ``ring`` and ``zigzag`` pass them around, ``torchcp`` is PyTorch's own.
+    """The configuration of a ring.
 
+    kind: ``llama3`` gathers keys and values, ``ring`` and ``zigzag`` pass them around, ``torchcp`` is PyTorch's own.
     packed: rows hold several documents. shipped: ring and zigzag as the package ships them. head_stride: key-value
     heads that llama3 gathers at a time. multiple: tokens per row and rank are a multiple of it.
     """
@@ -46,7 +47,7 @@ def kind_of(layout: Layout) -> RingKind:
 
 
 class RingAttention:
-    """Cuts micro-batches over the ranks of a ring, attends over all of them, and puts results together again.
+    """Splits micro-batches over the ranks of a ring, attends over all ranks, and puts the results together again.
 
     ``slices``: process group of the Ulysses ranks that share this rank's position in the ring. Each holds an equal
     slice of the position's tokens, and Ulysses itself puts the slices together for attention, so ``config.multiple``
@@ -61,13 +62,13 @@ class RingAttention:
         self.function, self.varlen = _function(config)
 
     def resolved(self, device: str, compute: torch.dtype) -> dict[str, Any]:
-        """What is really used, as JSON values."""
+        """The configuration that is really in use, as JSON values."""
         return {**vars(self.config), "kernel": kernel(torch.device(device), compute)}
 
     def shard(self, inputs: MicroBatch, *, multiple: int | None = None) -> tuple[MicroBatch, "Ring"]:
         """This rank's part of a micro-batch, and the argument ``ring`` for the model.
 
-        ``multiple`` takes the place of the configured one, for micro-batches that have to be of one length.
+        ``multiple`` replaces the configured one; it serves to give several micro-batches the same length.
         """
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
@@ -84,7 +85,7 @@ class RingAttention:
         return placement.shard_inputs(inputs, source.to(device)), Ring(self, placed, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
-        """Outputs of all tokens (rows, length), 0 in padding, the same on all ranks, from each rank's own.
+        """Gather the outputs of all tokens, (rows, length) and 0 in padding, on all ranks, from each rank's ``own``.
 
         Differentiable. The backward pass returns the local slice of the gradient without a reduction: every rank
         evaluates the same loss, so each token counts exactly once, and the gradients of parameters have to be *summed*
@@ -97,7 +98,7 @@ class RingAttention:
 
 
 class Ring:
-    """How one micro-batch lies on the ring: what every layer's attention needs to know."""
+    """One micro-batch on the ring: what the attention of every layer needs."""
 
     def __init__(self, attention: RingAttention, placed: Placement, device: torch.device) -> None:
         self.source = placed.source
@@ -151,7 +152,7 @@ def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(rows, length) of each rank -> (size, rows, length) on all; a rank's gradient is that of its own part of it."""
+    """All-gather (rows, length) to (size, rows, length); backward returns the gradient of the rank's own part only."""
     parts: Tensor = _Gather.apply(own, group, dist.get_rank(group))  # type: ignore[no-untyped-call]
     return parts
 
@@ -184,7 +185,10 @@ def _attend(
     ring: Ring | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface; returns (rows, length, heads, E)."""
+    """The attention function for transformers' interface; returns (rows, length, heads, E).
+
+    Raises ValueError for a model that does not pass ``ring`` on, and for dropout, softcap and attention sinks.
+    """
     if ring is None:
         raise ValueError(
             f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on "
@@ -199,6 +203,6 @@ def _attend(
 
 
 def register() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers. Its mask is none: documents are the ring's business."""
+    """Register the attention function NAME with transformers, without a mask, because the ring separates documents."""
     AttentionInterface.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)

@@ -2,8 +2,8 @@
 
 ``context_parallel()`` itself replaces scaled_dot_product_attention, which on the CPU fails: "aten.
 _scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13), and
-float64 has no fused kernel anywhere. Its communication and merging take any kernel, though, and run here on the kernels
-of impl.ring.flash: on every device, in every dtype, for whole rows without window (its load balancing is zigzag).
+float64 has no fused kernel anywhere. But its communication and merging accept any kernel, and here they use those of
+impl.ring.flash: on every device, in every dtype, for whole rows without a window (its load balancing is zigzag).
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from impl.ring.flash import _flash_attn_backward, _flash_attn_forward
 
-# Typed for kernels of torch's own; any with their arguments will do.
+# torch types these for its own kernels; any kernel with the same arguments works.
 _ring_forward: Any = _attention._templated_ring_attention
 _ring_backward: Any = _attention._templated_ring_attention_backward
 SEQUENCE = 2  # dimension of (rows, heads, length, E)
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Same arguments as the dense functions of ring_flash_attn: q, k, v (rows, length, heads, E), zigzag."""
+    """Takes the arguments of ring_flash_attn's functions for whole rows: q, k, v (rows, length, heads, E), zigzag."""
 
     @staticmethod
     def forward(

@@ -7,8 +7,11 @@ from conformance.scenario import Scenario
 
 
 def _raced(scenario: Scenario, _: Layout) -> Unmodelled:
-    """Which of two gradients of keys and values arrives is a race between ranks, at every layer and micro-batch, so no
-    oracle can have them. What is behind the last layer's attention has to be right at the first step."""
+    """The gradients that no oracle can predict.
+
+    In every layer and micro-batch, a race between ranks decides which of two gradients of keys and values arrives. At
+    the first step, only the gradients that do not pass through any attention on their way back have to be right.
+    """
     last = model_config(scenario)["num_hidden_layers"] - 1
     below = ("model.embed_tokens.*", *(f"model.layers.{layer}.*" for layer in range(last)))
     into_attention = (f"model.layers.{last}.self_attn.[qkv]_*", f"model.layers.{last}.input_layernorm.*")

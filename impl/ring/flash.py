@@ -1,8 +1,8 @@
 """flash-attn's interface for ring_flash_attn on every device, and the import of that package without flash-attn.
 
-The package calls four private functions of flash-attn 2.8, with the parameter names that it reads off them. Here they
-go, by dtype and device, to flash-attn where it is installed, to PyTorch's own copy of its kernels
-(``aten::_flash_attention_forward/_backward``), or to plain PyTorch (impl.ring.plain).
+The package calls four private functions of flash-attn 2.8, whose parameter names it inspects. The functions of the same
+names in this module choose by dtype and device: flash-attn if it is installed, PyTorch's own copy of its kernels
+(``aten::_flash_attention_forward/_backward``), or plain PyTorch (impl.ring.plain).
 """
 
 import contextlib
@@ -28,14 +28,14 @@ def available() -> bool:
 
 
 def kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes attention there: ``flash-attn``, ``aten`` or ``plain``."""
+    """What computes attention on this device in this dtype: ``flash-attn``, ``aten`` or ``plain``."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "plain"
     return "flash-attn" if _flash_attn() else "aten"
 
 
 def _flash_attn() -> Any:
-    """flash-attn's interface where it is installed, else None. Looked up anew: it is a dictionary access."""
+    """flash-attn's interface if it is installed, else None. It is not cached, because a look-up is cheap."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn.flash_attn_interface")
@@ -200,7 +200,7 @@ def _check(dropout: float, softcap: float, slopes: Tensor | None) -> None:
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """State of random numbers that a kernel without dropout does not read."""
+    """A placeholder for the state of dropout's random numbers, which a kernel without dropout does not read."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, state.new_empty(())
 
@@ -216,7 +216,7 @@ _NAMES = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_for
 
 @contextlib.contextmanager
 def _as_flash_attn() -> Iterator[None]:
-    """Stand in for flash-attn while ring_flash_attn is imported, and for a name that transformers has given up."""
+    """Let modules of ring_flash_attn import flash-attn from here, and a name that transformers has removed."""
     interface = ModuleType("flash_attn.flash_attn_interface")
     for name in _NAMES:
         setattr(interface, name, globals()[name])
@@ -240,7 +240,7 @@ def _as_flash_attn() -> Iterator[None]:
 
 
 def import_ring_flash_attn(name: str) -> ModuleType:
-    """A module of ring_flash_attn, on the kernels above. ValueError where the package is missing."""
+    """A module of ring_flash_attn, with the kernels of this module. Raises ValueError if the package is missing."""
     if not available():
         raise ValueError(f"ring attention needs the package ring-flash-attn; run: {INSTALL}")
     with _as_flash_attn():

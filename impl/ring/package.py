@@ -1,9 +1,9 @@
 """ring_flash_attn's own autograd functions, and variants of them that are right in every dtype.
 
-As shipped (0.1.8), the backward passes of ring and zigzag widen a block's gradients with ``x.to(torch.float32)`` and go
-on as if that were a copy. In float32 it is the buffer itself, which the next block overwrites, and which is being sent
-meanwhile. Two of them also end with ``dq.to(torch.bfloat16)``, whatever dtype was given. See docs/findings/
-ring-attention-gradients.md. ``corrected`` changes these two conversions and nothing else.
+As shipped (0.1.8), the backward passes of ring and zigzag widen a block's gradients with ``x.to(torch.float32)`` and
+treat the result as a copy. In float32 it is the buffer itself, which the next block overwrites, also while it is being
+sent. Two of the functions also end with ``dq.to(torch.bfloat16)``, whatever the dtype of the inputs. See
+docs/findings/ring-attention-gradients.md. ``corrected`` changes these two conversions and nothing else.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ class _Widening(TorchFunctionMode):
 
 
 def corrected(function: Function) -> Function:
-    """The package's function with the same arguments, right in float32 and float64 and with all digits of dq."""
+    """A subclass of the package's function that is right in float32 and float64 and does not round dq to bfloat16."""
 
     class Corrected(function):  # type: ignore[valid-type, misc]
         @staticmethod

@@ -1,9 +1,10 @@
 """Placement: which rank of the ring holds which token of a micro-batch, and back.
 
-Three ways to cut. *Slices*: the documents of all rows are laid end to end, without padding, and cut into equal slices;
-documents cross the edges. *Documents*: each document is cut into equal pieces, one for each rank, in order or zigzag
-(rank r holds pieces r and 2 * size - 1 - r, so that causal attention is the same work for all). *Rows*: each row is cut
-like that as a whole. Lengths that do not divide are padded at their ends; padding is never a target.
+There are three ways to split the tokens. *Slices*: the documents of all rows are laid end to end, without padding, and
+split into equal slices; documents may cross their edges. *Documents*: each document is split into equal pieces, one for
+each rank in order, or zigzag (rank r holds pieces r and 2 * size - 1 - r, so that causal attention is the same work for
+all ranks). *Rows*: each row is split in the same way as a document. A length that does not divide is padded at its end;
+padding is never a target.
 """
 
 import math
@@ -20,10 +21,11 @@ Cut = Literal["slices", "documents", "rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """source: int64 (size, rows, length): for each place, the token's index in the micro-batch (flattened), or -1.
+    """Which rank holds which tokens of a micro-batch.
 
-    starts: int32 (documents + 1,), where documents begin, and the total length. Of all ranks' tokens together where
-    ``slices`` were cut, of each rank's own (the same on all) where ``documents`` were; None for ``rows``.
+    source: int64 (size, rows, length), by rank: the token's index in the flattened micro-batch, or -1 for padding.
+    starts: int32 (documents + 1,), the indices at which documents begin, and the total length. For ``slices`` they
+        count the tokens of all ranks, for ``documents`` those of one rank (equal on all ranks); None for ``rows``.
     """
 
     source: Tensor
@@ -31,15 +33,18 @@ class Placement:
 
 
 def place(inputs: MicroBatch, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
-    """Place the tokens of a micro-batch (on the CPU) on ``size`` ranks, each a ``multiple`` of tokens per row."""
+    """Distribute the tokens of a micro-batch, which is on the CPU, over ``size`` ranks.
+
+    The number of tokens per row and rank is a multiple of ``multiple``.
+    """
     rows, length = inputs.positions.shape
-    pieces = 2 if zigzag else 1  # a rank holds of what is cut
+    pieces = 2 if zigzag else 1  # of each document or row, on each rank
     if cut == "rows":
         tokens = torch.arange(rows * length).view(rows, length)
         whole = _padded(tokens, size * math.lcm(pieces, multiple))
         return Placement(source=_cut(whole, size, zigzag), starts=None)
     tokens = torch.where(inputs.real.flatten())[0]
-    begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]  # of documents
+    begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]  # where documents begin
     if cut == "slices":
         whole = _padded(tokens, size * multiple)
         ends = [len(tokens)] if len(whole) == len(tokens) else [len(tokens), len(whole)]
@@ -70,9 +75,9 @@ def _cut(whole: Tensor, size: int, zigzag: bool) -> Tensor:
 
 
 def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
-    """The part of a micro-batch that one rank holds; ``source`` (rows, length) is its part of a placement.
+    """The part of a micro-batch that one rank holds; ``source`` (rows, length): the rank's part of Placement.source.
 
-    Labels were shifted and positions counted before the cut, in the whole documents.
+    Labels and positions are those of the whole documents.
     """
     real = source >= 0
     at = source.clamp(min=0)
@@ -86,7 +91,10 @@ def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
 
 
 def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
-    """All ranks' parts (size, rows, length) in the order of the micro-batch: (rows, length); ``source`` alike."""
+    """Put the parts of all ranks back into the order of the micro-batch: (rows, length), 0 where no rank has a token.
+
+    ``parts``, ``source``: (size, rows, length), by rank.
+    """
     placed = source >= 0
     whole = parts.new_zeros(rows * length)
     return whole.index_put((source[placed],), parts[placed]).view(rows, length)

@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch behind flash-attn's interface: log-sum-exp out, explicit backward, documents, windows.
+"""Attention in plain PyTorch for flash-attn's interface: it returns log-sum-exp, and backward is a function of its own.
 
 For devices and dtypes that flash-attn has no kernel for: the CPU, and float32 and float64 on CUDA. Formulas from
 FlashAttention-2 (arXiv 2307.08691): forward section 3.1.1, backward algorithm 2. Half precision is computed in float32
-and rounded at the end. Scores of all documents are held at once, (documents, heads, longest, longest).
+and rounded at the end. The scores of all documents are in memory at once: (documents, heads, longest, longest).
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: Window) ->
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: Window
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of ``forward``, given *any* ``out`` and ``lse`` of the queries: of these keys, or of more."""
+    """dq, dk, dv of ``forward``; ``out`` and ``lse`` may be those of attention over more keys than ``k`` has."""
     visible = _visible(q.shape[1], k.shape[1], window, q.device)
     return _backward(dout, q, k, v, out, lse, scale=scale, visible=visible)
 
@@ -108,7 +108,7 @@ def _scores(q: Tensor, k: Tensor, *, scale: float, visible: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(N, length, own heads, E) -> (N, heads, length, E), in float32 or wider; query head h reads h // group."""
+    """(N, length, kv_heads or heads, E) -> (N, heads, length, E), in float32 or wider; heads of a group are equal."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
     return wide.repeat_interleave(heads // x.shape[2], dim=1)
 
@@ -120,20 +120,20 @@ def _kv_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _visible(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
-    """(1, 1, Q, K)"""
+    """Which keys a query sees: bool (1, 1, Q, K)."""
     at_query = torch.arange(queries, device=device)[:, None] + keys - queries
     return _within(torch.arange(keys, device=device) - at_query, window)[None, None]
 
 
 def _visible_varlen(at_q: "_Padding", at_k: "_Padding", window: Window) -> Tensor:
-    """(documents, 1, Q, K)"""
+    """Which keys a query sees, in each document: bool (documents, 1, Q, K)."""
     at_query = at_q.position[None, :, None] + (at_k.lengths - at_q.lengths)[:, None, None]  # (documents, Q, 1)
     visible = _within(at_k.position[None, None, :] - at_query, window)
     return (visible & at_q.real[:, :, None] & at_k.real[:, None, :])[:, None]
 
 
 def _within(distance: Tensor, window: Window) -> Tensor:
-    """``distance`` of a key from the query's own position."""
+    """Whether a query sees a key. ``distance``: the key's position minus the query's."""
     right = 0 if window.causal else window.right
     visible = torch.ones_like(distance, dtype=torch.bool)
     if right >= 0:

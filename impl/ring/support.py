@@ -1,4 +1,4 @@
-"""What the ring layer can run, for the adapters of all backends: answered without ranks and without importing it."""
+"""What the ring layer supports, for the adapters of all backends; the answer needs no ranks and no import of it."""
 
 import json
 
@@ -12,7 +12,7 @@ RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available(
 
 
 def ring_support(scenario: Scenario, layout: Layout) -> Support:
-    """Supported, or what is missing or wrong about this ring and what to use instead."""
+    """Supported, or Unsupported with what is wrong with this ring and what to use instead."""
     if layout.sp == layout.ulysses == 1:
         return Supported()
     if not available():
@@ -24,7 +24,7 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
     if "torchcp" in layout.options and _sliding_window(scenario.model):
         return Unsupported("PyTorch's context parallel has no sliding window; leave torchcp out: the default ring has")
     windowed = next((option for option in ("ring", "zigzag") if option in layout.options), None)
-    # With ``shipped`` they run all the same, to show what they do.
+    # With ``shipped`` they run nevertheless, to show the defect.
     if windowed and "shipped" not in layout.options and _sliding_window(scenario.model):
         return Unsupported(
             f"{windowed} gets sliding windows wrong across ranks (docs/findings/ring-attention-window.md); leave "
@@ -34,7 +34,7 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
 
 
 def _sliding_window(model: str) -> bool:
-    """Whether any layer of a Hugging Face folder has one."""
+    """Whether any layer of the model in a Hugging Face folder has a sliding window."""
     config = json.loads((resolve(model) / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     if "layer_types" in config:

@@ -15,15 +15,16 @@ from conformance.validation import UsageError
 from impl.rl.losses import kl_estimate
 
 STD_EPSILON = 1e-6  # added to a group's standard deviation
-VARIANCE_EPSILON = 1e-8  # added to the variance of what is whitened
+VARIANCE_EPSILON = 1e-8  # added to the variance when numbers are whitened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What is known of one response of n tokens, n >= 0, before the first update. Tensors are (n,) floats.
+    """One response of n >= 0 tokens, with what is known of it before the first update. Tensors are (n,) floats.
 
-    group: number of its prompt. reward: of the whole response. values: the critic's number at the position that
-    predicts token t. Log-probs are those of the tokens that were sampled, under the old policy and the reference.
+    group: the number of its prompt. reward: that of the whole response. old_logprobs, reference_logprobs: log-probs of
+    the sampled tokens under the old policy and the reference. values: the critic's value at the position that predicts
+    token t.
     """
 
     group: int
@@ -57,10 +58,10 @@ def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator
 
 
 def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estimate]:
-    """Advantages and returns of every response of a roll-out, in their order.
+    """Advantages and returns of every response of a roll-out, in the order of ``responses``.
 
-    PPO whitens its advantages over all tokens of the roll-out, and its returns come from before that. Raises UsageError
-    where whitening has fewer than two tokens.
+    PPO whitens its advantages over all tokens of the roll-out; its returns are computed from advantages that are not
+    whitened. Raises UsageError if there are fewer than two tokens to whiten.
     """
     with torch.no_grad():
         rewards = [
@@ -83,9 +84,9 @@ def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estim
 def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> Tensor:
     """A_i = (R_i - mean R) / (std R + 1e-6) over the group of i: (N,) to (N,).
 
-    The standard deviation is that of n - 1. A group of one has mean 0 and standard deviation 1. Without ``by_std``
-    nothing is divided. GRPO: Shao et al., arXiv 2402.03300, section 4.1.2, whose formula has neither epsilon nor n - 1;
-    both are verl's. Not divided: Dr. GRPO, Liu et al., arXiv 2503.20783, section 3.2.
+    The standard deviation is the one with n - 1. A group of one has mean 0 and standard deviation 1. Without ``by_std``
+    there is no division. GRPO: Shao et al., arXiv 2402.03300, section 4.1.2, whose formula has neither epsilon nor
+    n - 1; both are verl's. Without the division: Dr. GRPO, Liu et al., arXiv 2503.20783, section 3.2.
     """
 
     def normalized(members: Tensor) -> Tensor:
@@ -96,12 +97,12 @@ def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> 
 
 
 def group_deviation(members: Tensor) -> Tensor:
-    """The standard deviation of n - 1, or 1 for a group of one: (n,) to ()."""
+    """The standard deviation with n - 1, or 1 for a group of one: (n,) to ()."""
     return members.std() if len(members) > 1 else members.new_ones(())
 
 
 def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
-    """A_i = R_i - mean of the other R of its group: (N,) to (N,). Alone in its group, A_i = R_i.
+    """A_i = R_i - mean of the other R in its group: (N,) to (N,). For a group of one, A_i = R_i.
 
     Ahmadian et al., arXiv 2402.14740, section 3 (RLOO).
     """
@@ -123,9 +124,10 @@ def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Esti
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths: Sequence[int]) -> list[Estimate]:
-    """A = R - mean R of the group, for each token of a response, whitened over all tokens; returns are the same.
+    """A = R - mean R of the group at each token of a response, whitened over all tokens; the returns are equal to A.
 
-    ``scores`` (N,), to lists of (n,). A group of one has mean 0. Hu, arXiv 2501.03262, section 3.
+    ``scores``: (N,). ``lengths``: the number n of tokens of each response. Results are (n,). A group of one has mean 0.
+    Hu, arXiv 2501.03262, section 3.
     """
     centered = group_advantages(scores, groups, by_std=False)
     whitened = whiten([score.repeat(length) for score, length in zip(centered, lengths, strict=True)])
@@ -157,9 +159,9 @@ def discounted(numbers: Tensor, *, factor: float) -> Tensor:
 
 
 def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / sqrt(var + 1e-8), with mean and variance (n - 1) of all parts together; lists of (n,).
+    """(x - mean) / sqrt(var + 1e-8), with mean and variance (with n - 1) over all parts together; lists of (n,).
 
-    verl's masked_whiten without the 1e-8 in its mean, which vanishes there when the mask holds integers.
+    This is verl's masked_whiten without the 1e-8 in its mean, which has no effect there for an integer mask.
     Raises UsageError for fewer than two numbers.
     """
     numbers = torch.cat(list(parts))
@@ -173,7 +175,7 @@ def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def of_responses(rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float, lam: float) -> list[Estimate]:
-    """``gae`` of each response by itself. Lists of (n,)."""
+    """``gae`` of each response separately. Lists of (n,)."""
     return [gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
 
 
@@ -185,7 +187,7 @@ def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Pp
 
 
 def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
-    """The sum of each response's token rewards; without tokens its reward, which still counts in its group."""
+    """The sum of each response's token rewards, (N,); the reward itself for a response without tokens."""
     sums = [
         of_tokens.sum() if len(of_tokens) else of_tokens.new_tensor(response.reward)
         for response, of_tokens in zip(responses, rewards, strict=True)
@@ -194,7 +196,7 @@ def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
 
 
 def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function`` of the scores of each group, put back where they were."""
+    """Apply ``function`` to the scores of each group, (n,) to (n,); the result is in the order of ``scores``, (N,)."""
     numbers = torch.tensor(groups)
     result = torch.empty_like(scores)
     for group in sorted(set(groups)):
@@ -204,7 +206,7 @@ def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor]
 
 
 def _spread(scores: Tensor, lengths: Sequence[int]) -> list[Estimate]:
-    """Each response's number for each of its tokens."""
+    """Advantages and returns that are both the response's score at each of its tokens."""
     parts = [score.repeat(length) for score, length in zip(scores, lengths, strict=True)]
     return _estimates(parts, parts)
 

@@ -1,4 +1,4 @@
-"""Losses of policy and critic, token by token, and the weights that make one number of them.
+"""Losses of policy and critic, token by token, and the weights by which they are aggregated to one number.
 
 Tensors are (rows, length) of a micro-batch in which a row may hold several packed documents: ``documents`` (int64,
 from 0) numbers them within the row, ``mask`` (bool) is True where a token of a response is predicted. Pure functions,
@@ -20,10 +20,10 @@ LOW_VAR_KL_BOUNDS = (20.0, 10.0)  # verl's: of the log-ratio, and of the estimat
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
-    """Of each token, (rows, length); outside of the mask losses are 0 and nothing is clipped.
+    """The policy loss of each token; all (rows, length). Outside of the mask, losses are 0 and flags are False.
 
-    losses: differentiable. ratio: as in the loss, before it is clipped. clipped (bool): the clipped ratio gave the
-    larger loss. clipped_lower (bool): dual clip took the loss down to -A c.
+    losses: differentiable. ratio: the ratio of the loss before it is clipped. clipped: bool, whether the clipped ratio
+    gave the larger loss. clipped_lower: bool, whether the dual clip lowered the loss to -A c.
     """
 
     losses: Tensor
@@ -41,7 +41,7 @@ def policy_losses(
     documents: Tensor,
     objective: PolicyGradient,
 ) -> PolicyTerms:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and with A < 0 at most -A c (dual clip). Gradients reach ``logprobs``.
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c (dual clip). Gradients reach ``logprobs``.
 
     vanilla: r = exp(log p - old log p), the exponent within +-20 (Schulman et al., arXiv 1707.06347, equation 7; dual
     clip: Ye et al., arXiv 1912.09729, equation 5). gspo: r is that of the sequence with the gradient of the token,
@@ -73,7 +73,7 @@ def policy_losses(
 
 
 def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:
-    """At most -A bound where A < 0: a ratio without end has a loss with one. Any shape."""
+    """The loss, but at most -A * bound where A < 0, so that it is bounded even if the ratio is not. Any shape."""
     return torch.minimum(losses, -advantages * bound).where(advantages < 0, losses)
 
 
@@ -106,9 +106,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlEstimator) -> Tenso
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
-    """(max((V - G)^2, (V' - G)^2) / 2 with V' = V within +-cliprange of the old value, whether V' gave it). Any shape.
+    """(max((V - G)^2, (V' - G)^2) / 2, whether V' gave the maximum); V' is V within +-cliprange of the old value.
 
-    The value function's loss of OpenAI's baselines and of verl, beside arXiv 1707.06347, equation 9.
+    Any shape. The value function's loss of OpenAI's baselines and of verl, beside arXiv 1707.06347, equation 9.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
     free, clipped = (values - returns).square(), (bounded - returns).square()
@@ -118,10 +118,10 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clipran
 def token_weights(
     lengths: Tensor, mode: LossAggMode, *, tokens: float, sequences: float, scale_factor: float | None = None
 ) -> Tensor:
-    """The weight of each token, so that the loss of a mini-batch is the sum of weight * loss of the token.
+    """The weight of each token; the loss of a mini-batch is the sum of weight * loss over its tokens.
 
-    ``lengths``: of any shape, how many response tokens the token's document has. ``tokens``, ``sequences``: T tokens in
-    N documents that have any, of the whole mini-batch on all ranks. With n = length: ``token-mean`` 1 / T,
+    ``lengths``: any shape, the number n of response tokens in the token's document. ``tokens``, ``sequences``: the
+    whole mini-batch has T response tokens in N documents with at least one. ``token-mean`` 1 / T,
     ``seq-mean-token-sum`` 1 / N, ``seq-mean-token-mean`` 1 / (N n), ``seq-mean-token-sum-norm`` 1 / (N scale_factor).
     DAPO, arXiv 2503.14476, section 3.3; Dr. GRPO, arXiv 2503.20783, section 3.2; verl's ``agg_loss``.
     """

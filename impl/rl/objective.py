@@ -1,7 +1,8 @@
-"""GRPO and PPO of the reference backends: what is computed of a roll-out beforehand, and losses of micro-batches.
+"""GRPO and PPO of the reference backends: columns that are computed before an update, and losses of micro-batches.
 
-The work is split as in verl: columns of the roll-out (advantages, returns) are computed by a controller, here alike on
-every rank, from log-probs and values of all ranks; losses see one micro-batch. conformance/oracle/rl.py has its own.
+The work is split as in verl: a controller, which is here every rank, computes the columns of a roll-out (advantages,
+returns) from the log-probs and values of all ranks; losses see one micro-batch. The oracle's functions were written
+independently (conformance/oracle/rl.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ Looks = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, then by (min
 
 @dataclass(frozen=True)
 class PolicyGradientFunctions:
-    """Of both objectives; see impl.objectives.ObjectiveFunctions and impl.rollouts.RolloutFunctions."""
+    """The functions of GRPO and PPO; see impl.objectives.ObjectiveFunctions and impl.rollouts.RolloutFunctions."""
 
     objective: Grpo | Ppo
 
@@ -74,7 +75,7 @@ class PolicyGradientFunctions:
     # --- an update ----------------------------------------------------------------------------------------------------
 
     def wants(self, model: str) -> Wanted:
-        """Nothing of a frozen reference: what it says of a roll-out is in the columns."""
+        """See ObjectiveFunctions. A frozen reference runs no forward pass here: its log-probs are in the columns."""
         if model == CRITIC.name:
             return frozenset({"values"})
         return frozenset({"logprobs", "entropy", "targets"}) if model == POLICY.name else frozenset()
@@ -154,7 +155,7 @@ class PolicyGradientFunctions:
 
 
 def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, float]) -> Tensor:
-    """(rows, length): what the loss of each position is multiplied with, 0 where no response token is predicted."""
+    """The weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
     weights = token_weights(
         inputs.columns["length"],
         objective.loss_agg_mode,
@@ -168,18 +169,21 @@ def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str,
 def actor_loss(
     objective: Grpo | Ppo, *, pg_loss: Tensor, entropy_loss: Tensor, kl_loss: Tensor | None = None
 ) -> Tensor:
-    """What the policy minimises: a high entropy is wanted, and a high divergence from the reference is not."""
+    """The loss of the policy: pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss, as in verl."""
     loss = pg_loss - objective.entropy_coeff * entropy_loss
     return loss if kl_loss is None else loss + objective.kl_loss_coef * kl_loss
 
 
 def document_numbers(inputs: MicroBatch) -> Tensor:
-    """Which document of its row each position belongs to, from 0: int64 (rows, length). Padding is one more."""
+    """The number, from 0, of the document in its row that a position belongs to: int64 (rows, length).
+
+    Padding counts as one more document.
+    """
     return (inputs.positions == 0).cumsum(dim=1) - 1
 
 
 def _by_document(batches: Sequence[Batch], found: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:
-    """Of each document of all batches, (targets,), from what was found of rows."""
+    """Split the numbers of each row by document: (targets,) for each document of all batches, in order."""
     parts: list[Tensor] = []
     for number, batch in enumerate(batches):
         for row in batch.rows:
@@ -204,12 +208,12 @@ def _response(document: Document, found: Mapping[str, Tensor]) -> Response:
 
 
 def _of_targets(document: Document, name: str) -> Tensor:
-    """A column's numbers of the response tokens, in the default dtype."""
+    """The numbers of a column at the response tokens, (targets,), in torch's default dtype."""
     column: Any = document.columns[name]
     return torch.tensor([number for number, target in zip(column, document.targets, strict=True) if target])
 
 
 def _column(document: Document, numbers: Tensor) -> tuple[float, ...]:
-    """A number for each token, 0 where there is no target."""
+    """``numbers`` (targets,) as a column of the document: a number for each token, 0 where there is no target."""
     taken: Iterator[float] = iter(numbers.tolist())
     return tuple(next(taken) if target else 0.0 for target in document.targets)
