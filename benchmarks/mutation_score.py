@@ -3,14 +3,15 @@
 python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
                                     [--tiers TIER ...]
 
-A fault is planted in its place (impl/faults/places.py), with all steps and rows of the scenario, and, for the tier
-``quick``, in the cells of the quick profile until one catches it. Each cell of a place is run without a fault as well.
-Workers are processes with a session of their own, which take one job after another. OUT/mutation-score.md and .json are
-written at the end; cells that were not as predicted are kept in OUT/workers. The same command with the same OUT goes on
-with what was not run. Give a worker 1.5 cores and 4 GiB of memory.
+A fault is planted in its place (impl/faults/places.py), with all steps and rows of the scenario. For the tier
+``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell of a place is also
+run without a fault. Workers are processes, each with its own session, which take one job after another.
+OUT/mutation-score.md and .json are written at the end; cells with another result than predicted are kept in
+OUT/workers. The same command with the same OUT runs only the jobs that have not been run. A worker needs 1.5 cores and
+4 GiB of memory.
 
-Exit status: 0 if every fault is caught in some tier on every backend, and cells without one conform; 1 if not; 3 if a
-cell was not run.
+Exit status: 0 if every fault is caught in some tier on every backend, and all cells without a fault conform; 1 if not;
+3 if a cell was not run.
 """
 
 import argparse
@@ -52,14 +53,17 @@ LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one row is of. ``cells``: one, or all that are tried until one differs; none where the row is BLANK."""
+    """The work for one row of the score.
+
+    cells: the one cell to run, or several that are run until one catches the fault; none if the row is BLANK.
+    """
 
     row: Row
     cells: tuple[Cell, ...] = ()
 
     @property
     def key(self) -> str:
-        """A name for files."""
+        """The job's name in the names of files."""
         return "_".join([self.row.fault or self.cells[0].slug, self.row.backend, self.row.tier])
 
 
@@ -87,9 +91,9 @@ def main() -> int:
 
 
 def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *, models: Path) -> list[Job]:
-    """The jobs in an order that lets worlds be used again; long ones of a backend first.
+    """The jobs, ordered so that consecutive jobs can use the same world; the long ones of a backend come first.
 
-    Models with dropout are made in the folder ``models``.
+    ``models``: the folder in which models with dropout are made.
     """
     jobs = list(_planted(faults, backends, tiers, models))
     honest = {str(cell.plain): cell.plain for job in jobs if job.row.tier != QUICK for cell in job.cells}
@@ -129,18 +133,18 @@ def _cell(place: Place, backend: BackendEntry, tier: Precision, fault: str) -> C
 
 
 def _of_quick(quick: Sequence[Cell], place: Place, backend: BackendEntry, fault: str) -> Iterator[Cell]:
-    """Cells of the backend, those of the fault's own scenario and small ones first."""
+    """The cells of the backend in the quick profile; first those of the fault's own scenario, and small ones first."""
     reads = _cell(place, backend, "exact", fault).scenario.objective.reads
     own = [cell for cell in quick if cell.backend == backend.name]
     for cell in sorted(own, key=lambda cell: (cell.scenario.name != place.scenario, cell.world_size)):
-        if reads in ("samples", cell.scenario.objective.reads):  # what goes wrong in roll-outs needs some
+        if reads in ("samples", cell.scenario.objective.reads):  # a fault of roll-outs needs a cell with roll-outs
             yield dataclasses.replace(cell, faults=(fault,))
 
 
 def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
-    """Have the jobs done that have no row yet."""
+    """Run the jobs that have no row yet, in worker processes, and wait for these."""
     claims = options.out / "claims"
-    shutil.rmtree(claims, ignore_errors=True)  # of an earlier command; what it did not finish is done again
+    shutil.rmtree(claims, ignore_errors=True)  # claims of an earlier command; its unfinished jobs are run again
     claims.mkdir(parents=True)
     todo = {job.key for job in jobs if job.cells}
     done = written_rows(options.out).keys() & todo
@@ -158,20 +162,23 @@ def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
 
 def written_rows(out: Path) -> dict[str, Row]:
-    """What workers have written so far, by the jobs' keys."""
+    """The rows that workers have written so far, by the jobs' keys."""
     lines = [json.loads(line) for file in out.glob("workers/*/rows.jsonl") for line in file.read_text().splitlines()]
     return {line["key"]: TypeAdapter(Row).validate_python(line["row"]) for line in lines}
 
 
 def collected(jobs: Sequence[Job], out: Path) -> list[Row]:
-    """The rows of all jobs; what no worker has come to is not run."""
+    """The rows of all jobs; a job that no worker has run has the state ``not_run``."""
     done = written_rows(out)
     missing = {job.key: dataclasses.replace(job.row, state="not_run") if job.cells else job.row for job in jobs}
     return [done.get(key, row) for key, row in missing.items()]
 
 
 def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
-    """Do the jobs that no other worker has taken; a line for each."""
+    """Run the jobs that no other worker has claimed, and write a line of rows.jsonl for each.
+
+    No job is begun after the time ``until`` (time.monotonic, in seconds).
+    """
     (out / "workers").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out / "workers"))
     with Session(SessionConfig(out=folder / "session")) as session, (folder / "rows.jsonl").open("w") as file:
@@ -182,7 +189,7 @@ def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
 
 
 def _taken(claim: Path) -> bool:
-    """Whether this process is the first to ask."""
+    """Claim a job by creating its file; returns whether no other process has claimed it before."""
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
@@ -191,11 +198,11 @@ def _taken(claim: Path) -> bool:
 
 
 def run(session: Session, job: Job) -> Row:
-    """Run the cells of a job until one differs; what it is about is the last one that was run."""
+    """Run the cells of a job until one catches the fault; the row describes the last cell that was run."""
     row = job.row
     for cell in job.cells:
         verdict = (judged := session.run(cell)).verdict
-        said = verdict.reason.partition("\n")[0]  # the rest is logs and stacks of this machine
+        said = verdict.reason.partition("\n")[0]  # without the logs and stacks of this machine
         row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=said)
         if judged.completed and row.tier != QUICK:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
@@ -207,7 +214,7 @@ def run(session: Session, job: Job) -> Row:
 
 
 def _errors(session: Session, cell: Cell, keys: Sequence[str]) -> tuple[float, float]:
-    """Relative errors at the first and at the last step, of the number that is furthest off."""
+    """The largest relative errors of the values ``keys`` against the oracle, at the first and at the last step."""
     folder = session.config.out / "cells" / cell.slug
     entry = read_entry(folder / VERDICT)
     assert entry.oracle

@@ -1,4 +1,4 @@
-"""One cell under its own torchrun, as trainers are usually started; what benchmarks/worlds.py compares the pool with.
+"""Runs one cell under its own torchrun, as trainers are usually started; benchmarks/worlds.py compares it with the pool.
 
 torchrun --nproc-per-node N benchmarks/torchrun_cell.py KWARGS.json
 """

@@ -1,10 +1,10 @@
-"""What keeping ranks alive is worth: seconds per cell in the pool, cold and warm, against the same cell under torchrun.
+"""Measures what a pool of live ranks saves: seconds per cell in the pool, cold and warm, and under torchrun.
 
 python benchmarks/worlds.py [--json] [--world_sizes 2 4 8] [--warm 5] [--torchrun 2]
 
 The cell trains a tiny model for two steps (fp32, data parallel over all ranks) and writes its record; judging is not
-part of it. Both ways are timed in turn within one run, since the speed of a shared machine drifts. Whole-process times:
-``torchrun`` from its start to its exit, ``pool`` from the call to the outcome.
+part of it. Runs in the pool and under torchrun alternate, since the speed of a shared machine drifts. Times are those
+of whole runs: under torchrun from its start to its exit, in the pool from the call to the outcome.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from conformance.world import Pool
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds; medians where there are several runs. ``not_training``: the part of a warm cell that is no step."""
+    """Seconds; medians if there are several runs. ``not_training``: the time of a warm cell outside of its steps."""
 
     torchrun: float
     pool_cold: float

@@ -1,7 +1,7 @@
 """torch: ``clip_grad_norm_`` refuses parameters on different meshes, and the obvious work-arounds are silently wrong.
 
-FSDP2 over tensor parallelism: a sharded weight is a DTensor on (dp, tp), a norm's weight one on (dp) alone. Exit code
-0: defect present (the call raises). 1: gone (it returns). See clip-grad-norm-mixed-meshes.md.
+With FSDP2 over tensor parallelism, a sharded weight is a DTensor on (dp, tp), and a norm's weight a DTensor on (dp)
+alone. Exit code 0: defect present (the call raises). 1: gone (it returns). See clip-grad-norm-mixed-meshes.md.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""DeepSpeed: what its checkpoints cannot do is told by errors without a cause, and in part after weights have changed.
+"""DeepSpeed: a checkpoint that it cannot load raises errors that name no cause, in part after weights have changed.
 
-One rank, CPU, AdamW and SGD of torch. Exit code 0: each case ends as the page says. 1: one does not. See
+One rank, CPU, torch's AdamW and SGD. Exit code 0: each case ends as the page says. 1: one does not. See
 deepspeed-checkpoint-changes.md.
 """
 
@@ -48,7 +48,7 @@ def weights(engine: Any) -> torch.Tensor:
 
 
 def loaded(folder: str, stage: int) -> str:
-    """What is raised, and whether the engine's weights have changed by then."""
+    """Load a checkpoint; returns the error that is raised, and whether the engine's weights have changed by then."""
     engine = engine_of(stage)
     before = weights(engine)
     try:
@@ -70,7 +70,7 @@ def converted(folder: str) -> str:
     return "converted"
 
 
-EXPECTED = {  # how it begins
+EXPECTED = {  # case -> how its result begins
     "ZeRO-2 to ZeRO-1": "read",
     "ZeRO-2 to ZeRO-3": "weights as before, AssertionError('')",
     "ZeRO-3 to ZeRO-2": "weights as before, AssertionError('')",

@@ -1,6 +1,6 @@
 """DeepSpeed on the CPU refuses float16 wherever oneDNN has no kernels for it, though torch computes in it there.
 
-One process. The instruction set of a laptop is emulated for oneDNN by its own environment variable, in a fresh process
+One process. oneDNN's environment variable limits it to the instruction set of a laptop; it is set for a new process,
 because oneDNN reads it once. Exit code 0: refused, and the remedy trains. 1: not so. See deepspeed-cpu-fp16.md.
 """
 
@@ -14,7 +14,7 @@ EMULATED = "AVX2"  # no AVX512-FP16 and no AMX: most laptops, AMD's EPYC
 
 
 def in_the_emulation() -> bool:
-    """Whether DeepSpeed refuses and the remedy trains."""
+    """Whether, under the limit, DeepSpeed refuses float16 and the remedy trains."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
     import deepspeed
@@ -42,7 +42,7 @@ def in_the_emulation() -> bool:
 
 
 def train(deepspeed: object, torch: object) -> str:
-    """One fp16 step at ZeRO-2; why it could not be made, or nothing."""
+    """Make one fp16 step at ZeRO-2; returns the message of the error, or "" if there is none."""
     model = torch.nn.Linear(8, 1)  # type: ignore[attr-defined]
     settings = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     settings["zero_allow_untested_optimizer"] = True

@@ -1,4 +1,4 @@
-"""DeepSpeed: an engine changes what the next one in the process does: AutoTP breaks it, ZeRO-3 replaces F.linear.
+"""DeepSpeed: an engine changes how the next engine in the process works: AutoTP breaks it, ZeRO-3 replaces F.linear.
 
 Two ranks, CPU. Exit code 0: defects present, and the clean-up works. 1: gone. See deepspeed-global-state.md.
 """
@@ -49,7 +49,7 @@ def one_step(stage: int, tensor_parallel: bool) -> Any:
 
 
 def clean_up() -> None:
-    """The remedy; impl/deepspeed/process.py has the same."""
+    """The remedy, as in impl/deepspeed/process.py."""
     groups._release_process_group_references()
     set_autotp_mode(training=False)
     parameter_offload.FWD_MODULE_STACK.clear()

@@ -1,7 +1,7 @@
 """DeepSpeed: at ZeRO-1 and 2 the optimizer state of all parameter groups but the first cannot be read.
 
-One rank, CPU, two groups as everybody makes them (weight decay for matrices, none for biases). Exit code 0: defect
-present, and linking again mends it. 1: gone. See deepspeed-optimizer-state.md.
+One rank, CPU, the usual two groups (weight decay for matrices, none for biases). Exit code 0: defect present, and
+linking the state again mends it. 1: gone. See deepspeed-optimizer-state.md.
 """
 
 import logging
@@ -23,7 +23,7 @@ BETA = 0.9
 
 
 def trained(stage: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An engine after one step, and the first moments that AdamW must have then."""
+    """An engine after one step, and the first moments that AdamW must have after it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     groups: list[dict[str, Any]] = [

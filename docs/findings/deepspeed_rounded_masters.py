@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param  
 
 
 def engine_of(stage: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An engine in bf16, and the float32 weights that its model had."""
+    """An engine in bf16, and the float32 weights that its model had before."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,7 +1,7 @@
 """DeepSpeed: Ulysses sums gradients over its ranks at ZeRO 0 to 2, and averages them at ZeRO-3; bf16 ZeRO-1 raises.
 
-Two ranks, CPU, each with half of the sequence and the sum of its own losses. Exit code 0: present, and the remedy is
-right. 1: gone. See deepspeed-ulysses-scale.md.
+Two ranks, CPU; each has half of the sequence, and its loss is the sum over its own tokens. Exit code 0: present, and
+the remedy is right. 1: gone. See deepspeed-ulysses-scale.md.
 """
 
 import logging
@@ -50,7 +50,7 @@ def right_norm() -> float:
 
 
 def ulysses_norm(stage: int, rank: int, *, bf16: bool = False, remedy: bool = False) -> float:
-    """The gradient norm that DeepSpeed reports; its reference is the sum over the ranks."""
+    """The gradient norm that DeepSpeed reports; the right one is that of the gradients summed over the ranks."""
     model = build()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1

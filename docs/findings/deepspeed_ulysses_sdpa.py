@@ -1,4 +1,4 @@
-"""DeepSpeed: Ulysses drops attention masks, so that with sdpa packed documents and sliding windows are lost silently.
+"""DeepSpeed: Ulysses drops attention masks, so that sdpa silently ignores packed documents and sliding windows.
 
 Two ranks, CPU, each with half of the sequence. Exit code 0: present, and the remedy is right. 1: gone. See
 deepspeed-ulysses-sdpa.md.
@@ -32,7 +32,7 @@ CASES = {
 
 
 def sdpa_by_position(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-    """The remedy: a mask from the gathered positions, behind the exchange. q, k, v (rows, heads, length, E)."""
+    """The remedy: a mask from the positions of all ranks, after the exchange. q, k, v: (rows, heads, length, E)."""
     positions = options["position_ids"][0]
     document, at = (positions == 0).cumsum(0), torch.arange(len(positions))
     distance = at[:, None] - at[None]
@@ -53,7 +53,7 @@ def build(window: int | None, attention: str) -> Any:
 
 
 def error(case: str, attention: str, part: slice) -> float:
-    """Of this rank's logits, relative to a model with all of the sequence and the masks of transformers."""
+    """The relative error of this rank's logits, against a model with the whole sequence and transformers' masks."""
     positions, window = CASES[case]
     with torch.no_grad():
         right = build(window, "eager")(input_ids=TOKENS, position_ids=positions, use_cache=False).logits[:, part]

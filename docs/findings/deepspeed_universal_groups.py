@@ -1,7 +1,7 @@
 """DeepSpeed: loading a universal checkpoint at ZeRO-3 gives all parameter groups the first one's settings and counter.
 
-One rank, CPU, two groups as everybody makes them (weight decay for matrices, none for biases), AdamW of torch. Exit
-code 0: defect present, and what the page says mends it. 1: gone. See deepspeed-universal-groups.md.
+One rank, CPU, the usual two groups (weight decay for matrices, none for biases), torch's AdamW. Exit code 0: defect
+present, and the page's remedy mends it. 1: gone. See deepspeed-universal-groups.md.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def train(engine: Any) -> None:
 
 
 def shown(engine: Any) -> tuple[list[float], list[float]]:
-    """Weight decay of each group, and updates that each counts."""
+    """The weight decay of each group, and the number of updates that each optimizer state has counted."""
     optimizer = engine.basic_optimizer
     decay = [group["weight_decay"] for group in optimizer.param_groups]
     return decay, [float(state["step"]) for state in optimizer.state.values()]

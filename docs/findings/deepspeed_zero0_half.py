@@ -23,7 +23,7 @@ LR, DECAY, SCALE = 0.1, 0.5, 2**12
 
 
 def engine_of(stage: int, half: str, optimizer: str) -> Any:
-    """One weight, 1.0; its gradient is 1.0, too."""
+    """An engine of a model with one weight, 1.0, whose gradient is 1.0."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     made = (
@@ -46,7 +46,7 @@ def master_of(engine: Any) -> float:
 
 
 def updated(engine: Any, scale: float = 1.0) -> float:
-    """How far one step moves the master."""
+    """The amount by which one step lowers the master weight."""
     before = master_of(engine)
     dtype = next(engine.module.parameters()).dtype
     engine.backward(engine(torch.ones(1, 1, dtype=dtype)).float().sum() * scale)

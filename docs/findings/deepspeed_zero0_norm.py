@@ -26,7 +26,7 @@ CLIP = 1e-3  # active
 
 
 def gradients_of(precision: str) -> Any:
-    """An engine between backward and step."""
+    """An engine that has made a backward pass and no step yet."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -53,7 +53,7 @@ def cut(parameter: torch.nn.Parameter) -> bool:
 
 
 def right_norm(engine: Any) -> float:
-    """What is cut counts on both ranks, what is whole on one."""
+    """The norm in which sharded parameters count on both ranks, and whole parameters on one rank."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in engine.module.parameters():
         square = parameter.grad.double().square().sum()

@@ -1,10 +1,10 @@
-"""No finding, but what the ring_attention_* findings share: flash-attn in plain PyTorch, so that no GPU is needed.
+"""No finding, but a module for the ring_attention_* findings: flash-attn in plain PyTorch, so that no GPU is needed.
 
 `install` puts the four private functions of flash-attn 2.8 that ring_flash_attn calls into `sys.modules`, with the
-parameters that it fills in by name. As in flash-attn: causal masks and windows are aligned to the bottom right,
-`backward` writes into the buffers that it is given and uses the lse that it is given, and a query that sees no key
-has output 0 and lse +inf. Unlike flash-attn it takes float32 and float64 too; then the lse of float64 is float64.
-`own_error` compares it with `full_attention`, which shares no code with it. Run as a script, this prints that.
+parameters that ring_flash_attn passes by name. As in flash-attn, causal masks and windows are aligned to the bottom
+right, the backward functions use the lse and write into the buffers that they are given, and a query that sees no key
+has output 0 and lse +inf. Unlike flash-attn, they accept float32 and float64 too; the lse of float64 is float64.
+`own_error` compares them with `full_attention`, which shares no code with them; as a script, this module prints it.
 """
 
 import sys
@@ -34,7 +34,7 @@ def scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: i
 
 
 def wide(q: Tensor, *others: Tensor) -> list[Tensor]:
-    """All of them in float32 or better, with as many heads as q."""
+    """q and the other tensors in float32 or wider, each with as many heads as q."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return [x.to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, *others)]
 
@@ -100,7 +100,10 @@ def _flash_attn_backward(
 
 
 def install(transformers_name: bool = True) -> None:
-    """Make `import flash_attn` find this, and by default the name that ring_flash_attn misses in transformers 5.23."""
+    """Make `import flash_attn` find these functions.
+
+    By default, also add the name that ring_flash_attn imports from transformers and that transformers 5.23 lacks.
+    """
     package, interface = (types.ModuleType(n) for n in ("flash_attn", "flash_attn.flash_attn_interface"))
     for function in (
         _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward,
@@ -116,7 +119,7 @@ def install(transformers_name: bool = True) -> None:
 def full_attention(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: list[int], window: int | None = None
 ) -> dict[str, Tensor]:
-    """Causal attention within documents of these lengths, packed in one stream: in float64, in this process."""
+    """Causal attention within packed documents of these lengths, in float64 and in this process: out, dq, dk, dv."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     of, at = torch.repeat_interleave(torch.tensor(lengths)), torch.arange(len(q))
     back = at[:, None] - at
@@ -132,13 +135,16 @@ def full_attention(
 
 
 def inputs(tokens: int) -> list[Tensor]:
-    """q, k, v, dout: 4 heads over 2, the same on every rank."""
+    """q, k, v, dout (tokens, heads, 16), equal on every rank; q and dout have 4 heads, k and v have 2."""
     torch.manual_seed(0)
     return [torch.randn(tokens, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
 
 
 def share(lengths: list[int], rank: int, zigzag: bool) -> Tensor:
-    """The tokens of this rank of two: half of every document; zigzag: its outer two quarters, or its inner two."""
+    """The indices of the tokens on one rank of two: half of each document.
+
+    With zigzag, rank 0 has the two outer quarters of each document, and rank 1 the two inner ones.
+    """
     own = [d.chunk(4 if zigzag else 2) for d in torch.arange(sum(lengths)).split(lengths)]
     return torch.cat([torch.cat([d[rank], d[3 - rank]]) if zigzag else d[rank] for d in own])
 
@@ -157,7 +163,7 @@ def error(found: Tensor, right: Tensor) -> float:
 def distributed(
     kind: str, dtype: torch.dtype, rank: int, window: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Output and gradients by `ring_flash_attn.{kind}_func` over two ranks, and by `full_attention`: of all 64 tokens.
+    """Output and gradients of all 64 tokens, by `ring_flash_attn.{kind}_func` over two ranks and by `full_attention`.
 
     The varlen functions get three documents packed in one stream, the others one sequence.
     """
@@ -187,7 +193,7 @@ def norm(gradients: dict[str, Tensor]) -> float:
 
 
 def own_error() -> float:
-    """Worst error of the functions above in float64, in one process: packed documents, with and without a window."""
+    """The worst error of the stand-in in float64, in one process: packed documents, with and without a window."""
     worst, cu = 0.0, torch.tensor([0, *LENGTHS]).cumsum(0)
     q, k, v, dout = inputs(sum(LENGTHS))
     for window in (None, 8):
@@ -209,7 +215,7 @@ def rank_main(rank: int, store: str, verdict: Any, present: Callable[[int], bool
 
 
 def two_ranks(present: Callable[[int], bool]) -> NoReturn:
-    """Print versions, ask `present(rank)` on two gloo ranks, and exit as a finding does."""
+    """Print versions, call `present(rank)` on two gloo ranks, and exit with rank 0's answer: 0 if present, else 1."""
     warnings.simplefilter("ignore", FutureWarning)  # new names of collectives
     own, versions = own_error(), (f"{name} {version(name)}" for name in ("ring-flash-attn", "torch", "transformers"))
     print(*versions, sep=", ", end="; 2 ranks\n")

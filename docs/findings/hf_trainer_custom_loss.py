@@ -1,7 +1,7 @@
 """transformers' Trainer trains with the accumulation count as a factor when a model computes its own mean loss.
 
-A forward that takes **kwargs, ignores ``num_items_in_batch`` and returns the mean over its micro-batch is taken for one
-that has normalised by the tokens of the whole step: the Trainer then leaves out its division by the accumulation.
+If a model's forward accepts **kwargs, the Trainer assumes that its loss is normalised by ``num_items_in_batch``, and
+does not divide by the accumulation. A forward that ignores the argument and returns its own mean is then not divided.
 
 python docs/findings/hf_trainer_custom_loss.py   exit code 0: the defect is there, 1: it is gone
 """
@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 
 
 class OwnLoss(LlamaForCausalLM):  # type: ignore[misc]
-    """A model with a loss of its own, as many remote-code models have; equal rows, so a mean of means is right."""
+    """A model that computes its own mean loss, as many remote-code models do. Rows are equally long here."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
         kwargs.pop("num_items_in_batch", None)
@@ -33,13 +33,13 @@ class OwnLoss(LlamaForCausalLM):  # type: ignore[misc]
 
 
 class Declared(OwnLoss):
-    """The remedy: say that the loss is not normalised by the step's tokens."""
+    """The remedy: declare that the loss is not normalised by the step's tokens."""
 
     accepts_loss_kwargs = False
 
 
 class Norm(TrainerCallback):  # type: ignore[misc]
-    """The gradient's norm when the optimizer gets it; clipping is off."""
+    """Records the gradient norm just before the optimizer's step; clipping is off."""
 
     value = 0.0
 
@@ -49,7 +49,7 @@ class Norm(TrainerCallback):  # type: ignore[misc]
 
 
 def ratio(kind: type[OwnLoss]) -> float:
-    """The gradient norm of one optimizer step under the Trainer, over the one of all rows in one batch."""
+    """The gradient norm of one optimizer step under the Trainer, divided by that of all rows in one batch."""
     rows = [{"input_ids": torch.arange(i, i + 8), "labels": torch.arange(i, i + 8)} for i in range(ACCUMULATION)]
     torch.manual_seed(0)
     model = kind(CONFIG)

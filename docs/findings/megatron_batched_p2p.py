@@ -13,7 +13,7 @@ NAMES = ["output of rank 0", "output of rank 1", "gradient of rank 0", "gradient
 
 
 def received(rank: int, batch: bool) -> tuple[str, str]:
-    """What one exchange in both directions brings: as the input, and as the gradient of the output."""
+    """What a rank gets in one exchange in both directions: (as its input, as the gradient of its output)."""
     config = ModelParallelConfig(pipeline_dtype=torch.float32, batch_p2p_comm=batch, batch_p2p_sync=False)
     output, gradient = (torch.tensor([float(number)]) for number in (rank, 2 + rank))
     found = P2PCommunicator(dist.group.WORLD, config).send_forward_backward_recv_forward_backward(

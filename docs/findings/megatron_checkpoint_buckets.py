@@ -1,7 +1,7 @@
 """megatron-core: a checkpoint of the distributed optimizer takes parameters and moments from wrong places.
 
-Two ranks, CPU, several gradient buckets, as with overlap or large models. Exit code 0: defect present, and the remedy
-writes what is there. 1: gone. See megatron-checkpoint-buckets.md.
+Two ranks, CPU, several gradient buckets, as with overlap or large models. Exit code 0: defect present, and with the
+remedy the right numbers are written. 1: gone. See megatron-checkpoint-buckets.md.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def trained(bucket_size: int | None) -> tuple[torch.nn.Module, Any]:
 
 
 def wrong(model: torch.nn.Module, optimizer: Any) -> list[float]:
-    """By how much of their size parameters are off, as dist_checkpointing is given them; of those that are."""
+    """The relative errors of the parameters that dist_checkpointing is given to write; only those that are not 0."""
     names, rank = dict(model.named_parameters()), torch.distributed.get_rank()
     sharded = {n: ShardedTensor.from_rank_offsets(n, p, replica_id=(0, 0, rank)) for n, p in names.items()}
     state = optimizer.sharded_state_dict(sharded, metadata=ANY_LAYOUT)["param_state"]
@@ -50,7 +50,7 @@ def wrong(model: torch.nn.Module, optimizer: Any) -> list[float]:
 
 
 def leave_out_padding(optimizer: Any) -> None:
-    """REMEDY: places of parameters that do not count the padding at the end of buckets."""
+    """REMEDY: indices of parameters that do not count the padding at the end of buckets."""
     for buffer in optimizer.buffers:
         shift, end = {}, 0
         for bucket in buffer.buckets:

@@ -1,7 +1,8 @@
-"""megatron-core: what its optimizers wrote into a checkpoint cannot be read into new ones that train with torch's.
+"""megatron-core: a checkpoint cannot be loaded into new optimizers that are built on torch's AdamW and SGD.
 
-Two ranks, CPU, torch's AdamW and SGD, as without Transformer Engine and Apex. Exit code 0: defect present, and the
-remedy reads back what was written. 1: gone, or those are installed. See megatron-checkpoint-torch-optimizers.md.
+Two ranks, CPU; megatron-core uses torch's optimizers without Transformer Engine and Apex. Exit code 0: defect present,
+and the remedy reads back what was written. 1: gone, or one of the two packages is installed. See
+megatron-checkpoint-torch-optimizers.md.
 """
 
 import sys
@@ -21,7 +22,7 @@ STEPS, ANY_LAYOUT = 3, {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class Training:
-    """Linear layers, and the optimizer that megatron-core makes for them; AdamW is cut by the distributed one."""
+    """Linear layers with megatron-core's optimizer; for AdamW, it is the distributed optimizer."""
 
     def __init__(self, kind: str, *, steps: int = 0) -> None:
         torch.manual_seed(0)
@@ -38,21 +39,21 @@ class Training:
             self.optimizer.step()
 
     def sharded(self, options: dict[str, str], *, is_loading: bool = False) -> Any:
-        """What dist_checkpointing is given: what to write, or where to read to."""
+        """The state dict that dist_checkpointing is given, for writing or for loading."""
         rank, names = torch.distributed.get_rank(), self.model.named_parameters()
         model = {n: ShardedTensor.from_rank_offsets(n, p, replica_id=(0, 0, rank)) for n, p in names}
         return self.optimizer.sharded_state_dict(model, is_loading, metadata=options)
 
     def read(self, saved: Any) -> None:
-        """What dist_checkpointing and its caller do, without files."""
+        """Load ``saved`` as dist_checkpointing and its caller do, without files."""
         self.sharded(ANY_LAYOUT, is_loading=True)
         found = dict_list_map_outplace(lambda x: x.data.clone() if isinstance(x, ShardedTensor) else x, saved)
         for group in found.get("param_groups", []):
-            group["params"] = group["params"].unwrap()  # of this process, and so in no checkpoint
+            group["params"] = group["params"].unwrap()  # parameters of this process, which no checkpoint has
         self.optimizer.load_state_dict(found)
 
     def complete(self) -> None:
-        """REMEDY: a first state for every parameter, and no step among what is read by parameter."""
+        """REMEDY: give every parameter an initial state, and the library the step that it asks for on loading."""
         inner, own = self.optimizer.optimizer, getattr(self.optimizer, "_set_main_param_and_optimizer_states", None)
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             names = ("exp_avg", "exp_avg_sq") if self.adam else ("momentum_buffer",)

@@ -1,7 +1,7 @@
 """megatron-core: with overlapped sends, deallocate_pipeline_outputs frees activations that are still being sent.
 
-Two ranks, CPU, as fast as each other or the second slower. Exit code 0: defect present, and right without either
-option. 1: gone. See megatron-freed-sends.md.
+Two ranks, CPU, equally fast or the second one slower. Exit code 0: defect present, and right without either option.
+1: gone. See megatron-freed-sends.md.
 """
 
 import megatron_on_cpu as on_cpu
@@ -10,7 +10,7 @@ STEPS = 8
 
 
 def errors(rank: int, seconds: float, *, overlap: bool, deallocate: bool) -> list[float]:
-    """Of the gradients of the same step, again and again; `seconds` make rank 1 slower."""
+    """The errors of the gradients when the same step is run several times; rank 1 is `seconds` slower."""
     settings = {"overlap_p2p_comm": overlap, "batch_p2p_comm": False, "deallocate_pipeline_outputs": deallocate}
     return [on_cpu.pipeline_errors(rank, seconds, **settings)[1] for _ in range(STEPS)]
 

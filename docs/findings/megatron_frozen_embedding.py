@@ -1,7 +1,7 @@
-"""megatron-core: with a frozen embedding, layers that are recomputed get no gradient at all, and nobody says so.
+"""megatron-core: with a frozen embedding, layers that are recomputed silently get no gradient at all.
 
-Two ranks, CPU. Exit code 0: defect present (no gradient, no error and no warning), and the remedy gives the gradient
-that there is without recomputation. 1: gone. See megatron-frozen-embedding.md.
+Two ranks, CPU. Exit code 0: defect present (no gradient, no error and no warning), and the remedy gives the same
+gradient as training without recomputation. 1: gone. See megatron-frozen-embedding.md.
 """
 
 import warnings
@@ -15,13 +15,13 @@ ROWS, HIDDEN, VOCABULARY = 32, 16, 64
 
 
 def recompute_states() -> None:
-    """On a machine without CUDA there is no generator of CUDA to restore; nothing here draws random numbers."""
+    """Replaces the restoring of CUDA's generator, which a machine without CUDA lacks; no op here is random."""
     random: Any = tensor_parallel.random
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: None
 
 
 def gradient(*, recomputed: bool, remedy: bool = False) -> tuple[torch.Tensor | None, list[str]]:
-    """Of a layer between a frozen embedding and a head that is trained, and what was said about it."""
+    """The gradient of a layer between a frozen embedding and a trained head, and the warnings about it."""
     torch.manual_seed(0)
     embedding, layer = torch.nn.Embedding(VOCABULARY, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
     head = torch.nn.Linear(HIDDEN, VOCABULARY)

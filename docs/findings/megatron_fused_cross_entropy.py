@@ -16,8 +16,8 @@ Case = tuple[float, float, bool, bool]
 
 
 def found(rank: int, dtype: torch.dtype, fused: bool) -> Case:
-    """Errors of the losses and of the gradient of the logits; whether that gradient holds bfloat16 numbers, and whether
-    the logits were overwritten."""
+    """(error of the losses, error of the gradient of the logits, whether all numbers of that gradient are bfloat16
+    numbers, whether the logits were overwritten)."""
     torch.manual_seed(0)
     whole = torch.randn(ROWS, 1, VOCABULARY).to(dtype)
     target = torch.randint(VOCABULARY, (ROWS, 1))

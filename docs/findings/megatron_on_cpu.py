@@ -1,7 +1,7 @@
-"""No finding, but what the megatron_* findings share: megatron-core on the CPU, two gloo ranks, and a toy pipeline.
+"""No finding, but a module for the megatron_* findings: megatron-core on the CPU, two gloo ranks, and a toy pipeline.
 
-megatron-core asks for CUDA by name. Importing this answers with the CPU: it moves tensors, and no arithmetic. It has to
-be imported before megatron. GPUs are hidden, so that a machine with GPUs computes the same.
+megatron-core asks for CUDA by name. After an import of this module it gets the CPU; no arithmetic changes. This has to
+be imported before megatron. GPUs are hidden, so that a machine with GPUs computes the same numbers.
 """
 
 import os
@@ -33,7 +33,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def type_name(self: Tensor, *args: Any, own: Any = torch.Tensor.type, **kwargs: Any) -> Any:
-    """Megatron's optimizers know their parameters by names such as torch.cuda.FloatTensor."""
+    """Tensor.type for megatron-core, whose optimizers expect names such as torch.cuda.FloatTensor."""
     found = own(self, *args, **kwargs)
     if isinstance(found, str) and str(sys._getframe(1).f_globals.get("__name__")).startswith("megatron."):
         return found.replace("torch.", "torch.cuda.", 1)
@@ -57,7 +57,7 @@ HIDDEN, ROWS, BATCHES, CHUNKS = 64, 64, 4, 2  # rows of each micro-batch; chunks
 
 
 class Layer(torch.nn.Module):
-    """A residual block: one of four, and the same on every rank."""
+    """A residual block, number 0 to 3 of the model; its weights depend on the number only."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -80,7 +80,7 @@ def batches() -> list[Tensor]:
 
 
 def plain() -> tuple[Tensor, list[Tensor]]:
-    """The truth: loss and gradients of four layers in one process, over the mean of all micro-batches."""
+    """The reference: loss and gradients of the four layers in one process, for the mean over all micro-batches."""
     layers = [Layer(number) for number in range(2 * CHUNKS)]
     model = torch.nn.Sequential(*layers)
     loss = torch.stack([model(x).square().mean() for x in batches()]).mean()
@@ -88,8 +88,10 @@ def plain() -> tuple[Tensor, list[Tensor]]:
 
 
 def pipeline_errors(rank: int, seconds: float = 0.0, **settings: Any) -> tuple[float, float]:
-    """Relative errors when the interleaved schedule runs this, two chunks on each rank: of the loss, and the worst of a
-    layer's gradient. `seconds` make rank 1 slower."""
+    """(relative error of the loss, worst relative error of a layer's gradient) of the interleaved schedule.
+
+    Each of the two ranks has two chunks. Rank 1 sleeps for `seconds` in each forward step.
+    """
     config = TransformerConfig(
         num_layers=2 * CHUNKS, hidden_size=HIDDEN, num_attention_heads=1, pipeline_dtype=torch.float32,
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=CHUNKS, batch_p2p_sync=False, **settings,
@@ -134,7 +136,7 @@ def rank_main(rank: int, store: str, verdict: Any, present: Callable[[int], bool
 
 
 def two_ranks(present: Callable[[int], bool]) -> NoReturn:
-    """Print versions, ask `present(rank)` on two gloo ranks, and exit as a finding does."""
+    """Print versions, call `present(rank)` on two gloo ranks, and exit with rank 0's answer: 0 if present, else 1."""
     print(*(f"{name} {version(name)}" for name in ("megatron-core", "torch")), sep=", ", end="; 2 ranks\n", flush=True)
     verdict = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

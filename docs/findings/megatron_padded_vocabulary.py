@@ -22,7 +22,7 @@ def model() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def errors(rank: int, filling: str, masked: bool) -> tuple[float, float]:
-    """Of the log-probs (largest difference) and of the gradient of the hidden states, against the real vocabulary."""
+    """Errors against the real vocabulary: of log-probs (largest difference) and of the hidden states' gradient."""
     hidden, head, target = model()
     fill = head[-1:] if filling == "last row" else torch.zeros(1, HIDDEN)
     padded = torch.cat([head, fill.expand(PADDED - VOCABULARY, -1)])

@@ -1,6 +1,6 @@
 """megatron-core: the embedding of the padding token is trained, where transformers leaves it alone.
 
-Two ranks, CPU, the embedding cut over both. The truth is one process with torch.nn.Embedding as transformers makes it.
+Two ranks, CPU, the embedding sharded over both. The reference is torch.nn.Embedding as transformers makes it.
 Exit code 0: defect present (rows of the padding token inside a document differ, all others agree), and the remedy
 mends it. 1: gone. See megatron-padding-token.md.
 """
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 
 VOCABULARY, HIDDEN, TOKENS = 16, 8, 64
-PADDING = 2  # many folders name the end of a turn as the padding token: then it stands inside of conversations
+PADDING = 2  # many models pad with the token that ends a turn, which then also occurs inside of conversations
 HALF = VOCABULARY // 2
 
 
@@ -22,7 +22,7 @@ def tokens() -> torch.Tensor:
 
 
 def upstream() -> torch.Tensor:
-    """The gradient of the embedded tokens, (1, tokens, hidden)."""
+    """The gradient of the loss with respect to the embedded tokens, (1, tokens, hidden)."""
     return torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -38,7 +38,7 @@ def of_transformers() -> torch.Tensor:
 
 
 def of_megatron(*, remedy: bool) -> torch.Tensor:
-    """This rank's half."""
+    """This rank's half of the gradient of the embedding, (vocabulary / 2, hidden)."""
     config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, use_cpu_initialization=True)
     embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method=torch.nn.init.normal_, config=config)
     embedded = embedding(tokens())

@@ -27,7 +27,7 @@ class Model(MegatronModule):  # type: ignore[misc]
 
 
 def masters_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The float32 masters by name; the distributed optimizer of one rank holds all of each, flat."""
+    """The float32 masters by name; on one rank, the distributed optimizer has the whole of each, flat."""
     return {name: p.main_param.view_as(p) for name, p in chunk.module.module.named_parameters()}
 
 

@@ -1,7 +1,8 @@
-"""megatron-core: DistributedOptimizer.load_state_dict gives all parameters one `step`, and AdamW counts it for each.
+"""megatron-core: after DistributedOptimizer.load_state_dict, all parameters share one `step`, so it counts too fast.
 
-Two ranks, CPU, torch's AdamW, as without Transformer Engine and Apex. Exit code 0: defect present, and a step for each
-parameter is right. 1: gone, or those are installed. See megatron-shared-step.md.
+AdamW increments it once for each parameter. Two ranks, CPU, torch's AdamW, which is used without Transformer Engine and
+Apex. Exit code 0: defect present, and a step for each parameter is right. 1: gone, or one of the two packages is
+installed. See megatron-shared-step.md.
 """
 
 import sys
@@ -32,7 +33,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def plain() -> tuple[torch.Tensor, torch.Tensor]:
-    """The truth: weights where the round trip is, and at the end."""
+    """The reference: the weights at the time of the round trip, and at the end."""
     model = build()
     optimizer, seen = torch.optim.AdamW(model.parameters(), **ADAM), []
     for _ in range(BEFORE + AFTER):
@@ -44,7 +45,7 @@ def plain() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def megatron(*, round_trip: bool, remedy: bool = False) -> tuple[torch.Tensor, list[float]]:
-    """Weights at the end, and the steps that AdamW has counted for each parameter on this rank."""
+    """The weights at the end, and the steps that AdamW has counted for each parameter on this rank."""
     model, config = build(), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     model.config = config
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)

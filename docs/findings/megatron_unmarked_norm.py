@@ -1,7 +1,7 @@
 """megatron-core: under sequence parallelism the gradient of a norm stays partial unless its weight carries a mark.
 
-Two tensor-parallel ranks, CPU. The norm is torch's own, as one has it without Transformer Engine and Apex. Exit code 0:
-defect present, and right with the mark. 1: gone. See megatron-unmarked-norm.md.
+Two tensor-parallel ranks, CPU. The norm is torch's own, the one to use without Transformer Engine and Apex. Exit code
+0: defect present, and right with the mark. 1: gone. See megatron-unmarked-norm.md.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 class Block(torch.nn.Module):
-    """A norm and a feed-forward network, with rows of the stream on each rank."""
+    """A norm and a feed-forward network; each rank has half of the rows of the residual stream."""
 
     def __init__(self, config: Any, marked: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def gathered(own: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def errors(rank: int, config: Any, marked: bool) -> tuple[float, float]:
-    """Of the gradient of the norm, and of that of the matrix after it, against one process; of the worse rank."""
+    """(error of the norm's gradient, error of the next matrix's gradient) against one process, on the worse rank."""
     block = Block(config, marked)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), block)
     loss(ddp(inputs().chunk(2)[rank])).backward()

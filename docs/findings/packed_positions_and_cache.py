@@ -32,7 +32,7 @@ def build(attention: str) -> Any:
 
 
 def log_probs(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Of each token, given those before it in the row."""
+    """The log-prob of each token, given the tokens before it in the row."""
     logits = model(input_ids=ids, **inputs).logits[:, :-1]
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0]  # type: ignore[no-any-return]
 

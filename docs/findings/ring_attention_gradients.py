@@ -54,7 +54,7 @@ def repaired(function: Any) -> Any:
 
 
 def twice_the_last_block() -> torch.Tensor:
-    """What the overwritten sum of rank 1 must hold, for one sequence: 2 * (dq through the keys of rank 0)."""
+    """The wrong dq to expect on rank 1 after its sum was overwritten, for one sequence: 2 * dq over rank 0's keys."""
     q, k, v, dout = stand_in.inputs(64)
     out, lse = stand_in.one_forward(q, k, v, 0.25, True, -1, -1)
     last = (dout[32:], q[32:], k[:32], v[:32], out[32:], lse[:, 32:])

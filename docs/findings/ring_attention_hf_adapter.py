@@ -1,9 +1,9 @@
 """ring_flash_attn's adapter for transformers: it does not import, does not install, and its sliding window is wrong.
 
-It imports a name that transformers 5.23 does not have, and tells versions of transformers by how many parameters
-`_flash_attention_forward` has. Got past both, it asks for a window of one token too many, and for none at all where
-the tokens of one rank fit into the window. Runs flash_attn_stand_in.py for flash-attn. Exit code 0: defect present.
-1: gone. See ring-attention-hf-adapter.md.
+It imports a name that transformers 5.23 does not have, and distinguishes versions of transformers by the number of
+parameters of `_flash_attention_forward`. If both are worked around, its window is one token too large, and there is no
+window at all if the tokens of one rank fit into it. flash_attn_stand_in.py takes the place of flash-attn. Exit code 0:
+defect present. 1: gone. See ring-attention-hf-adapter.md.
 """
 
 import importlib
@@ -52,7 +52,7 @@ def remedy(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, slidi
 
 
 def gradients(attention: str, window: int, rank: int | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients over two ranks; with no rank: in this process."""
+    """Loss and gradients over two ranks; without a rank, in this process alone."""
     torch.manual_seed(0)
     model: Any = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **HEADS, sliding_window=window)).double()
     for parameter in model.parameters():

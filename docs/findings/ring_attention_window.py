@@ -1,9 +1,10 @@
-"""ring_flash_attn: the ring and zigzag functions take `window_size` and compute something else, without a word.
+"""ring_flash_attn: the ring and zigzag functions accept `window_size` and silently compute something else.
 
 They pass it on to flash-attn for every block of keys, and flash-attn aligns a window to the end of the block that it
-is given. It is right for the own block only. Of the previous rank's block a query sees the keys that lie whole blocks
-further back than the window reaches. In zigzag, queries that see no key of a block lose their output altogether.
-Runs flash_attn_stand_in.py for flash-attn. Exit code 0: defect present. 1: gone. See ring-attention-window.md.
+gets. That is right only for the rank's own block. In the block of the previous rank, a query sees keys that are whole
+blocks further back than the window reaches. In zigzag, queries that see no key of a block lose their output altogether.
+flash_attn_stand_in.py takes the place of flash-attn. Exit code 0: defect present. 1: gone. See
+ring-attention-window.md.
 """
 
 import flash_attn_stand_in as stand_in
@@ -21,7 +22,7 @@ def errors(kind: str, rank: int, window: int | None) -> tuple[torch.Tensor, torc
 
 
 def predicted() -> torch.Tensor:
-    """Full attention with the mask that ring_flash_attn_func ends up with, for one sequence over two ranks."""
+    """Full attention with the mask that ring_flash_attn_func effectively has, for one sequence over two ranks."""
     q, k, v, _ = (x.bfloat16().double().transpose(0, 1)[None] for x in stand_in.inputs(TOKENS))
     at, half = torch.arange(TOKENS), TOKENS // 2
     back, same_rank = at[:, None] - at, at[:, None] // half == at // half

@@ -1,7 +1,7 @@
 """torch: ``isinstance(placement, Shard)`` and ``placement.is_shard()`` miss shards of FSDP2 over tensor parallelism.
 
-Where both cut the same dimension of a tensor, its placements are (_StridedShard, Shard), and _StridedShard is no Shard
-since torch 2.10. Code that looks for sharded mesh axes this way leaves one out; a gradient norm comes out too small.
+If both shard the same dimension of a tensor, its placements are (_StridedShard, Shard), and since torch 2.10 a
+_StridedShard is no Shard. Code that looks for sharded mesh axes in this way misses one; a gradient norm is too small.
 Exit code 0: defect present. 1: gone. See strided-shard-is-not-shard.md.
 """
 
@@ -31,7 +31,7 @@ def build() -> Sequential:
 
 
 def norm(gradients: list[Any], cuts: Callable[[Placement], bool]) -> float:
-    """Local squares, added up over the mesh axes that cut the tensor and over no others."""
+    """The norm from local squares, which are added up over the mesh axes that shard the tensor and over no others."""
     total = 0.0
     for gradient in gradients:
         square = gradient.to_local().square().sum()

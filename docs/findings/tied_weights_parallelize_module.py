@@ -1,7 +1,8 @@
-"""torch: ``parallelize_module`` on a model with tied embedding and head unties them without a word.
+"""torch: ``parallelize_module`` silently unties the embedding and the head of a model.
 
-Each style puts a new Parameter into its module. The two copies start equal, so the first loss is exactly right; then
-each gets half of the gradient. Exit code 0: defect present. 1: gone. See tied-weights-parallelize-module.md.
+Each style puts a new Parameter into its module. The two copies start equal, so the first loss is exactly right; but
+each gets only its own share of the gradient. Exit code 0: defect present. 1: gone. See
+tied-weights-parallelize-module.md.
 """
 
 import copy

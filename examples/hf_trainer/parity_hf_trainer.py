@@ -1,6 +1,6 @@
 """transformers' Trainer (torch DDP) as a backend: each train_step is one ``Trainer.train()`` on the rows of one step.
 
-The Trainer deals out rows, counts tokens, reduces, clips, steps and logs; model, optimizer and schedule live on.
+The Trainer deals out rows, counts tokens, reduces, clips, steps and logs; model, optimizer and schedule stay the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
 
 
 def collate(rows: list[Row]) -> Any:
-    """All documents of a micro-batch in one sequence; positions that start again at 0 keep them apart."""
+    """Lay all documents of a micro-batch end to end in one sequence; positions restart at 0 in each document."""
     documents = [(torch.tensor(d.tokens), torch.tensor(d.targets)) for row in rows for d in row.documents]
     return DataCollatorWithFlattening()([{"input_ids": t, "labels": t.where(y, -100)} for t, y in documents])
 
@@ -51,15 +51,15 @@ class HFTrainerBackend:
             **{"learning_rate": o.lr, "max_grad_norm": o.max_grad_norm or 0.0},  # 0: no clipping
             **{"gradient_accumulation_steps": k, "per_device_train_batch_size": scenario.data.rows // (layout.dp * k)},
             **{"use_cpu": device == "cpu", "bf16": scenario.precision == "bf16"},
-            **{"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential"},  # of one train()
-            **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # writes nothing
+            **{"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential"},  # for each train()
+            **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # nothing is written
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
         code = runs_code(folder := weights["policy"], trusted=scenario.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
         self.trainer = ObservedTrainer(model, args, data_collator=collate)
         name = s.name.replace("constant", "constant_with_warmup")
-        # Given from outside: the Trainer would start a schedule of its own at every train().
+        # Otherwise the Trainer would create a new schedule in every train().
         self.trainer.lr_scheduler = get_scheduler(name, self.trainer.create_optimizer(), s.warmup_steps, s.total_steps)
         self.parts = (model, self.trainer.optimizer, self.trainer.lr_scheduler)
         return {"optimizer": repr(self.trainer.optimizer), "attention": model.config._attn_implementation}

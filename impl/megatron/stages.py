@@ -31,7 +31,7 @@ class Stages:
 
 
 def stages(*, layers: int, pp: int, vpp: int) -> Stages:
-    """Distribute ``layers`` over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
+    """Distribute layers over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
     count = pp * vpp
     if layers % count == 0:
         sizes = [layers // count] * count
