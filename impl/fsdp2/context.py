@@ -19,7 +19,7 @@ from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.ring.attention import RingAttention, RingConfig, kind_of, register
 from impl.strategy import ContextConfig
 
-AXES = ("rep", "dp", "sp", "tp")
+MESH_DIM_NAMES = ("rep", "dp", "sp", "tp")
 
 
 class Fsdp2Context:
@@ -43,7 +43,7 @@ class Fsdp2Context:
     def setup_distributed(self) -> None:
         layout = self.config.layout
         sizes = (layout.rep, layout.dp // layout.rep, layout.sp, layout.tp)
-        self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=AXES)
+        self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=MESH_DIM_NAMES)
         self.mesh["dp", "sp"]._flatten("shard")
         self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.dp
         if layout.sp > 1:
