@@ -6,7 +6,9 @@ from impl.ring.expected import RING_DIFFERENCES
 
 # The error is smaller than the noise of half precision, so no number is judged wrong. What shows is that all elements
 # of the gradients are half-precision numbers (conformance/judge/grain.py).
-COARSE = Unmodelled(stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",))
+HALF_PRECISION_SUMS = Unmodelled(
+    stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",)
+)
 
 EXPECTED = (
     ExpectedDifference(
@@ -19,7 +21,7 @@ EXPECTED = (
     ExpectedDifference(
         reason="ZeRO-0 adds gradients up in half precision, whatever grad_accum_dtype says",
         link="docs/findings/deepspeed-zero0-half.md",
-        unmodelled=lambda *_: COARSE,
+        unmodelled=lambda *_: HALF_PRECISION_SUMS,
         at_least={"ranks": 2, "accumulation": 2},
         at_most={"zero": 0},
         precisions=("bf16", "fp16"),
