@@ -38,7 +38,7 @@ from impl.training_state import WrittenKind
 if TYPE_CHECKING:
     from impl.deepspeed.context import DeepspeedContext
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepspeedTrainable:
@@ -93,7 +93,7 @@ class DeepspeedTrainable:
                 self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
-        if compute := COMPUTE.get(self.context.config.precision):
+        if compute := HALF_DTYPES.get(self.context.config.precision):
             for parameter in model.parameters():  # buffers stay float32, as in an engine that trains
                 parameter.data = parameter.data.to(compute)
         self.settings = frozen_settings(self.context.config)
@@ -130,7 +130,7 @@ class DeepspeedTrainable:
         keep these rounded weights. At ZeRO-0 they have to be written even then, because DeepSpeed has made a step with
         zero gradients, in which they have decayed.
         """
-        compute = COMPUTE.get(self.context.config.precision)
+        compute = HALF_DTYPES.get(self.context.config.precision)
         if compute is None:
             return {}
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

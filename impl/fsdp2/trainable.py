@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from impl.fsdp2.context import Fsdp2Context
 
 GATHERED_AT_ONCE = 2**22  # elements
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Fsdp2Trainable:
@@ -102,7 +102,7 @@ class Fsdp2Trainable:
 
     def _shard(self, model: transformers.PreTrainedModel) -> None:
         mesh = self.reduction_mesh()
-        compute = _COMPUTE.get(self.context.config.precision)
+        compute = _HALF_DTYPES.get(self.context.config.precision)
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
         pinned = self.context.config.device != "cpu"
@@ -247,7 +247,7 @@ class Fsdp2Trainable:
     def resolved(self) -> dict[str, Any]:
         config, mesh, ring = self.context.config, self.context.mesh, self.context.ring
         master = next(self.model.parameters()).dtype
-        compute = _COMPUTE.get(config.precision, master)
+        compute = _HALF_DTYPES.get(config.precision, master)
         return {
             "model_class": type(self.model).__name__,
             "attention": self.model.config._attn_implementation,

@@ -23,7 +23,7 @@ from impl.megatron.attention import DocumentRotary, RingCoreAttention
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
 
-COMPUTE = {"exact": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"exact": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class ValueHead(torch.nn.Linear):
 
 def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
     """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
-    compute = COMPUTE[precision]
+    compute = COMPUTE_DTYPES[precision]
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from impl.megatron.model import COMPUTE
+from impl.megatron.model import COMPUTE_DTYPES
 from impl.strategy import ContextConfig
 
 
@@ -60,7 +60,7 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         min_lr=0.0,
         weight_decay=optimizer.weight_decay,
         clip_grad=clip_threshold(optimizer.max_grad_norm),
-        params_dtype=COMPUTE[config.precision],
+        params_dtype=COMPUTE_DTYPES[config.precision],
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
         initial_loss_scale=2.0**12,  # from the usual 2^32 the first steps overflow and are skipped
