@@ -18,7 +18,7 @@ from conformance.validation import UsageError
 from impl.together import agree
 
 # torch dtypes by their names in safetensors files.
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,

@@ -19,7 +19,7 @@ from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
 from conformance.validation import UsageError
-from impl.files import DTYPES, FILE_SIZE, TensorWriter, whole_folder
+from impl.files import SAFETENSORS_DTYPES, FILE_SIZE, TensorWriter, whole_folder
 from impl.together import agree, on_first
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
@@ -83,7 +83,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
     for file in weight_files(source):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                found[name] = DTYPES[tensors.get_slice(name).get_dtype()]
+                found[name] = SAFETENSORS_DTYPES[tensors.get_slice(name).get_dtype()]
     return found
 
 

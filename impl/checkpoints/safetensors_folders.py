@@ -12,7 +12,7 @@ from conformance.reading import read_json
 from conformance.validation import UsageError, one_line
 from impl import training_state
 from impl.checkpoints.contents import Checkpoint, Held
-from impl.files import DTYPES
+from impl.files import SAFETENSORS_DTYPES
 
 
 def open_model(folder: Path) -> Checkpoint:
@@ -52,7 +52,7 @@ def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     part = file.get_slice(name)
-                    dtype = DTYPES.get(part.get_dtype())
+                    dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise UsageError(f"{path} holds {name} as {part.get_dtype()}, which is not read here")
                     yield Held(kind=kind, name=name, shape=tuple(part.get_shape()), dtype=dtype, place=path)
