@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader, TensorWriter
-from impl.megatron.convert import HEAD, Rank, all_parameters, check_file, is_cut, parts, put, take
+from impl.megatron.convert import HEAD, Rank, all_parameters, check_weights, is_cut, parts, put, take
 from impl.megatron.shape import ModelShape, read_shape
 from impl.megatron.stages import stages
 
@@ -277,6 +277,6 @@ def test_a_file_with_other_tensors_than_the_model_is_refused(
     shape = read_shape(tmp_path)
     if message:
         with pytest.raises(UsageError, match=message):
-            check_file(tmp_path, shape)
+            check_weights(tmp_path, shape)
     else:
-        check_file(tmp_path, shape)
+        check_weights(tmp_path, shape)

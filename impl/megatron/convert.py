@@ -77,7 +77,7 @@ def all_parameters(shape: ModelShape) -> tuple[str, ...]:
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
 
 
-def check_file(folder: Path, shape: ModelShape) -> None:
+def check_weights(folder: Path, shape: ModelShape) -> None:
     """Raise UsageError if the tensors in a Hugging Face folder are not exactly those of the model.
 
     This needs a check of its own, because a rank reads only what it holds. The folder may contain a tied head if it is

@@ -28,7 +28,7 @@ from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
-from impl.megatron.convert import all_parameters, check_file, is_trained
+from impl.megatron.convert import all_parameters, check_weights, is_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
 from impl.megatron.settings import (
     cuts_optimizer,
@@ -91,7 +91,7 @@ class MegatronTrainable:
             raise UsageError(
                 f"{path} has a {self.shape.head} head where a {self.head} head is asked for; give another folder"
             )
-        check_file(path, self.shape)
+        check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
         self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
         with self.context.placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
