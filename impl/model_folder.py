@@ -19,7 +19,7 @@ from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
 from conformance.validation import UsageError
-from impl.files import SAFETENSORS_DTYPES, FILE_SIZE, TensorWriter, whole_folder
+from impl.files import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, whole_folder
 from impl.together import agree, on_first
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
