@@ -16,7 +16,7 @@ from conformance.run.exact import exact_tier
 from conformance.world import Device, Pool
 from impl.collate import NO_TARGET, MicroBatch, collate
 from impl.ring import plain
-from impl.ring.placement import Cut, place, restore, shard_inputs
+from impl.ring.placement import SplitMode, place, restore, shard_inputs
 
 # Odd lengths, a row with one document, documents shorter than the ring, rows of different lengths.
 PACKED = [[5, 16, 9], [7, 23, 1], [30]]
@@ -128,7 +128,7 @@ def test_the_plain_kernels_backward_is_the_derivative_of_its_forward(causal: boo
         torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-13)
 
 
-CUTS: list[tuple[Cut, bool]] = [("slices", False), ("documents", False), ("documents", True), ("rows", True)]
+SPLITS: list[tuple[SplitMode, bool]] = [("slices", False), ("documents", False), ("documents", True), ("rows", True)]
 
 
 def micro_batch() -> MicroBatch:
@@ -145,9 +145,9 @@ def micro_batch() -> MicroBatch:
 
 
 def tokens_of(
-    inputs: MicroBatch, cut: Cut, *, size: int, zigzag: bool = False, multiple: int = 1
+    inputs: MicroBatch, split: SplitMode, *, size: int, zigzag: bool = False, multiple: int = 1
 ) -> list[list[list[int]]]:
-    source = place(inputs, cut=cut, size=size, zigzag=zigzag, multiple=multiple).source
+    source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=multiple).source
     return [shard_inputs(inputs, part).tokens.tolist() for part in source]
 
 
@@ -170,19 +170,19 @@ def test_rows_are_cut_as_a_whole() -> None:
 
 
 def test_a_rank_holds_a_multiple_of_tokens() -> None:
-    cuts: tuple[Cut, ...] = ("slices", "documents", "rows")
-    for cut in cuts:
-        for part in tokens_of(micro_batch(), cut, size=2, multiple=32):
+    splits: tuple[SplitMode, ...] = ("slices", "documents", "rows")
+    for split in splits:
+        for part in tokens_of(micro_batch(), split, size=2, multiple=32):
             assert {len(row) for row in part} == {32}
 
 
-@pytest.mark.parametrize(("cut", "zigzag"), CUTS)
+@pytest.mark.parametrize(("split", "zigzag"), SPLITS)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_document(
-    cut: Cut, zigzag: bool, size: int
+    split: SplitMode, zigzag: bool, size: int
 ) -> None:
     inputs = micro_batch()
-    source = place(inputs, cut=cut, size=size, zigzag=zigzag, multiple=1).source
+    source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=1).source
     shards = [shard_inputs(inputs, part) for part in source]
     rows, length = inputs.labels.shape
     for name in ("tokens", "labels", "positions"):
@@ -193,11 +193,11 @@ def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_docu
     assert targets == int((inputs.labels != NO_TARGET).sum())
 
 
-@pytest.mark.parametrize(("cut", "zigzag"), CUTS)
+@pytest.mark.parametrize(("split", "zigzag"), SPLITS)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_columns_travel_with_their_tokens_whatever_they_are_called(cut: Cut, zigzag: bool, size: int) -> None:
+def test_columns_travel_with_their_tokens_whatever_they_are_called(split: SplitMode, zigzag: bool, size: int) -> None:
     inputs = micro_batch()
-    source = place(inputs, cut=cut, size=size, zigzag=zigzag, multiple=1).source
+    source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=1).source
     shards = [shard_inputs(inputs, part) for part in source]
     rows, length = inputs.labels.shape
     for name, column in inputs.columns.items():
@@ -222,7 +222,7 @@ def test_the_data_has_what_rings_get_wrong(dp: int, size: int) -> None:
     ]
     for rows in micro_batches:
         inputs = collate(rows)
-        source = place(inputs, cut="slices", size=size, zigzag=False, multiple=1).source
+        source = place(inputs, split="slices", size=size, zigzag=False, multiple=1).source
         shards = [shard_inputs(inputs, part) for part in source]
         seen["document"] += sum(int(shard.positions[0, 0]) > 0 for shard in shards[1:])
         seen["target"] += sum(int(shard.labels[0, -1]) != NO_TARGET for shard in shards[:-1])

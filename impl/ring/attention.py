@@ -73,7 +73,7 @@ class RingAttention:
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
             inputs.to("cpu"),
-            cut="slices" if kind == "llama3" else "documents" if packed else "rows",
+            split="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
             zigzag=kind in ("zigzag", "torchcp"),
             multiple=multiple or self.config.multiple,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impl.collate import NO_TARGET, MicroBatch
 
-Cut = Literal["slices", "documents", "rows"]
+SplitMode = Literal["slices", "documents", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +32,26 @@ class Placement:
     starts: Tensor | None
 
 
-def place(inputs: MicroBatch, *, cut: Cut, size: int, zigzag: bool, multiple: int) -> Placement:
+def place(inputs: MicroBatch, *, split: SplitMode, size: int, zigzag: bool, multiple: int) -> Placement:
     """Distribute the tokens of a micro-batch, which is on the CPU, over ``size`` ranks.
 
     The number of tokens per row and rank is a multiple of ``multiple``.
     """
     rows, length = inputs.positions.shape
     pieces = 2 if zigzag else 1  # of each document or row, on each rank
-    if cut == "rows":
+    if split == "rows":
         tokens = torch.arange(rows * length).view(rows, length)
         whole = _padded(tokens, size * math.lcm(pieces, multiple))
-        return Placement(source=_cut(whole, size, zigzag), starts=None)
+        return Placement(source=_split(whole, size, zigzag), starts=None)
     tokens = torch.where(inputs.real.flatten())[0]
     begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]  # where documents begin
-    if cut == "slices":
+    if split == "slices":
         whole = _padded(tokens, size * multiple)
         ends = [len(tokens)] if len(whole) == len(tokens) else [len(tokens), len(whole)]
         starts = torch.cat([begins, torch.tensor(ends)])
         return Placement(source=whole.view(size, 1, -1), starts=starts.int())
     documents = [
-        _cut(_padded(document, size * pieces), size, zigzag) for document in tokens.tensor_split(begins[1:])
+        _split(_padded(document, size * pieces), size, zigzag) for document in tokens.tensor_split(begins[1:])
     ]  # (size, part) each
     held = torch.cat(documents, dim=1)
     lengths = [document.shape[1] for document in documents]
@@ -66,7 +66,7 @@ def _padded(tokens: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, -tokens.shape[-1] % multiple), value=-1)
 
 
-def _cut(whole: Tensor, size: int, zigzag: bool) -> Tensor:
+def _split(whole: Tensor, size: int, zigzag: bool) -> Tensor:
     """(..., length) -> (size, ..., length / size)"""
     if not zigzag:
         return torch.stack(whole.chunk(size, dim=-1))
