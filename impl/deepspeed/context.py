@@ -15,7 +15,7 @@ from conformance.batch import Batch, Row
 from conformance.role import Head
 from impl.deepspeed import process
 from impl.deepspeed.trainable import DeepspeedTrainable
-from impl.ring.attention import RingAttention, RingConfig, kind_of, register
+from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
 from impl.strategy import ContextConfig
 
 
@@ -45,7 +45,7 @@ class DeepspeedContext:
         register()
         layout = self.config.layout
         config = RingConfig(
-            kind=kind_of(layout),
+            kind=ring_kind(layout),
             packed=self.config.packed or layout.ulysses > 1,  # documents end to end: slices of one row are wanted
             shipped="shipped" in layout.options,
             head_stride=layout.stride,

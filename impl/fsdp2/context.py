@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from conformance.batch import Batch, Row
 from conformance.role import Head
 from impl.fsdp2.trainable import Fsdp2Trainable
-from impl.ring.attention import RingAttention, RingConfig, kind_of, register
+from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
 from impl.strategy import ContextConfig
 
 MESH_DIM_NAMES = ("rep", "dp", "sp", "tp")
@@ -53,7 +53,7 @@ class Fsdp2Context:
         register()
         layout = self.config.layout
         config = RingConfig(
-            kind=kind_of(layout),
+            kind=ring_kind(layout),
             packed=self.config.packed,
             shipped="shipped" in layout.options,
             head_stride=layout.stride,

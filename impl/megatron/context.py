@@ -18,7 +18,7 @@ from conformance.role import Head
 from impl.megatron.placement import placed
 from impl.megatron.process import MODEL_PARALLEL
 from impl.megatron.trainable import MegatronTrainable
-from impl.ring.attention import RingAttention, RingConfig, kind_of
+from impl.ring.attention import RingAttention, RingConfig, ring_kind
 from impl.strategy import ContextConfig
 
 
@@ -48,7 +48,7 @@ class MegatronContext:
     def setup_ring_attn(self) -> None:
         layout = self.config.layout
         config = RingConfig(
-            kind=kind_of(layout),
+            kind=ring_kind(layout),
             packed=self.config.packed or layout.sp == 1,  # a ring of one: rows end to end, without padding
             shipped="shipped" in layout.options,
             head_stride=layout.stride,

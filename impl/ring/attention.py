@@ -40,7 +40,7 @@ class RingConfig:
     multiple: int
 
 
-def kind_of(layout: Layout) -> RingKind:
+def ring_kind(layout: Layout) -> RingKind:
     """The kind of ring that a layout asks for."""
     kinds: tuple[RingKind, ...] = ("ring", "zigzag", "torchcp")
     return next((kind for kind in kinds if kind in layout.options), "llama3")
