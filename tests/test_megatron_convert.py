@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader, TensorWriter
-from impl.megatron.convert import HEAD, Rank, all_parameters, check_weights, is_cut, parts, put, take
+from impl.megatron.convert import HEAD, Rank, all_parameters, check_weights, copy_to_full, is_cut, load_part, parts
 from impl.megatron.shape import ModelShape, read_shape
 from impl.megatron.stages import stages
 
@@ -69,7 +69,7 @@ def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -
         size[0] = rows[name]
     tensor = torch.zeros(size)
     for part in parts(name, shape, tp):
-        put(part, tensor, lambda n, dim, start, stop: full[n].narrow(dim, start, stop - start))
+        load_part(part, tensor, lambda n, dim, start, stop: full[n].narrow(dim, start, stop - start))
     return tensor
 
 
@@ -82,7 +82,7 @@ def test_a_round_trip_gives_every_bit_back(shape: ModelShape, tp: int) -> None:
         place = Rank(rank=rank, size=tp)
         tensor = own(name, shape, place, full)
         for part in parts(name, shape, place):
-            take(part, tensor, back[part.name])
+            copy_to_full(part, tensor, back[part.name])
     assert all(torch.equal(back[name], full[name]) for name in full)
 
 

@@ -16,7 +16,7 @@ from conformance.validation import UsageError
 from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_file
 from impl.checkpoints.torch_distributed import stored_tensors, tensor_reader, writers
-from impl.megatron.convert import Part, Rank, all_parameters, parts, take
+from impl.megatron.convert import Part, Rank, all_parameters, copy_to_full, parts
 from impl.megatron.shape import read_shape
 from impl.training_state import WRITTEN
 
@@ -108,7 +108,7 @@ def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[Held], torch.Ten
             return step
         fused = torch.cat([whole(key) for key in held.place.keys])
         full = torch.empty(held.shape, dtype=held.dtype)
-        take(held.place.part, fused, full)
+        copy_to_full(held.place.part, fused, full)
         return full
 
     return read

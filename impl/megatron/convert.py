@@ -210,7 +210,7 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
 }
 
 
-def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
+def load_part(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
     """Set one part of a rank's parameter ``own`` from the Hugging Face tensor.
 
     ``read(name, dim, start, stop)`` gives the slice [start:stop] of a tensor along ``dim``.
@@ -221,7 +221,7 @@ def put(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torc
         own.narrow(part.dim, own_start, length).copy_(read(part.name, part.dim, theirs, theirs + length))
 
 
-def take(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
+def copy_to_full(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
     """Copy one part from a rank's parameter ``own`` to its place in the whole Hugging Face tensor ``full``."""
     if not part.spans:
         full.copy_(own)

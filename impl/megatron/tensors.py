@@ -23,11 +23,11 @@ from impl.megatron.convert import (
     Part,
     Rank,
     all_parameters,
+    copy_to_full,
     is_cut,
     layer_parameters,
+    load_part,
     parts,
-    put,
-    take,
 )
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
@@ -75,7 +75,7 @@ def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
     """Set this rank's parameter ``own`` from slices of Hugging Face tensors; padding of the vocabulary becomes zero."""
     own.zero_()
     for part in parts(name, shape, tensor_rank()):
-        put(part, own, read)
+        load_part(part, own, read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class ModelTensors:
                 if pieces is not None:
                     for rank, piece in enumerate(pieces):
                         holder = Rank(rank=rank, size=self._tp.size)
-                        take(parts(name, self._shape, holder)[position], piece, full)
+                        copy_to_full(parts(name, self._shape, holder)[position], piece, full)
                 yield part.name, self._from_stage(stage, full)
 
     def _stage(self, name: str) -> int:
