@@ -71,7 +71,7 @@ def refuse_foreign(optimizer: Any) -> None:
         )
 
 
-def fill(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
+def load_parameter(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
     """Set this rank's parameter ``own`` from slices of Hugging Face tensors; padding of the vocabulary becomes zero."""
     own.zero_()
     for part in parts(name, shape, tensor_rank()):
@@ -145,7 +145,7 @@ class ModelTensors:
         """Set the masters and the model's parameters from whole tensors."""
         for own in self.own_parameters():
             full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
-            fill(full, own.name, self._shape, read)
+            load_parameter(full, own.name, self._shape, read)
             own.parameter.data.copy_(full)
             main = getattr(own.parameter, "main_param", None)
             if main is not None:
@@ -162,7 +162,7 @@ class ModelTensors:
                 state = self._read_step(own.name, read)
             else:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
-                fill(full, own.name, self._shape, read)
+                load_parameter(full, own.name, self._shape, read)
                 state = self._part_of(own.parameter, full).clone()
             self._optimizer.optimizer.state[inner][kind] = state
 

@@ -40,7 +40,7 @@ from impl.megatron.settings import (
 )
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
-from impl.megatron.tensors import ModelTensors, fill, parameter_names
+from impl.megatron.tensors import ModelTensors, load_parameter, parameter_names
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
@@ -101,7 +101,7 @@ class MegatronTrainable:
             for chunk in chunks:
                 names = parameter_names(chunk)
                 for name, parameter in chunk.named_parameters():
-                    fill(parameter, names[name], self.shape, read)
+                    load_parameter(parameter, names[name], self.shape, read)
         return torch.nn.ModuleList(chunks).train()
 
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
