@@ -13,20 +13,20 @@ from deepspeed import DeepSpeedEngine
 from impl.deepspeed.place import RankPlace
 
 
-class Stepped:
+class SteppedTensors:
     """The stepped tensors of an engine, for every class of optimizer wrapper that DeepSpeed has."""
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
         self._stage, self._place = engine.zero_optimization_stage(), place
         self._wrapper, self._optimizer = engine.optimizer, engine.basic_optimizer
-        self._of: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._stepped: dict[torch.nn.Parameter, torch.Tensor] = {}
         if self._stage == 0:
             if hasattr(self._wrapper, "fp32_groups"):
                 for half, full in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
-                    self._of |= dict(zip(half, full, strict=True))
+                    self._stepped |= dict(zip(half, full, strict=True))
         else:
             for group, flat in zip(*self._flat_groups(), strict=True):
-                self._of |= dict.fromkeys(group, flat)
+                self._stepped |= dict.fromkeys(group, flat)
 
     def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
         """(groups of parameters, the stepped tensor of each group); three wrapper classes name these differently."""
@@ -37,18 +37,18 @@ class Stepped:
             return wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
         return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
 
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def stepped_tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The stepped tensor of a parameter."""
-        return self._of.get(parameter, parameter)
+        return self._stepped.get(parameter, parameter)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """The optimizer state of a parameter's stepped tensor; empty before the first step."""
-        state: dict[str, Any] = self._optimizer.state.get(self.of(parameter), {})
+        state: dict[str, Any] = self._optimizer.state.get(self.stepped_tensor(parameter), {})
         return state
 
     def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
         """The state ``key`` of a parameter's stepped tensor; it is created, with zeros, if there is none yet."""
-        stepped = self.of(parameter)
+        stepped = self.stepped_tensor(parameter)
         state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
         if key not in state:
             state[key] = torch.zeros_like(stepped)
@@ -56,7 +56,7 @@ class Stepped:
 
     def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
         """Set the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
-        stepped = self.of(parameter)
+        stepped = self.stepped_tensor(parameter)
         # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
         counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
         step = torch.tensor(count, dtype=torch.get_default_dtype()) if counts_in_tensor else int(count)
@@ -92,7 +92,7 @@ class Stepped:
     def update_parameters(self) -> None:
         """Copy the masters into the parameters that the model computes with; collective."""
         if self._stage == 0:
-            for parameter, master in self._of.items():
+            for parameter, master in self._stepped.items():
                 parameter.data.copy_(master.data)
         elif self._stage < 3:
             self._wrapper.update_lp_params()

@@ -20,7 +20,7 @@ from deepspeed.utils import (
 
 from conformance.backend import NamedTensors, Shard, TensorKind
 from impl.deepspeed.place import RankPlace, Region, cut_of
-from impl.deepspeed.stepped import Stepped
+from impl.deepspeed.stepped import SteppedTensors
 from impl.training_state import WrittenKind
 
 
@@ -33,7 +33,7 @@ class EngineTensors:
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
         self._engine, self._stage, self._place = engine, engine.zero_optimization_stage(), place
-        self._stepped = Stepped(engine, place)
+        self._stepped = SteppedTensors(engine, place)
 
     def named(self, kind: TensorKind) -> NamedTensors:
         """Yield (Hugging Face name, full tensor), one parameter at a time; a step count has no dimensions."""
@@ -65,7 +65,9 @@ class EngineTensors:
                 self._stepped.set_step(parameter, float(region(name, (), ())))
             else:
                 weight = kind == "weight"
-                stepped = self._stepped.of(parameter) if weight else self._stepped.new_state(parameter, kind)
+                stepped = (
+                    self._stepped.stepped_tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
+                )
                 own, start = self._stepped.piece(parameter, stepped)
                 self._place.fill(own, name, parameter, start, region)
         if kind == "weight":
@@ -92,7 +94,7 @@ class EngineTensors:
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self._stage == 0:
-            return self._stepped.of(parameter)
+            return self._stepped.stepped_tensor(parameter)
         full: torch.Tensor = safe_get_full_fp32_param(parameter)
         return full
 
