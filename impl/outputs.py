@@ -121,7 +121,7 @@ class _TokenStatistics(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         s.sub_(highest[..., None])
-        index, held = _own(labels, start, logits.shape[-1])
+        index, held = _shard_index(labels, start, logits.shape[-1])
         of_label = s.gather(-1, index[..., None])[..., 0].where(held, 0)
         weights = s.exp() if entropy else s.exp_()
         sums = [of_label, weights.sum(-1)]
@@ -146,7 +146,7 @@ class _TokenStatistics(torch.autograd.Function):
         s = _scaled(logits, ctx.temperature).sub_(highest[..., None])
         of_entropy = None if of_entropy is None else of_entropy.where(target, 0)
         gradient = through_softmax_(s, log_total, mean, of_logprob, of_entropy)
-        index, held = _own(labels, ctx.start, logits.shape[-1])
+        index, held = _shard_index(labels, ctx.start, logits.shape[-1])
         through_label_(gradient, of_logprob, index=index, held=held)
         return gradient[..., : logits.shape[-1]].div_(ctx.temperature).to(logits.dtype), *(None,) * 5
 
@@ -187,7 +187,7 @@ def _finite_(s: Tensor) -> Tensor:
     return s.clamp_(min=torch.finfo(s.dtype).min)
 
 
-def _own(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+def _shard_index(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     """(index of each label in this rank's vocabulary shard, or 0; whether the label is in the shard)."""
     index = labels - start
     held = (labels >= 0) & (index >= 0) & (index < size)
