@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 # (name, start indices, shape) -> this region of the whole tensor with this name.
-Region = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
+ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class RankPlace:
         dist.all_gather(parts, tensor.contiguous(), group=self.tensor_group)
         return torch.cat(parts, dim=cut["partition_dim"])
 
-    def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, region: Region) -> None:
+    def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
         """Set ``own``, flat, to the elements of this rank's part of a parameter that begin at the flat index ``start``.
 
         Only the rows of the whole tensor that contain these elements are read.
@@ -67,7 +67,7 @@ class RankPlace:
             origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
         row = math.prod(shape[1:])
         first, last = start // row, -(-(start + own.numel()) // row)
-        rows = region(name, (origin[0] + first, *origin[1:]), (last - first, *shape[1:]))
+        rows = read(name, (origin[0] + first, *origin[1:]), (last - first, *shape[1:]))
         own.copy_(rows.flatten().narrow(0, start - first * row, own.numel()))
 
 

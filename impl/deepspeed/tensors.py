@@ -19,7 +19,7 @@ from deepspeed.utils import (
 )
 
 from conformance.backend import NamedTensors, Shard, TensorKind
-from impl.deepspeed.place import RankPlace, Region, cut_of
+from impl.deepspeed.place import RankPlace, ReadRegion, cut_of
 from impl.deepspeed.stepped import SteppedTensors
 from impl.training_state import WrittenKind
 
@@ -54,22 +54,22 @@ class EngineTensors:
                     yield name, self._place.whole(parameter, full.detach())
 
     @torch.no_grad()
-    def write(self, kind: WrittenKind, region: Region) -> None:
+    def write(self, kind: WrittenKind, read: ReadRegion) -> None:
         """Overwrite one state of the optimizer or, for ``weight``, masters and compute weights; collective."""
         for name, parameter in self._engine.module.named_parameters():
             if not parameter.requires_grad:
                 if kind == "weight":
                     _, own = _own_computed_with(parameter, self._place)
-                    self._place.fill(own.view(-1), name, parameter, self._place.start(parameter), region)
+                    self._place.fill(own.view(-1), name, parameter, self._place.start(parameter), read)
             elif kind == "step":
-                self._stepped.set_step(parameter, float(region(name, (), ())))
+                self._stepped.set_step(parameter, float(read(name, (), ())))
             else:
                 weight = kind == "weight"
                 stepped = (
                     self._stepped.stepped_tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
                 )
                 own, start = self._stepped.piece(parameter, stepped)
-                self._place.fill(own, name, parameter, start, region)
+                self._place.fill(own, name, parameter, start, read)
         if kind == "weight":
             self._stepped.update_parameters()
 
