@@ -37,18 +37,18 @@ class SteppedTensors:
             return wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
         return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
 
-    def stepped_tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The stepped tensor of a parameter."""
         return self._stepped.get(parameter, parameter)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """The optimizer state of a parameter's stepped tensor; empty before the first step."""
-        state: dict[str, Any] = self._optimizer.state.get(self.stepped_tensor(parameter), {})
+        state: dict[str, Any] = self._optimizer.state.get(self.tensor(parameter), {})
         return state
 
     def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
         """The state ``key`` of a parameter's stepped tensor; it is created, with zeros, if there is none yet."""
-        stepped = self.stepped_tensor(parameter)
+        stepped = self.tensor(parameter)
         state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
         if key not in state:
             state[key] = torch.zeros_like(stepped)
@@ -56,7 +56,7 @@ class SteppedTensors:
 
     def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
         """Set the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
-        stepped = self.stepped_tensor(parameter)
+        stepped = self.tensor(parameter)
         # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
         counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
         step = torch.tensor(count, dtype=torch.get_default_dtype()) if counts_in_tensor else int(count)

@@ -65,9 +65,7 @@ class EngineTensors:
                 self._stepped.set_step(parameter, float(read(name, (), ())))
             else:
                 weight = kind == "weight"
-                stepped = (
-                    self._stepped.stepped_tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
-                )
+                stepped = self._stepped.tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
                 own, start = self._stepped.piece(parameter, stepped)
                 self._place.fill(own, name, parameter, start, read)
         if kind == "weight":
@@ -94,7 +92,7 @@ class EngineTensors:
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if self._stage == 0:
-            return self._stepped.stepped_tensor(parameter)
+            return self._stepped.tensor(parameter)
         full: torch.Tensor = safe_get_full_fp32_param(parameter)
         return full
 
