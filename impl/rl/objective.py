@@ -132,8 +132,8 @@ class PolicyGradientFunctions:
             kl = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
             values["kl_loss"] = (weights * kl).sum()
         loss = actor_loss(o, **values)
-        apart = columns["old_logprob"] - logprobs.detach()
-        rows["approx_kl"] = apart.clamp(-20, 20) if o.loss_mode == "vanilla" else apart  # as verl has it
+        log_ratio = columns["old_logprob"] - logprobs.detach()
+        rows["approx_kl"] = log_ratio.clamp(-20, 20) if o.loss_mode == "vanilla" else log_ratio  # as verl has it
         means = {
             "ppo_kl": rows["approx_kl"],
             "pg_clipfrac": terms.clipped,
