@@ -183,12 +183,12 @@ def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
     folder = Path(tempfile.mkdtemp(dir=out / "workers"))
     with Session(SessionConfig(out=folder / "session")) as session, (folder / "rows.jsonl").open("w") as file:
         for job in jobs:
-            if time.monotonic() < until and job.cells and _taken(out / "claims" / job.key):
+            if time.monotonic() < until and job.cells and _claim(out / "claims" / job.key):
                 row = run(session, job)
                 print(dumps({"key": job.key, "row": vars(row)}), file=file, flush=True)
 
 
-def _taken(claim: Path) -> bool:
+def _claim(claim: Path) -> bool:
     """Claim a job by creating its file; returns whether no other process has claimed it before."""
     try:
         claim.touch(exist_ok=False)
