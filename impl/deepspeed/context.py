@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
+from impl.collectives import all_gather_value, all_reduce_number
 from impl.deepspeed import process
 from impl.deepspeed.trainable import DeepspeedTrainable
 from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
@@ -60,14 +60,11 @@ class DeepspeedContext:
         )
 
     def all_reduce(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
-        dist.all_reduce(tensor, group=self.mesh.get_group("dp"))  # ranks that share rows hold the same number
-        return tensor.item()
+        groups = [self.mesh.get_group("dp")]  # ranks that share rows have the same number
+        return all_reduce_number(value, groups=groups, device=self.config.device)
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> DeepspeedTrainable:
         return DeepspeedTrainable(self, head)

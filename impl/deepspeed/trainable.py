@@ -7,6 +7,7 @@ division by the number of micro-batches off. A frozen model has an engine withou
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from impl.models import load_model
 from impl.optimizers import learning_rates, parameter_groups, set_schedule, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
+from impl.ring.forward import forward_over_ring
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
@@ -162,15 +164,10 @@ class DeepspeedTrainable:
             self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
 
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        ring = self.context.ring
-        if ring is None:
-            return self._own_outputs(inputs, want, temperature)
-        own, placed = ring.shard(inputs)
-        rows, length = inputs.labels.shape
-        found = self._own_outputs(own, want, temperature, ring=placed)
-        return found.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
+        outputs = partial(self._own_outputs, want=want, temperature=temperature)
+        return forward_over_ring(self.context.ring, inputs, outputs)
 
-    def _own_outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
+    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
         return outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)

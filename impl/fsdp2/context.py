@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
+from impl.collectives import all_gather_value, all_reduce_number
 from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
 from impl.strategy import ContextConfig
@@ -67,15 +68,11 @@ class Fsdp2Context:
         )
 
     def all_reduce(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
-        for axis in ("rep", "dp"):  # the ranks of a ring hold the same number already
-            dist.all_reduce(tensor, group=self.mesh.get_group(axis))
-        return tensor.item()
+        groups = [self.mesh.get_group(axis) for axis in ("rep", "dp")]  # ranks of a ring have the same number already
+        return all_reduce_number(value, groups=groups, device=self.config.device)
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> Fsdp2Trainable:
         return Fsdp2Trainable(self, head)

@@ -5,6 +5,7 @@ these ranks, because the objective has divided by the whole step's totals alread
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +41,7 @@ from impl.optimizers import (
 )
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
+from impl.ring.forward import forward_over_ring
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
@@ -146,15 +148,10 @@ class Fsdp2Trainable:
             cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
 
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        ring = self.context.ring
-        if ring is None:
-            return self._outputs(inputs, want, temperature)
-        own, placed = ring.shard(inputs)
-        rows, length = inputs.labels.shape
-        outputs = self._outputs(own, want, temperature, ring=placed)
-        return outputs.each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
+        outputs = partial(self._own_outputs, want=want, temperature=temperature)
+        return forward_over_ring(self.context.ring, inputs, outputs)
 
-    def _outputs(self, inputs: MicroBatch, want: Wanted, temperature: float, **options: Any) -> Outputs:
+    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         logits: Tensor = self.model(
             input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
+from impl.collectives import all_gather_value, all_reduce_number
 from impl.megatron.placement import placed
 from impl.megatron.process import MODEL_PARALLEL
 from impl.megatron.trainable import MegatronTrainable
@@ -62,14 +61,11 @@ class MegatronContext:
         )
 
     def all_reduce(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.config.device)
-        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())  # the other ranks hold the same number
-        return tensor.item()
+        groups = [parallel_state.get_data_parallel_group()]  # the other ranks have the same number
+        return all_reduce_number(value, groups=groups, device=self.config.device)
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> MegatronTrainable:
         return MegatronTrainable(self, head)
