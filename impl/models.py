@@ -83,7 +83,7 @@ def _causal_class(config: transformers.PretrainedConfig, path: Path) -> type[tra
 
 
 def _auto_class(config: transformers.PretrainedConfig) -> Any:
-    """The auto class that fits: remote code names its own in ``auto_map``, other models are known by architecture."""
+    """transformers' auto class for a model: remote code names it in ``auto_map``, others are known by configuration."""
     auto_map = getattr(config, "auto_map", None) or {}
     vision = next(
         (name for name in ("AutoModelForImageTextToText", "AutoModelForVision2Seq") if name in auto_map), None

@@ -94,7 +94,7 @@ def _set_up(device: str) -> None:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the last context leaves; then it is again what it was, or absent again."""
+    """Set an attribute until the last context leaves; then restore its old value, or remove it if it had none."""
     if name in vars(owner):
         _undo.callback(setattr, owner, name, vars(owner)[name])
     else:

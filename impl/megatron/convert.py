@@ -80,8 +80,8 @@ def all_parameters(shape: ModelShape) -> tuple[str, ...]:
 def check_weights(folder: Path, shape: ModelShape) -> None:
     """Raise UsageError if the tensors in a Hugging Face folder are not exactly those of the model.
 
-    This needs a check of its own, because a rank reads only what it holds. The folder may contain a tied head if it is
-    equal to the embedding.
+    Loading does not notice other tensors, because a rank reads only what it holds. The folder may contain a tied head
+    if it is equal to the embedding.
     """
     one = Rank(rank=0, size=1)
     due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, one)}

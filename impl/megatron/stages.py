@@ -1,8 +1,8 @@
 """Which part of a model each pipeline stage holds: pure arithmetic, the same on every rank.
 
-A *chunk* is what one rank runs without a send in between: ``vpp`` of them per rank. Chunk c of rank r is the
-``c * pp + r``-th of the model (interleaved schedule, arXiv 2104.04473 section 2.2). Where the layers do not divide
-evenly, embedding and head count as a layer each, and may even have a chunk of their own.
+A *chunk* is a part of the model that one rank runs without a send in between; each rank has ``vpp`` chunks. Chunk c of
+rank r is number ``c * pp + r`` of the model (interleaved schedule, arXiv 2104.04473 section 2.2). If the layers do not
+divide evenly, embedding and head count as a layer each, and may even have a chunk for themselves.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch for flash-attn's interface: it returns log-sum-exp, and backward is a function of its own.
+"""Attention in plain PyTorch for flash-attn's interface: log-sum-exp as a result, and an explicit backward function.
 
 For devices and dtypes that flash-attn has no kernel for: the CPU, and float32 and float64 on CUDA. Formulas from
 FlashAttention-2 (arXiv 2307.08691): forward section 3.1.1, backward algorithm 2. Half precision is computed in float32
