@@ -126,10 +126,7 @@ class TensorWriter:
 
 
 def write_tensors(folder: Path, tensors: NamedTensors) -> None:
-    """Write full tensors into ``folder``; collective, and only the first rank writes.
-
-    An error on the first rank, such as a full disk, is raised on every rank.
-    """
+    """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
     failed = None
     try:
         if dist.get_rank() == 0:
@@ -138,7 +135,7 @@ def write_tensors(folder: Path, tensors: NamedTensors) -> None:
                     writer.add(name, tensor)
     except Exception as error:
         failed = error
-    for _ in tensors:  # iterating is collective: all tensors on the other ranks; the rest on the first if it failed
+    for _ in tensors:  # on the other ranks all of them; on the first what is left when it cannot write
         pass
     agree(f"writing tensors into {folder}", failed)
 

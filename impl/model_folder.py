@@ -38,7 +38,7 @@ def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dty
             write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
     except Exception as error:
         failed = error
-    for _ in weights:  # iterating is collective: all weights on the other ranks; the rest on the first if it failed
+    for _ in weights:  # on the other ranks all of them; on the first what is left when it cannot write
         pass
     agree(doing, failed)
 

@@ -34,11 +34,8 @@ def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
 
 
 def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
-    """Gather tensors that are sharded along dimension 0 over ``group``, with one collective for all.
-
-    Each local piece is padded to the same number of rows; the pieces of a rank are sent as one flat buffer.
-    """
-    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of the padded pieces
+    """Pieces are padded to the same number of rows, laid end to end, gathered at once, and taken apart again."""
+    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of a padded piece
     pieces = []
     for tensor, shape in zip(tensors, shapes, strict=True):
         local = tensor.to_local()

@@ -201,7 +201,7 @@ class Fsdp2Trainable:
             return
         batch: dict[str, DTensor] = {}
         for name, tensor in self._named(kind):
-            # Offloaded shards are on the CPU, where NCCL cannot gather them.
+            # Offloaded pieces lie where NCCL cannot reach.
             batch[name] = cast(DTensor, tensor.to(self.context.config.device))
             if sum(t.numel() for t in batch.values()) >= GATHERED_AT_ONCE:
                 yield from zip(batch, full_tensors(list(batch.values())), strict=True)
