@@ -85,10 +85,7 @@ class Trainable(Protocol):
         ...
 
     def optimizer_step(self) -> float | None:
-        """Clip the gradients, update the weights and advance the schedule.
-
-        Returns the global gradient norm before clipping, or None if the library reports none.
-        """
+        """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown."""
         ...
 
     def learning_rate(self) -> float: ...

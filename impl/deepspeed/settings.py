@@ -36,7 +36,7 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
     if config.precision == "fp16":
-        # The scale falls at the first overflow, as at ZeRO-0 and in the other backends.
+        # A scale that falls at the first overflow, as ZeRO-0's does, and as those of other backends.
         settings["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
     if config.precision in ("bf16", "fp16"):
         # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
