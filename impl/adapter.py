@@ -125,17 +125,17 @@ class StrategyBackend:
         return self.models[model].local_shards(kind)
 
     def save(self, path: Path) -> None:
-        with writing(path / CHECKPOINT, self.about("native")) as folder:
-            native.write(folder, self.context, dict(self._trained()))
+        with writing(path / CHECKPOINT, self.about("native")) as draft:
+            native.write(draft, self.context, dict(self._trained()))
 
     def load(self, path: Path) -> None:
         found = native.read(path / CHECKPOINT, self.about("native"), self.context, dict(self._trained()))
         self.step = found.step
 
     def export_state(self, path: Path) -> None:
-        with writing(path / CHECKPOINT, self.about("state")) as folder:
+        with writing(path / CHECKPOINT, self.about("state")) as draft:
             for name, trainable in self._trained():
-                training_state.export_state(folder / name, trainable)
+                training_state.export_state(draft.path / name, trainable)
 
     def import_state(self, path: Path) -> None:
         found = verified(path / CHECKPOINT, self.about("state")).about

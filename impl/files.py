@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,19 +126,24 @@ class TensorWriter:
         (self._folder / INDEX).write_text(json.dumps(told, indent=2), encoding="utf-8")
 
 
-def write_tensors(folder: Path, tensors: NamedTensors) -> None:
+def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> None:
     """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
     failed = None
     try:
         if dist.get_rank() == 0:
-            with TensorWriter(folder) as writer:
+            with TensorWriter(folder, file_size=file_size) as writer:
                 for name, tensor in tensors:
                     writer.add(name, tensor)
+                    del tensor  # before the next one is put together
     except Exception as error:
         failed = error
-    for _ in tensors:  # on the other ranks all of them; on the first what is left when it cannot write
-        pass
+    run_through(tensors)
     agree(f"writing tensors into {folder}", failed)
+
+
+def run_through(tensors: Iterator[object]) -> None:
+    """Put tensors together without holding any: on the first rank, what is left when it cannot write."""
+    deque(tensors, maxlen=0)
 
 
 @contextlib.contextmanager

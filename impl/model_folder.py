@@ -19,7 +19,7 @@ from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
 from conformance.validation import UsageError
-from impl.files import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, whole_folder
+from impl.files import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, run_through, whole_folder
 from impl.together import agree, on_first
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
@@ -38,8 +38,7 @@ def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dty
             write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
     except Exception as error:
         failed = error
-    for _ in weights:  # on the other ranks all of them; on the first what is left when it cannot write
-        pass
+    run_through(weights)
     agree(doing, failed)
 
 
@@ -71,9 +70,10 @@ def write_folder(
         shutil.copytree(source, beside, ignore=left_out, dirs_exist_ok=True)
         with TensorWriter(beside, file_size=file_size) as writer:
             for name, weight in weights:
-                converted = weight.detach().to(stored.get(name, usual))
-                written[converted.dtype] += converted.numel()
-                writer.add(name, converted)
+                kept = stored.get(name, usual) or weight.dtype
+                written[kept] += weight.numel()
+                writer.add(name, weight.detach().to(kept))
+                del weight  # before the next one is put together
         _say_dtype(beside / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
 
 

@@ -23,6 +23,7 @@ from conformance.layout import Layout
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
 from conformance.validation import UsageError
+from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.micro_batches import Loss
@@ -119,8 +120,9 @@ class Trainable(Protocol):
         """The configuration that is really in use (classes, dtypes, mesh, optimizer settings), as JSON values."""
         ...
 
-    def save_ckpt(self, path: Path) -> None:
-        """Training state: weights, optimizer, schedule."""
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        """Training state of now: weights, optimizer, schedule; ``path`` holds it when the work is done that ``when``
+        is given."""
         ...
 
     def load_ckpt(self, path: Path) -> None: ...

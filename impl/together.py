@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conformance.validation import UsageError, one_line
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -20,27 +21,28 @@ class _Failure:
     is_usage: bool
 
 
-def together(doing: str, action: Callable[[], T]) -> list[T]:
+def together(doing: str, action: Callable[[], T], *, group: Group = None) -> list[T]:
     """Run ``action`` on every rank and return the picklable results of all, by rank; collective.
 
     Where it fails on a rank, all raise: that one its own error, the others one that says which rank failed and how.
-    ``doing`` says in a few words what is done, for the message. The action itself makes no collective calls, or only
-    such as cannot fail on one rank alone.
+    ``doing`` says in a few words what is done, for the message. ``group``: of all ranks; the default one, or another
+    for a thread beside the training. The action itself makes no collective calls, or only such as cannot fail on one
+    rank alone.
     """
     try:
         result = action()
     except Exception as error:  # whatever it is, the others have to hear of it
-        return agree(doing, error)
-    return agree(doing, None, result)
+        return agree(doing, error, group=group)
+    return agree(doing, None, result, group=group)
 
 
-def agree(doing: str, error: Exception | None, result: Any = None) -> list[Any]:
+def agree(doing: str, error: Exception | None, result: Any = None, *, group: Group = None) -> list[Any]:
     """The end of ``together``, for what cannot be put into a function."""
     if isinstance(error, OSError):  # a full disk, a missing permission: no bug
         error = UsageError(f"{doing}: {one_line(error)}")
     told = _Failure(one_line(error), isinstance(error, UsageError)) if error else result
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, told)
+    dist.all_gather_object(of_all, told, group=group)
     if error:
         raise error
     for rank, one in enumerate(of_all):
@@ -51,8 +53,8 @@ def agree(doing: str, error: Exception | None, result: Any = None) -> list[Any]:
     return of_all
 
 
-def on_first(doing: str, action: Callable[[], T]) -> T:
+def on_first(doing: str, action: Callable[[], T], *, group: Group = None) -> T:
     """Run ``action`` on the first rank, and return its result on every rank; collective."""
-    results: list[Any] = together(doing, lambda: action() if dist.get_rank() == 0 else None)
+    results: list[Any] = together(doing, lambda: action() if dist.get_rank() == 0 else None, group=group)
     found: T = results[0]
     return found

@@ -18,7 +18,7 @@ from conformance.backend import NamedTensors, TensorKind
 from conformance.observable import STATE_KINDS
 from conformance.reading import read_json
 from conformance.validation import UsageError, shown
-from impl.files import SliceReader, write_tensors
+from impl.files import FILE_SIZE, SliceReader, write_tensors
 from impl.together import on_first
 
 FORMAT, VERSION, FILE = "backend-parity training state", 1, "training_state.json"
@@ -37,16 +37,23 @@ class HasTrainingState(Protocol):
     def set_progress(self, progress: Mapping[str, float]) -> None: ...
 
 
-def export_state(folder: Path, model: HasTrainingState) -> None:
+def export_state(folder: Path, model: HasTrainingState, *, file_size: int = FILE_SIZE) -> None:
     """Write a model's training state into ``folder``; collective. Rank 0 holds one file of tensors at a time."""
     kinds = []
     for kind in WRITTEN:
         tensors = model.named_tensors(kind)
-        if first := next(tensors, None):  # the same on every rank
+        first = [*itertools.islice(tensors, 1)]  # the same on every rank
+        if first:
             kinds.append(kind)
-            write_tensors(folder / kind, itertools.chain([first], tensors))
+            write_tensors(folder / kind, _beginning_with(first, tensors), file_size=file_size)
     progress = {name: float(value) for name, value in model.named_tensors("progress")}
     on_first(f"writing {folder / FILE}", lambda: write_told(folder, kinds=kinds, progress=progress))
+
+
+def _beginning_with(first: list[tuple[str, torch.Tensor]], others: NamedTensors) -> NamedTensors:
+    """The tensor of the list, which is not held after that, and the others."""
+    yield first.pop()
+    yield from others
 
 
 def import_state(folder: Path, model: HasTrainingState) -> None:

@@ -6,6 +6,7 @@ transformers nor torch.optim and start in a moment. ``plain_backend:Plain`` name
 another backend that does the same.
 """
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from conformance.oracle.forward import Policy, Weights, forward, load_weights
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.adapter import StrategyBackend
+from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
@@ -138,11 +140,10 @@ class PlainTrainable:
     def resolved(self) -> dict[str, Any]:
         return {"dtype": str(torch.get_default_dtype())}
 
-    def save_ckpt(self, path: Path) -> None:
-        if dist.get_rank() == 0:
-            weights = {name: weight.detach() for name, weight in self.weights.items()}
-            torch.save([weights, self.velocity, self.steps], path)
-        dist.barrier()
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        torch.save([weights, self.velocity, self.steps], state := io.BytesIO())
+        when.add(lambda: dist.get_rank() or path.write_bytes(state.getvalue()))
 
     def load_ckpt(self, path: Path) -> None:
         weights, self.velocity, self.steps = torch.load(path)

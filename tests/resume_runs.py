@@ -47,7 +47,7 @@ class Ranks:
                 device="cpu",
                 preload=(entry.target.partition(":")[0], "conformance.run.task", *entry.load().preload),  # type: ignore[attr-defined]
             ),
-            task=f"resume_tasks:{task}",
+            task=task if ":" in task else f"resume_tasks:{task}",
             kwargs={
                 "training": {
                     "target": entry.target,

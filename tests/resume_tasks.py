@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.scenario import Scenario, parse_scenario
+from conformance.validation import UsageError
 from conformance.world import RankContext
 from impl.adapter import StrategyBackend
 from impl.checkpoints import generators, native
@@ -108,19 +110,30 @@ def train_until_killed(
     root: str,
     victim: int,
     fraction: float,
+    asynchronous: bool,
 ) -> None:
-    """Two steps, each with a checkpoint; in the second save a rank is killed, at a fraction of the first one's time."""
+    """Two steps, each with a checkpoint; in the second save a rank is killed, at a fraction of the first one's time.
+
+    The first is saved twice, because the very first save takes longer than any other.
+    """
+    folder = TrainingFolder(root=Path(root), asynchronous=asynchronous)
     of = Training(**training)
     backend = of.set_up(context)
-    seconds = 0.0
-    for batch in of.read_batches()[:2]:
-        backend.train_step(batch, lambda model: None)
-        if batch.step and context.rank == victim:
-            threading.Timer(fraction * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    first, second, third = of.read_batches()
+    backend.train_step(first, lambda model: None)
+    for each in (TrainingFolder(root=Path(root) / "another"), folder):
         began = time.monotonic()
-        with TrainingFolder(root=Path(root)).writing(backend.about("native")) as folder:
-            native.write(folder, backend.context, backend.models)
+        with each.writing(backend.about("native")) as draft:
+            native.write(draft, backend.context, backend.models)
+        each.finish()
         seconds = time.monotonic() - began
+    backend.train_step(second, lambda model: None)
+    if context.rank == victim:
+        threading.Timer(fraction * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with folder.writing(backend.about("native")) as draft:
+        native.write(draft, backend.context, backend.models)
+    backend.train_step(third, lambda model: None)  # behind which an asynchronous save goes on
+    folder.finish()
     time.sleep(60)  # the timer comes, later than the save has ended
 
 
@@ -130,14 +143,87 @@ def load_latest(
     training: dict[str, Any],
     root: str,
 ) -> list[float]:
-    """The step of the last checkpoint, and the loss of the one after it."""
+    """The step of the last checkpoint, and the losses of those after it."""
     of = Training(**training)
     backend = of.set_up(context)
     latest = TrainingFolder(root=Path(root)).latest()
     found = native.read(latest, backend.about("native"), backend.context, backend.models)
-    loss = backend.train_step(of.read_batches()[found.step], lambda model: None).values["loss"]
+    losses = [backend.train_step(batch, lambda model: None).values["loss"] for batch in of.read_batches()[found.step :]]
     backend.teardown()
-    return [found.step, loss]
+    return [found.step, *losses]
+
+
+def train_behind_a_save(
+    context: RankContext,
+    *,
+    training: dict[str, Any],
+    root: str,
+) -> dict[str, Any]:
+    """A step, an asynchronous save whose writing waits until all other steps are done, and then is waited for.
+
+    Returns the losses of these steps, and what is in the folder before and after that, with the bytes of its files.
+    """
+    of = Training(**training)
+    backend = of.set_up(context)
+    folder, trained = TrainingFolder(root=Path(root), asynchronous=True), threading.Event()
+    first, *others = of.read_batches()
+    backend.train_step(first, lambda model: None)
+    with folder.writing(backend.about("native")) as draft:
+        draft.when.add(trained.wait)
+        native.write(draft, backend.context, backend.models)
+    losses = [backend.train_step(batch, lambda model: None).values["loss"] for batch in others]
+    before, written = _names(Path(root)), _size(Path(root))
+    trained.set()
+    folder.finish()
+    backend.teardown()
+    after = {"after": _names(Path(root)), "size": _size(Path(root))}
+    return {"losses": losses, "before": before, "written": written, **after}
+
+
+def save_one_after_another(
+    context: RankContext,
+    *,
+    training: dict[str, Any],
+    root: str,
+) -> dict[str, Any]:
+    """Three asynchronous saves, of which the first is slow and the second fails on one rank.
+
+    Returns what the folder holds when the second begins, what the third hears of it and finds, and what it leaves.
+    """
+    backend = Training(**training).set_up(context)
+    folder, told = TrainingFolder(root=Path(root), asynchronous=True), ""
+
+    def fail() -> None:
+        if context.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    def save(step: int, work: Callable[[], None]) -> list[str]:
+        backend.step = step
+        with folder.writing(backend.about("native")) as draft:
+            found = _names(Path(root))
+            draft.when.add(work)
+            native.write(draft, backend.context, backend.models)
+        return found
+
+    save(1, lambda: time.sleep(0.5))
+    second = save(2, fail)
+    try:
+        save(3, lambda: None)
+    except UsageError as error:
+        told = str(error)
+    third = _names(Path(root))
+    save(3, lambda: None)
+    folder.finish()
+    backend.teardown()
+    return {"second": second, "told": told, "third": third, "after": _names(Path(root))}
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def keep_two(
@@ -154,9 +240,9 @@ def keep_two(
         backend.step = step
         if step == 4:
             on_first("leaving rests", lambda: _leave_rests(Path(root)))
-        with folder.writing(backend.about("native")) as inside:
-            native.write(inside, backend.context, backend.models)
-        there.append(sorted(path.name for path in Path(root).iterdir()))
+        with folder.writing(backend.about("native")) as draft:
+            native.write(draft, backend.context, backend.models)
+        there.append(_names(Path(root)))
     backend.teardown()
     return there
 

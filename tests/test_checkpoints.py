@@ -86,24 +86,66 @@ def test_the_last_two_checkpoints_stay_and_rests_of_crashes_go(pool: Pool, tmp_p
         exhaustive("megatron", "tp2", MOMENTS),
     ],
 )
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "behind"])
 def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
-    pool: Pool, tmp_path: Path, backend: str, layout: str, moments: int
+    pool: Pool, tmp_path: Path, backend: str, layout: str, moments: int, asynchronous: bool
 ) -> None:
     ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
     numbers = random.Random(f"{backend} {moments}")
-    half_written, losses = 0, dict[float, float]()
+    half_written, losses = 0, dict[float, list[float]]()
     for moment in range(moments):
         root = tmp_path / str(moment)
         killed = ranks.outcome(
-            "train_until_killed", root=str(root), victim=moment % 2, fraction=numbers.uniform(0.0, 1.0)
+            "train_until_killed",
+            root=str(root),
+            victim=moment % 2,
+            fraction=numbers.uniform(0.0, 1.0),
+            asynchronous=asynchronous,
         )
         assert "killed" in killed.reason or "SIGKILL" in killed.reason, killed.reason
-        step, loss = ranks("load_latest", root=str(root))[0]
-        assert losses.setdefault(step, loss) == loss
+        step, *after = ranks("load_latest", root=str(root))[0]
+        assert losses.setdefault(step, after) == after
         second = told_of(root / "step-000002")
         assert not second or step == 1  # whole and not yet the latest it may be, too
         half_written += bool(second)
     assert half_written
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        ("plain", "dp2"),
+        ("fsdp2", "dp2"),
+        ("deepspeed", "dp2.zero1"),
+        ("megatron", "tp2"),
+        exhaustive("fsdp2", "dp2.tp2"),
+        exhaustive("deepspeed", "dp2.zero0"),
+        exhaustive("deepspeed", "dp2.zero3"),
+        exhaustive("deepspeed", "tp2.zero2"),
+        exhaustive("megatron", "dp2.zero1"),
+        exhaustive("megatron", "pp2"),
+    ],
+)
+def test_an_asynchronous_save_is_of_its_call_though_the_training_goes_on_before_a_file_is_written(
+    pool: Pool, tmp_path: Path, backend: str, layout: str
+) -> None:
+    ranks, root = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout), str(tmp_path / "training")
+    uninterrupted = ranks("train_behind_a_save", root=root)
+    for told in uninterrupted:
+        assert told["before"] == ["step-000001.partial"]
+        assert told["written"] < told["size"] / 2  # generators, lists of what is where
+        assert told["after"] == ["latest", "step-000001"]
+    assert ranks("load_latest", root=root) == [[1, *told["losses"]] for told in uninterrupted]
+
+
+def test_a_save_waits_for_the_one_before_and_says_what_became_of_it(pool: Pool, tmp_path: Path) -> None:
+    root = tmp_path / "training"
+    ranks = Ranks(pool=pool, folder=tmp_path, backend="plain", layout="dp3")
+    for told in ranks("save_one_after_another", root=str(root)):
+        assert told["second"] == ["latest", "step-000001", "step-000002.partial"]
+        assert told["told"] == f"writing the checkpoint {root / 'step-000002'}: [Errno 28] No space left on device"
+        assert told["third"] == ["latest", "step-000001", "step-000002.partial"]
+        assert told["after"] == ["latest", "step-000001", "step-000003"]
 
 
 def told_of(folder: Path) -> str:

@@ -44,6 +44,17 @@ def test_every_document_of_an_epoch_is_trained_on_once_on_two_ranks_and_then_thr
     assert position.consumed == len(samples)
 
 
+@pytest.mark.parametrize("lost", [{"consumed": 0}, {"seed": SEED + 1}], ids=["position", "order"])
+def test_resuming_with_what_is_lost_of_the_position_repeats_documents_and_loses_others(lost: dict[str, int]) -> None:
+    """The fault of resuming at the beginning of the epoch, or in another order of it; the same count tells."""
+    position = DataPosition(seed=SEED, documents=50)
+    first, at = train(position, ranks=2, rows=6, steps=5)
+    second, _ = train(replace(at, **lost), ranks=2, rows=10, steps=2)
+    counted = Counter(document for step in (*first, *second) for document in step)
+    assert max(counted.values()) == 2
+    assert len(counted) < 50
+
+
 def test_an_epoch_is_shuffled_by_the_seed_and_the_next_one_anew() -> None:
     position = DataPosition(seed=SEED, documents=50)
     (one, after), (other, _) = position.take(50), replace(position, seed=SEED + 1).take(50)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,12 +18,22 @@ from conformance.validation import UsageError
 from impl.checkpoints import manifest
 from impl.checkpoints.manifest import About, FileEntry, Manifest
 from impl.checkpoints.verify import PARTIAL, check_file, check_names, digest, file_names, read_manifest, share
-from impl.together import agree, on_first, together
+from impl.checkpoints.writing import AT_ONCE, Writing
+from impl.together import Group, agree, on_first, together
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written. ``path``: the empty folder that all ranks write into. ``when``: what takes
+    the work of writing."""
+
+    path: Path
+    when: Writing
 
 
 @contextlib.contextmanager
-def writing(folder: Path, about: About) -> Iterator[Path]:
-    """Yields the empty folder that all ranks write into; after the ``with`` statement, ``folder`` is the checkpoint.
+def writing(folder: Path, about: About, *, when: Writing = AT_ONCE) -> Iterator[Draft]:
+    """Yields what is to be written; ``folder`` is the checkpoint when all work is done that ``when`` was given.
 
     Where anything fails on any rank, all ranks raise, and the checkpoint does not come to be.
     """
@@ -31,14 +42,11 @@ def writing(folder: Path, about: About) -> Iterator[Path]:
     on_first(doing, lambda: _begin(folder, partial))
     failed = None
     try:
-        yield partial
+        yield Draft(partial, when)
     except Exception as error:
         failed = error
     agree(doing, failed)
-    names = on_first(doing, lambda: {name: (partial / name).stat().st_size for name in file_names(partial)})
-    own = share(names, names, rank=dist.get_rank(), size=dist.get_world_size())
-    entries = together(doing, lambda: {name: _flushed(partial / name) for name in own})
-    on_first(doing, lambda: _finish(partial, folder, about, {n: e for part in entries for n, e in part.items()}))
+    when.add(lambda: _complete(partial, folder, about, doing, when.group))
 
 
 def verified(folder: Path, wanted: About) -> Manifest:
@@ -72,6 +80,19 @@ def _begin(folder: Path, partial: Path) -> None:
     if partial.exists():  # of a save that did not come to its end
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+
+
+def _complete(partial: Path, folder: Path, about: About, doing: str, group: Group) -> None:
+    """Make a checkpoint of the files that all ranks have written; collective."""
+
+    def sizes() -> dict[str, int]:
+        return {name: (partial / name).stat().st_size for name in file_names(partial)}
+
+    names = on_first(doing, sizes, group=group)
+    own = share(names, names, rank=dist.get_rank(), size=dist.get_world_size())
+    entries = together(doing, lambda: {name: _flushed(partial / name) for name in own}, group=group)
+    files = {name: entry for part in entries for name, entry in part.items()}
+    on_first(doing, lambda: _finish(partial, folder, about, files), group=group)
 
 
 def _flushed(path: Path) -> FileEntry:

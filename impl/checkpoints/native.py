@@ -9,17 +9,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from impl.checkpoints import generators
-from impl.checkpoints.folder import verified
+from impl.checkpoints.folder import Draft, verified
 from impl.checkpoints.manifest import About
 from impl.strategy import Context, Trainable
 
 
-def write(folder: Path, context: Context, models: Mapping[str, Trainable]) -> None:
-    """Write into the folder that ``writing`` gave."""
+def write(draft: Draft, context: Context, models: Mapping[str, Trainable]) -> None:
+    """Write what ``writing`` gave: the training state of now, when the work is done."""
     states = generators.read_generators(context.library_generators())  # first: writing a model may draw numbers
     for name, trainable in models.items():
-        trainable.save_ckpt(folder / name)
-    generators.write_file(folder, dist.get_rank(), states)
+        trainable.save_ckpt(draft.path / name, draft.when)
+    generators.write_file(draft.path, dist.get_rank(), states)
 
 
 def read(folder: Path, wanted: About, context: Context, models: Mapping[str, Trainable]) -> About:

@@ -9,39 +9,60 @@ import contextlib
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance.reading import read_text
 from conformance.validation import UsageError, shown
-from impl.checkpoints.folder import flush_folder, write_durably, writing
+from impl.checkpoints.folder import Draft, flush_folder, write_durably, writing
 from impl.checkpoints.manifest import About
 from impl.checkpoints.verify import PARTIAL, regular_size
+from impl.checkpoints.writing import AT_ONCE, Behind, Writing
 from impl.together import on_first
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainingFolder:
-    """``keep``: how many checkpoints stay. One training writes into ``root`` at a time."""
+    """``keep``: how many checkpoints stay. One training writes into ``root`` at a time.
+
+    ``asynchronous``: a save returns when the training state has been copied into the memory of the host, and what is
+    left of it is done while the training goes on: all of writing, until ``latest`` names it. The next save waits for
+    the one before; ``finish`` is for the end of the training.
+    """
 
     root: Path
     keep: int = 2
+    asynchronous: bool = False
+    _last: Writing = field(default=AT_ONCE, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise UsageError(f"keep={self.keep} leaves no checkpoint to go on from; keep 1 or more")
 
     @contextlib.contextmanager
-    def writing(self, about: About) -> Iterator[Path]:
-        """As impl.checkpoints.folder.writing, for the checkpoint of ``about.step``; collective."""
+    def writing(self, about: About) -> Iterator[Draft]:
+        """As impl.checkpoints.folder.writing, for the checkpoint of ``about.step``; collective.
+
+        Raises what an asynchronous save before failed with.
+        """
+        self.finish()
         name = f"step-{about.step:06d}"
         on_first(f"making room in {self.root}", lambda: self._make_room(name))
-        with writing(self.root / name, about) as partial:
-            yield partial
-        on_first(f"naming {self.root / name} the latest", lambda: self._name_latest(name))
+        when = Behind(f"writing the checkpoint {self.root / name}") if self.asynchronous else AT_ONCE
+        with writing(self.root / name, about, when=when) as draft:
+            yield draft
+        doing = f"naming {self.root / name} the latest"
+        when.add(lambda: on_first(doing, lambda: self._name_latest(name), group=when.group))
+        when.start()
+        self._last = when
+
+    def finish(self) -> None:
+        """Wait until the last save is done, and raise what it failed with, on all ranks; collective."""
+        last, self._last = self._last, AT_ONCE
+        last.wait()
 
     def latest(self) -> Path:
         """The last whole checkpoint. Raises UsageError that says what is there instead, if there is none."""

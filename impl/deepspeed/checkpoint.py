@@ -15,17 +15,18 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from conformance.validation import UsageError
+from impl.checkpoints.writing import Writing
 from impl.deepspeed.cut import Cut, check, fits
 from impl.deepspeed.universal import make_universal
-from impl.deepspeed.writing import errors_at_the_end
+from impl.deepspeed.writing import files_written
 from impl.together import on_first
 
 TAG, FILE = "state", "cut.json"
 
 
-def save(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
+def save(engine: DeepSpeedEngine, path: Path, own: Cut, when: Writing) -> None:
     """Write a checkpoint into the folder ``path``; collective."""
-    with errors_at_the_end(engine):
+    with files_written(engine, when):
         engine.save_checkpoint(str(path), tag=TAG)
     told = json.dumps(dataclasses.asdict(own))
     on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(told, encoding="utf-8"))

@@ -20,6 +20,7 @@ from deepspeed.utils.groups import get_tensor_model_parallel_group
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut
@@ -269,8 +270,8 @@ class DeepspeedTrainable:
             "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
         }
 
-    def save_ckpt(self, path: Path) -> None:
-        checkpoint.save(self.engine, path, self._cut())
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        checkpoint.save(self.engine, path, self._cut(), when)
 
     def load_ckpt(self, path: Path) -> None:
         checkpoint.load(self.engine, path, self._cut())

@@ -4,7 +4,7 @@ The first loss after loading is right in most of them, which is what tests of re
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,20 @@ class _Rounded(_Renamed):
 
     def whole(self, name: str) -> torch.Tensor:
         return super().whole(name).to(torch.bfloat16)
+
+
+class _Transposed(_Renamed):
+    """A reader that gives the transposes of square matrices; their shapes tell nobody."""
+
+    def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        return self.whole(name).narrow(dim, start, stop - start)
+
+    def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self.whole(name)[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+
+    def whole(self, name: str) -> torch.Tensor:
+        tensor = super().whole(name)
+        return tensor.T.contiguous() if tensor.ndim == 2 and len({*tensor.shape}) == 1 else tensor
 
 
 def _read_by(reader: Callable[[Any], Any], *kinds: str) -> Callable[[Function], Function]:
@@ -221,6 +235,16 @@ HANDOVER_FAULTS = (
         loss_blind=True,
         needs="a handover of training state of AdamW to another leg",
         wrap=_moments_exchanged,
+    ),
+    Fault(
+        name="moments-transposed",
+        summary="moments of square matrices are loaded transposed, which no shape tells",
+        source="a mistake of conversion scripts, where a format has kernels as (inputs, outputs)",
+        seam="load_kind",
+        stage="training state",
+        loss_blind=True,
+        needs="a handover of training state of a model with square matrices to another leg",
+        wrap=_read_by(lambda read: _Transposed(read, _same), "exp_avg", "exp_avg_sq", "momentum_buffer"),
     ),
     Fault(
         name="moments-of-another-layer",

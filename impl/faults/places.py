@@ -166,6 +166,7 @@ _HANDOVER = {
     "moments-not-loaded": _handed(),
     "steps-not-loaded": _handed(),
     "moments-exchanged": _handed(),
+    "moments-transposed": _handed(),
     "moments-of-another-layer": _handed(),
     "weights-of-another-layer": _handed(),
     "gate-for-up": _handed(),

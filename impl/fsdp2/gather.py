@@ -5,6 +5,7 @@ ranks to join. Here, all tensors that are sharded along their first dimension ov
 collective. Filling a DTensor from a file needs none.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -36,20 +37,23 @@ def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
 def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
     """Pieces are padded to the same number of rows, laid end to end, gathered at once, and taken apart again."""
     shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of a padded piece
-    pieces = []
-    for tensor, shape in zip(tensors, shapes, strict=True):
-        local = tensor.to_local()
-        padded = local.new_zeros(shape)
-        padded[: local.shape[0]] = local
-        pieces.append(padded.flatten())
-    own = torch.cat(pieces)
-    everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=group)
-    columns = torch.stack(everyone).split([piece.numel() for piece in pieces], dim=1)
+    lengths = [math.prod(shape) for shape in shapes]
+    everyone = tensors[0].to_local().new_empty(size * sum(lengths))
+    dist.all_gather_into_tensor(everyone, _end_to_end(tensors, lengths), group=group)
+    columns = everyone.view(size, -1).split(lengths, dim=1)
     return [
         column.reshape(size * shape[0], *shape[1:])[: tensor.shape[0]]
         for column, tensor, shape in zip(columns, tensors, shapes, strict=True)
     ]
+
+
+def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
+    """This rank's pieces, each padded to its length."""
+    own = tensors[0].to_local().new_zeros(sum(lengths))
+    for tensor, piece in zip(tensors, own.split(lengths), strict=True):
+        local = tensor.to_local().flatten()
+        piece[: local.numel()] = local
+    return own
 
 
 def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
-from impl.fsdp2 import norm
-from impl.fsdp2.distributed_checkpoint import told_alike
+from impl.fsdp2 import distributed_checkpoint, norm
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
@@ -201,11 +201,11 @@ class Fsdp2Trainable:
             return
         batch: dict[str, DTensor] = {}
         for name, tensor in self._named(kind):
-            # Offloaded pieces lie where NCCL cannot reach.
-            batch[name] = cast(DTensor, tensor.to(self.context.config.device))
-            if sum(t.numel() for t in batch.values()) >= GATHERED_AT_ONCE:
+            if batch and sum(t.numel() for t in batch.values()) + tensor.numel() > GATHERED_AT_ONCE:
                 yield from zip(batch, full_tensors(list(batch.values())), strict=True)
                 batch = {}
+            # Offloaded pieces lie where NCCL cannot reach.
+            batch[name] = cast(DTensor, tensor.to(self.context.config.device))
         yield from zip(batch, full_tensors(list(batch.values())), strict=True)
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
@@ -273,13 +273,12 @@ class Fsdp2Trainable:
             "scaler": self.scaler.state_dict(),
         }
 
-    def save_ckpt(self, path: Path) -> None:
-        with told_alike():
-            dcp.save(self._state(), checkpoint_id=path)
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        distributed_checkpoint.save(self._state(), path, when)
 
     def load_ckpt(self, path: Path) -> None:
         state = self._state()
-        with told_alike():
+        with distributed_checkpoint.told_alike():
             dcp.load(state, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

@@ -1,15 +1,15 @@
 """megatron-core's own checkpoints (``torch_dist``): model, optimizer, schedule and loss scale, in any layout.
 
-The library writes and reads them. Ours is what it leaves out for torch's optimizers
-(docs/findings/megatron-checkpoint-torch-optimizers.md), writing in this process, and a list of what the checkpoint is
-of, so that one that does not fit is refused before anything has changed. What is damaged shows in the manifest of the
-whole checkpoint (impl/checkpoints).
+The library plans, writes and reads them. Ours is what it leaves out for torch's optimizers
+(docs/findings/megatron-checkpoint-torch-optimizers.md), when and over which group it writes, and a list of what the
+checkpoint is of, so that one that does not fit is refused before anything has changed. What is damaged shows in the
+manifest of the whole checkpoint (impl/checkpoints).
 """
 
 import contextlib
 import json
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import CheckpointException
 
 from conformance.validation import UsageError
+from impl.checkpoints.writing import Writing
 from impl.megatron.placement import replaced
 from impl.megatron.shape import ModelShape
 from impl.megatron.tensors import refuse_foreign
-from impl.together import agree
+from impl.together import Group, on_first, together
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -58,20 +60,25 @@ class Training:
         return told
 
 
-def save(path: Path, training: Training) -> None:
+def save(path: Path, training: Training, when: Writing) -> None:
     """Write a checkpoint into the folder ``path``; collective."""
     refuse_foreign(training.optimizer.optimizer)
-    if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    doing = f"writing {path}"
+    on_first(doing, lambda: path.mkdir(parents=True, exist_ok=True))
     updated = _anywhere(bool(training.optimizer.optimizer.state))
-    with _completed(training.optimizer, keep=updated), _writing_here():
+    strategy = _Planned("torch_dist", 1)
+    with _completed(training.optimizer, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
-        agree(f"writing {path}", _error_of(lambda: dist_checkpointing.save(state, str(path))))
-    if dist.get_rank() == 0:
-        told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated}
+        dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
+        files = strategy.taken(copies=when.copies)
+    told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated}
+
+    def tell() -> None:
+        save_config(CheckpointingConfig(strategy.backend, strategy.version), str(path))
         (path / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
-    dist.barrier()
+
+    on_first(doing, tell)
+    when.add(lambda: strategy.write(files, doing, when.group))
 
 
 def load(path: Path, training: Training) -> None:
@@ -94,15 +101,40 @@ def load(path: Path, training: Training) -> None:
         training.scheduler.load_state_dict(found["scheduler"])
 
 
-def _error_of(action: Callable[[], Any]) -> Exception | None:
-    """What went wrong on this rank. The library raises something on all of them, but says only on the first what."""
-    try:
-        action()
-    except CheckpointException as error:  # not an Exception
-        told = (failure for failure, _ in error.failures.values())
-        told = (one.__cause__ if isinstance(one.__cause__, OSError) else one for one in told)
-        return next((one for one in told if isinstance(one, Exception)), None)
-    return None
+class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """The library's strategy, of which the plan is used and not the end: that is for a rank with a GPU, talks over the
+    training's group, and starts three more processes, one of them anew, which takes seconds."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        self._writer, self._metadata, _ = save_state_dict_ret
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+
+    def taken(self, *, copies: bool) -> list[Any]:
+        """The files of this rank, as the library's writer has them, with tensors on the host. ``copies``: all of them
+        are copies."""
+        buckets, self._writer.write_buckets = self._writer.write_buckets, []
+        return [
+            (path, name, (values, [(item, tensor.to("cpu", copy=copies)) for item, tensor in tensors]))
+            for path, name, (values, tensors) in buckets
+        ]
+
+    def write(self, files: list[Any], doing: str, group: Group) -> None:
+        """Write the files of all ranks, and the list of what is where; collective."""
+        written = together(doing, lambda: self._write(files), group=group)
+        on_first(doing, lambda: self._writer.finish(self._metadata, written), group=group)
+
+    def _write(self, files: list[Any]) -> list[Any]:
+        done: queue.Queue[Any] = queue.Queue()
+        begun: queue.Queue[int] = queue.Queue()  # these are of its workers
+        written = []
+        for number, file in enumerate(files):
+            begun.put(number)
+            FileSystemWriterAsync.write_preloaded_data([self._writer.transforms], number, file, done, begun, True)
+            _, found = done.get()
+            if isinstance(found, Exception):
+                raise found
+            written += found
+        return written
 
 
 def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
@@ -177,31 +209,6 @@ def _anywhere(here: bool) -> bool:
     of_all = [False] * dist.get_world_size()
     dist.all_gather_object(of_all, here)
     return any(of_all)
-
-
-@contextlib.contextmanager
-def _writing_here() -> Iterator[None]:
-    """Let the library write in this process, where it would start three more, one of them anew: that takes seconds."""
-    with (
-        replaced(filesystem_async, {"_results_queue": queue.Queue()}),
-        replaced(FileSystemWriterAsync, {"write_preloaded_data_multiproc": staticmethod(_write)}),
-    ):
-        yield
-
-
-def _write(transforms: Any, remote: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
-    """In the place of FileSystemWriterAsync.write_preloaded_data_multiproc; the queues are those of its workers."""
-    done: queue.Queue[Any] = queue.Queue()
-    begun: queue.Queue[int] = queue.Queue()
-    for number, bucket in enumerate(buckets):
-        begun.put(number)
-        try:
-            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, begun, use_fsync=True)
-        except OSError as error:  # told as its workers tell it, or the other ranks would wait for this one
-            done.put((number, error))
-    written = dict(done.get() for _ in buckets)
-    failed = [result for result in written.values() if isinstance(result, Exception)]
-    results.put(failed[0] if failed else written)
 
 
 def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:

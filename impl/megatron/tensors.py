@@ -205,14 +205,21 @@ class ModelTensors:
         for name in names:
             stage = self._stage(name)
             pieces = self._gather(name, of(mine[name]).detach()) if stage == self._pp_rank else None
+            device = next(iter(mine.values())).device
             for position, part in enumerate(parts(name, self._shape, self._tp)):
-                device = next(iter(mine.values())).device
-                full = torch.empty(part.shape, dtype=torch.get_default_dtype(), device=device)
-                if pieces is not None:
-                    for rank, piece in enumerate(pieces):
-                        holder = Rank(rank=rank, size=self._tp.size)
-                        copy_to_full(parts(name, self._shape, holder)[position], piece, full)
-                yield part.name, self._from_stage(stage, full)
+                yield part.name, self._from_stage(stage, self._filled(name, position, pieces, device))
+            del pieces  # before those of the next parameter
+
+    def _filled(
+        self, name: str, position: int, pieces: Sequence[torch.Tensor] | None, device: torch.device
+    ) -> torch.Tensor:
+        """One of the tensors that a parameter has, from the ranks' parts of it; with any numbers without these."""
+        full = torch.empty(
+            parts(name, self._shape, self._tp)[position].shape, dtype=torch.get_default_dtype(), device=device
+        )
+        for rank, piece in enumerate(pieces or ()):
+            copy_to_full(parts(name, self._shape, Rank(rank=rank, size=self._tp.size))[position], piece, full)
+        return full
 
     def _stage(self, name: str) -> int:
         """The first pipeline rank that holds a parameter."""

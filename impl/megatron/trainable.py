@@ -24,6 +24,7 @@ from conformance.inputs.model import weight_files
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from conformance.validation import UsageError
+from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.megatron import checkpoint
@@ -361,10 +362,10 @@ class MegatronTrainable:
             "overlaps_gathering": reduction.overlap_param_gather,
         }
 
-    def save_ckpt(self, path: Path) -> None:
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
         self._complete_weights()
         with self.context.placed():
-            checkpoint.save(path, self._training())
+            checkpoint.save(path, self._training(), when)
 
     def load_ckpt(self, path: Path) -> None:
         with self.context.placed():

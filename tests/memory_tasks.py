@@ -1,0 +1,65 @@
+"""Tasks that measure the memory of exports in ranks."""
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from resume_tasks import Training
+
+from conformance.world import RankContext
+from impl.model_folder import write_model
+from impl.training_state import export_state
+
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+
+def give_back() -> None:
+    """Have glibc give back at once what this process frees; it would keep up to 32 MiB of each, to be used again."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+
+
+def peak_above(action: Callable[[], object]) -> int:
+    """Bytes of memory that a process holds at most while it does something, beyond what it holds before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now; see proc(5)
+    before = _resident("VmHWM")
+    action()
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    """A line of the process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def export_large(
+    context: RankContext,
+    *,
+    training: dict[str, Any],
+    folder: str,
+    out: str,
+    file_size: int,
+) -> dict[str, int]:
+    """Train the model in ``folder`` for a step and export it; the peaks of both exports."""
+    give_back()
+    of = Training(**training | {"models": {"policy": folder}})
+    backend = of.set_up(context)
+    backend.train_step(of.read_batches()[0], lambda model: None)
+    model: Any = backend.models["policy"]
+
+    def save_model() -> None:
+        weights = model.named_tensors("weight")
+        write_model(Path(out) / "model", source=Path(folder), weights=weights, dtype="source", file_size=file_size)
+
+    state = Path(out) / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    peaks = {
+        "model": peak_above(save_model),
+        "state": peak_above(lambda: export_state(state, model, file_size=file_size)),
+    }
+    backend.teardown()
+    return peaks
