@@ -1,4 +1,4 @@
-"""Batches: a fingerprint of the rows of a step that does not depend on their order, their ranks or their micro-batches."""
+"""Batches: a fingerprint of the rows of a step, whatever their order, their ranks and their micro-batches."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

@@ -56,9 +56,9 @@ class Comparison:
 def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comparison:
     """Compare folders that ``parity.record`` wrote with the first of them.
 
-    threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the coarsest
-    dtype, and a tenth of that for losses (docs/recording.md). Raises UsageError for fewer than two, for what is no record
-    or a damaged one, and for a threshold that is not between 0 and 1.
+    threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the
+    coarsest dtype, and a tenth of that for losses (docs/recording.md). Raises UsageError for fewer than two, for what
+    is no record or a damaged one, and for a threshold that is not between 0 and 1.
     """
     if len(folders) < 2:
         raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")

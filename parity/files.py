@@ -1,9 +1,9 @@
 """Files of a record: ``record.jsonl`` and one file of summaries per step, written so that a crash leaves all before it.
 
 The lines: a header (what ran, and the parameters in the model's order), the loaded weights, one per optimizer step,
-and an end, which a training that was interrupted lacks. A step's ``file`` holds by kind (``weight``, ``gradient``) float64
-arrays with a row per trained parameter: ``sums`` [P, 5], ``rows`` [P, 64] (squares), ``sketch`` [P, 64], ``largest`` [P].
-Read and written without torch.
+and an end, which a training that was interrupted lacks. A step's ``file`` holds by kind (``weight``, ``gradient``)
+float64 arrays with a row per trained parameter: ``sums`` [P, 5], ``rows`` [P, 64] (squares), ``sketch`` [P, 64],
+``largest`` [P]. Read and written without torch.
 """
 
 import json

@@ -10,7 +10,8 @@ class Quantity:
     """How far apart one thing is in two records A and B.
 
     observed, allowed: relative. norms: of A and of B. scale: B is so many times A, where it is that and nothing else.
-    rows: which rows of a parameter differ in norm, where these are few. said: the difference in words, if it is no number.
+    rows: which rows of a parameter differ in norm, where these are few. said: the difference in words, if it is no
+    number.
     """
 
     what: str

@@ -44,11 +44,11 @@ def record(
 ) -> "Recorder":
     """Record a training loop: ``with parity.record(model, optimizer, out="run-a") as r: ... r.step(loss=loss)``.
 
-    model, optimizer: as they train, after DDP, ``fully_shard`` or ``accelerator.prepare``; several optimizers as a list.
-    out: a folder that holds no record. names: from a parameter's name without wrappers to its Hugging Face name, or, for a
-    fused one, to the rows of each part (``{"q_proj.weight": slice(0, 64), ...}``). full: keep whole tensors as well, for
-    small models; exact distances and places, at the price of gathering every tensor. On every rank, before the first step.
-    Raises UsageError for what it cannot observe, on all ranks.
+    model, optimizer: as they train, after DDP, ``fully_shard`` or ``accelerator.prepare``; several optimizers as a
+    list. out: a folder that holds no record. names: from a parameter's name without wrappers to its Hugging Face
+    name, or, for a fused one, to the rows of each part (``{"q_proj.weight": slice(0, 64), ...}``). full: keep whole
+    tensors as well, for small models; exact distances and places, at the price of gathering every tensor. On every
+    rank, before the first step. Raises UsageError for what it cannot observe, on all ranks.
     """
     return Recorder(model, optimizer, out=Path(out), names=names, full=full)
 

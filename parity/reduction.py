@@ -1,7 +1,7 @@
 """Reduction: the one all_reduce of a step, which adds up what the ranks saw of their shards.
 
-What does not add up goes along in slots, one for each rank: the largest absolute values, and a checksum of each piece, by which
-replicas are compared.
+What does not add up goes along in slots, one for each rank: the largest absolute values, and a checksum of each
+piece, by which replicas are compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ SAME = 1e-9  # of the norm: replicas hold the same bits, and their float64 sums 
 class Reduced:
     """What all ranks saw together.
 
-    summaries: float64 [K, P, WIDTH], of K kinds and P pieces; numbers: the sums of further numbers; drift: for each kind,
-    by the name of a piece whose replicas differ, their largest difference relative to the norm.
+    summaries: float64 [K, P, WIDTH], of K kinds and P pieces; numbers: the sums of further numbers; drift: for each
+    kind, by the name of a piece whose replicas differ, their largest difference relative to the norm.
     """
 
     summaries: NDArray[np.float64]

@@ -1,7 +1,8 @@
 """Shards: what this rank holds of each parameter, under canonical names, and which ranks hold the same.
 
-A DTensor says itself where its shard lies (the protocol of distributed checkpoints), a plain tensor is whole. Pieces that
-several ranks hold are counted once, for the first rank that holds them, so that sums over ranks are sums over elements.
+A DTensor says itself where its shard lies (the protocol of distributed checkpoints), a plain tensor is whole. Pieces
+that several ranks hold are counted once, for the first rank that holds them, so that sums over ranks are sums over
+elements.
 """
 
 from collections import defaultdict

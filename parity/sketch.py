@@ -1,15 +1,16 @@
 """Sketch: what is kept of a tensor of any size, in 134 numbers that add up over its shards.
 
-Sums (of squares, of values, of zeros and of numbers that are not finite), the squares of at most 64 groups of rows, and a
-count sketch of 64 buckets: every element has a random sign and a random bucket, and a bucket is the signed sum of its
-elements (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002; as an estimate of the
-second moment: Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996, and
-Thorup, Zhang, "Tabulation based 4-universal hashing with applications to second moment estimation", SODA 2004).
+Sums (of squares, of values, of zeros and of numbers that are not finite), the squares of at most 64 groups of rows,
+and a count sketch of 64 buckets: every element has a random sign and a random bucket, and a bucket is the signed sum
+of its elements (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002; as an estimate
+of the second moment: Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996,
+and Thorup, Zhang, "Tabulation based 4-universal hashing with applications to second moment estimation", SODA 2004).
 
-A sketch is linear, so the sketch of a difference is the difference of the sketches, and its squared norm estimates the
-squared distance of two tensors without bias, with a relative standard deviation of at most sqrt(2 / 64) = 18 %, and so 9 % of
-the distance itself. A difference in a single element is exact. Sign and bucket are a hash of the parameter's name and
-the element's place in the whole parameter, so the sketches of shards, however it is cut, add up to the sketch of the whole.
+A sketch is linear, so the sketch of a difference is the difference of the sketches, and its squared norm estimates
+the squared distance of two tensors without bias, with a relative standard deviation of at most sqrt(2 / 64) = 18 %,
+and so 9 % of the distance itself. A difference in a single element is exact. Sign and bucket are a hash of the
+parameter's name and the element's place in the whole parameter, so the sketches of shards, however it is cut, add up
+to the sketch of the whole.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ CPU_BLOCK, GPU_BLOCK = 2**16, 2**22  # elements at a time; on a GPU 32 MiB for e
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """Which part of a whole tensor a piece is: where it begins and how large it is, in every dimension (at least one)."""
+    """Which part of a whole tensor a piece is: where it begins and its sizes, in every dimension (at least one)."""
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
@@ -56,8 +57,8 @@ def seed_of(name: str) -> int:
 def summarize(values: Tensor, box: Box, *, seed: int) -> Tensor:
     """A piece's share of the summary of a tensor: float64 [WIDTH], on the piece's device where that has float64.
 
-    values: the piece, of ``box.sizes`` and any floating dtype. It is read block by block; only where it is not contiguous is a
-    copy of it made.
+    values: the piece, of ``box.sizes`` and any floating dtype. It is read block by block; only where it is not
+    contiguous is a copy of it made.
     """
     device = values.device if values.device.type in ("cpu", "cuda") else torch.device("cpu")
     total = torch.zeros(WIDTH, dtype=torch.float64, device=device)

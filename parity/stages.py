@@ -171,10 +171,10 @@ def difference(before: Tensors, after: Tensors) -> Tensors:
 def allowed_update(threshold: float, *, noise: float, stored: float, update: float) -> float:
     """How far apart two updates of norm ``update`` may be: the threshold, what Adam makes of noise, and ``stored``.
 
-    noise: the relative error of the gradients, 0 for optimizers that move with the gradient's size. Adam divides by that
-    size, so an element that is nearer to zero than its error moves by the sign of that error. Of normally distributed
-    elements 0.8 noise are, each wrong by twice its step, a distance of 1.8 sqrt(noise); gradients have more elements near
-    zero than that, hence the 4. stored: the rounding of the weights when they are written back.
+    noise: the relative error of the gradients, 0 for optimizers that move with the gradient's size. Adam divides by
+    that size, so an element that is nearer to zero than its error moves by the sign of that error. Of normally
+    distributed elements 0.8 noise are, each wrong by twice its step, a distance of 1.8 sqrt(noise); gradients have
+    more elements near zero than that, hence the 4. stored: the rounding of the weights when they are written back.
     """
     return max(threshold, SIGN_CHANGES * math.sqrt(noise)) + (stored / update if update else 0.0)
 

@@ -17,7 +17,7 @@ def text(pair: Pair) -> str:
     lines += [f"Allowed: {pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss.", ""]
     if parted := pair.parted:
         lines += [f"The records part at {_where(parted)}.", *_different(parted)]
-        lines += [f"Hint: {hint}" for hint in hints(pair, parted)]
+        lines += [f"Hint: {hint}" for hint in _hints(pair, parted)]
     else:
         lines.append("The records agree.")
     lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
@@ -38,13 +38,22 @@ def values(pair: Pair) -> dict[str, Any]:
             "step": parted.step,
             "stage": parted.name,
             "quantities": [_values(quantity) for quantity in parted.different],
-            "hints": list(hints(pair, parted)),
+            "hints": _hints(pair, parted),
         },
         "largest": [
             {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
         ],
         "notes": _notes(pair),
     }
+
+
+def _hints(pair: Pair, parted: Stage) -> list[str]:
+    """What is exact, where whole tensors were kept, and guesses."""
+    if "tensors" not in pair.a.loaded or "tensors" not in pair.b.loaded:
+        return list(hints(pair, parted))
+    from parity.whole import exact  # which needs torch
+
+    return [*exact(pair, parted), *hints(pair, parted)]
 
 
 def _values(quantity: Quantity) -> dict[str, Any]:
@@ -63,7 +72,8 @@ def _described(run: Run) -> str:
     dtypes = sorted({parameter["dtype"] for parameter in run.parameters.values()})
     computed = next((line["computed_in"] for line in run.steps if line["computed_in"]), None)
     return (
-        f"{_count(steps, 'step')}, {_count(ranks, 'rank')}, {_count(len(run.parameters), 'parameter')} in {', '.join(dtypes)}"
+        f"{_count(steps, 'step')}, {_count(ranks, 'rank')}, {_count(len(run.parameters), 'parameter')} "
+        f"in {', '.join(dtypes)}"
         f"{f', computed in {computed}' if computed else ''}{'' if run.complete else '; it did not come to its end'}"
     )
 
@@ -98,6 +108,8 @@ def _told(quantity: Quantity) -> str:
 
 
 def _line(stage: Stage, quantity: Quantity) -> str:
+    if not quantity.observed:
+        return f"{_where(stage)}: equal"
     return f"{_where(stage)}: {quantity.observed:.1e} ({quantity.what}), allowed {quantity.allowed:.1e}"
 
 

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from conformance.validation import UsageError
 
 DEEPSPEED = (
-    "DeepSpeed keeps gradients and masters outside of the parameters, where no record sees them. Record the training without "
-    "it, and compare losses by parity diff of the logs; parity run --backend deepspeed compares DeepSpeed per parameter"
+    "DeepSpeed keeps gradients and masters outside of the parameters, where no record sees them. Record the training "
+    "without it, and compare losses by parity diff of the logs; per parameter, use parity run --backend deepspeed"
 )
 
 

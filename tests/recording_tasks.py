@@ -1,6 +1,5 @@
 """Trainings that tests of parity.record record, in this process or, as tasks, in ranks: plain loops on a tiny Llama."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM

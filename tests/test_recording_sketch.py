@@ -29,9 +29,14 @@ def sketch(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "cuts",
-    [((0, 7), (0, 50), (0, 30)), ((0, 2, 2, 7), (0, 50), (0, 30)), ((0, 7), (0, 1, 33, 50), (0, 30)), ((0, 3, 7), (0, 9, 50), (0, 30))],
-    ids=["whole", "rows", "columns", "both"],
-)  # fmt: skip
+    [
+        ((0, 7), (0, 50), (0, 30)),
+        ((0, 2, 2, 7), (0, 50), (0, 30)),
+        ((0, 7), (0, 1, 33, 50), (0, 30)),
+        ((0, 3, 7), (0, 9, 50), (0, 12, 30)),
+    ],
+    ids=["whole", "rows", "columns", "all"],
+)
 def test_sketches_of_shards_add_up_to_the_sketch_of_the_whole(cuts: tuple[tuple[int, ...], ...]) -> None:
     values = normal(7, 50, 30)
     total = torch.zeros(LARGEST_AT, dtype=torch.float64)
@@ -109,7 +114,9 @@ def test_rows_are_folded_into_64_groups() -> None:
     assert set(found.tolist()) == {4.0, 6.0}
 
 
-@pytest.mark.parametrize("values", [torch.tensor(2.0), torch.zeros(0, 4), normal(6, 4).T], ids=["scalar", "none", "transposed"])
+@pytest.mark.parametrize(
+    "values", [torch.tensor(2.0), torch.zeros(0, 4), normal(6, 4).T], ids=["scalar", "none", "transposed"]
+)
 def test_any_shape_has_a_summary(values: Tensor) -> None:
     assert float(summary(values)[1]) == pytest.approx(float(values.square().sum()))
     torch.testing.assert_close(sketch(values), sketch(values.contiguous()))

@@ -1,4 +1,4 @@
-"""A record of a training loop of one's own, with Accelerate: three lines, marked. ``python accelerate_loop.py MODEL DATA OUT``."""
+"""A record of a loop of one's own, in three lines: ``python accelerate_loop.py MODEL DATA OUT``."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def train(model: Any, optimizer: Any, rows: list[list[int]], out: str | Path) ->
     """Four steps of four rows, a micro-batch each; the loss is the mean over the tokens of the step."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
-    with parity.record(model, optimizer, out=out) as r:  # 1
+    with parity.record(model, optimizer, out=out) as r:
         for step in range(4):
             batch = [torch.tensor(row, device=accelerator.device) for row in rows[4 * step : 4 * step + 4]]
             tokens = sum(len(row) - 1 for row in batch)
@@ -36,7 +36,7 @@ def train(model: Any, optimizer: Any, rows: list[list[int]], out: str | Path) ->
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            r.step(loss=total / tokens, tokens=tokens, batch=batch)  # 2, and the import is 3
+            r.step(loss=total / tokens, tokens=tokens, batch=batch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A record of transformers' Trainer: one callback. ``python hf_trainer.py MODEL DATA OUT``, then ``parity diff``."""
+"""A record of transformers' Trainer: one callback. ``python hf_trainer.py MODEL DATA OUT``."""
 
 import json
 import sys
