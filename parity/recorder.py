@@ -72,6 +72,8 @@ class Recorder:
         self._groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._group = {id(parameter): n for n, group in enumerate(self._groups) for parameter in group["params"]}
         self._holders = find_holders(self._pieces, problem=self._problem(out))
+        device = self._pieces[0].parameter.device
+        self._device = device if device.type == "cuda" else torch.device("cpu")  # where summaries meet
         self._handles: list[RemovableHandle] = []
         self._precision: list[str] = []
         self._weights: dict[str, Tensor] = {}  # the last summary of each trained piece
@@ -127,7 +129,8 @@ class Recorder:
         """
         weight = 0.0 if loss is None else 1.0 if tokens is None else float(tokens)
         total = weight * float(loss) if loss is not None and weight else 0.0
-        names, nothing = [piece.name for piece in self._trained], self._weights[self._trained[0].name].new_zeros(WIDTH)
+        names = [piece.name for piece in self._trained]
+        nothing = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
         weights = torch.stack([self._weights[name] for name in names])
         gradients = torch.stack([self._gradients.get(name, nothing) for name in names])
         numbers = (total, weight, float(tokens or 0), *fingerprint(batch))
@@ -200,7 +203,7 @@ class Recorder:
             whole = piece.gathered(tensor)
             if own_rank() == 0:
                 self._tensors[f"{kind}/{piece.name}"] = whole.cpu().clone()
-        return summarize(piece.local(tensor), piece.box, seed=piece.seed)
+        return summarize(piece.local(tensor), piece.box, seed=piece.seed).to(self._device)
 
     def _header(self) -> Line:
         parameters = {

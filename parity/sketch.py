@@ -30,7 +30,7 @@ WIDTH = LARGEST_AT + 1
 
 # Every bucket is added up in so many places: threads of a GPU that add to one place wait for each other.
 LANES = 256
-CPU_BLOCK, GPU_BLOCK = 2**16, 2**22  # elements at a time; on a GPU 32 MiB for each of about six temporaries
+CPU_BLOCK, GPU_BLOCK = 2**15, 2**22  # elements at a time; on a GPU 32 MiB for each of about six temporaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +100,15 @@ def _columns(box: Box, *, device: torch.device) -> Tensor:
 
 def _add(lanes: Tensor, values: Tensor, places: Tensor, *, seed: int) -> None:
     """Add signed values [n, m] to their buckets; ``places`` [n, m] are those of the elements in the whole tensor."""
-    hashed = _splitmix64(places, seed=seed).reshape(-1)
-    sign = 1 - 2 * (hashed >> 63 & 1)
-    lane = torch.arange(hashed.numel(), device=hashed.device) % LANES
-    lanes.index_add_(0, lane * BUCKETS + hashed % BUCKETS, values.reshape(-1) * sign)
+    hashed = _splitmix64(places.reshape(-1), seed=seed)
+    signed = values.reshape(-1).where(hashed >= 0, -values.reshape(-1))  # the highest bit is the sign
+    lane = torch.arange(hashed.numel(), device=hashed.device).bitwise_and_(LANES - 1)
+    lanes.index_add_(0, lane.mul_(BUCKETS).add_(hashed.bitwise_and_(BUCKETS - 1)), signed)
 
 
 def _splitmix64(places: Tensor, *, seed: int) -> Tensor:
     """splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of int64; shifts of int64 carry the sign, hence the masks."""
-    x = places * -7046029254386353131 + seed
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ (x >> 31 & (1 << 33) - 1)
+    x = places.mul(-7046029254386353131).add_(seed)
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))

@@ -153,7 +153,8 @@ def own_distances(a: Tensors, b: Tensors) -> Vector:
     """Distances relative to the tensor's own size, at most 1: how much of a gradient is rounding."""
     sizes = np.maximum(a.norms, b.norms)
     apart = np.linalg.norm(a.sketches - b.sketches, axis=1)
-    return np.minimum(1.0, np.divide(apart, sizes, out=np.zeros_like(apart), where=sizes > 0))
+    relative: Vector = np.divide(apart, sizes, out=np.zeros_like(apart), where=sizes > 0)
+    return np.minimum(1.0, relative, dtype=np.float64)
 
 
 def difference(before: Tensors, after: Tensors) -> Tensors:

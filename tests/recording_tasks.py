@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,6 @@ from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from conformance.world import RankContext
 
-STEPS, ROWS = 3, 4
 ONE = RankContext(rank=0, world_size=1, device="cpu", beat=lambda phase: None)
 
 
@@ -27,11 +26,11 @@ def tiny(family: str = "llama") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True)
 
 
-def batches(vocabulary: int = 400) -> list[list[Tensor]]:
-    """Rows of token ids, of lengths that differ, for each step."""
+def batches() -> list[list[Tensor]]:
+    """Six rows of token ids, of lengths that differ, for each of three steps."""
     generator = torch.Generator().manual_seed(1)
-    lengths = [[5, 17, 9, 30], [24, 6, 13, 11], [8, 21, 7, 16]]
-    return [[torch.randint(8, vocabulary, (n,), generator=generator) for n in row] for row in lengths]
+    lengths = [[5, 17, 9, 30, 8, 12], [24, 6, 13, 11, 5, 19], [8, 21, 7, 16, 10, 6]]
+    return [[torch.randint(8, 400, (n,), generator=generator) for n in row] for row in lengths]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -100,7 +99,6 @@ def sharded_twice(context: RankContext, *, out: str) -> None:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = adamw(model)
     with parity.record(model, optimizer, out=out) as recorder:
-        first = context.rank % 2 == 0
         for rows in batches():
             own = rows[context.rank // 2 :: 2]
             total, tokens = sum(len(row) - 1 for row in rows), sum(len(row) - 1 for row in own)
@@ -112,21 +110,23 @@ def sharded_twice(context: RankContext, *, out: str) -> None:
                 summed += float(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            recorder.step(**{"loss": summed / tokens, "tokens": tokens, "batch": own} if first else {})
+            if context.rank % 2 == 0:
+                recorder.step(loss=summed / tokens, tokens=tokens, batch=own)
+            else:  # the other half of the same model has the same rows
+                recorder.step()
 
 
-def refused(context: RankContext, *, out: str) -> list[str]:
-    """What every rank says of FSDP1, and of a folder that rank 0 finds taken."""
-    said = []
-    for model, folder in ((FullyShardedDataParallel(nn.Linear(4, 4)), "new"), (nn.Linear(4, 4), "taken")):
-        if context.rank == 0 and folder == "taken":
-            (Path(out) / folder).mkdir(parents=True)
-            (Path(out) / folder / "record.jsonl").write_text("{}\n", encoding="utf-8")
-        try:
-            parity.record(model, torch.optim.SGD(model.parameters(), lr=0.1), out=f"{out}/{folder}")
-        except UsageError as error:
-            said.append(str(error))
-    return said
+def refused(context: RankContext, *, out: str) -> str:
+    """What every rank says of a folder that rank 0 finds taken."""
+    if context.rank == 0:
+        Path(out).mkdir()
+        (Path(out) / "record.jsonl").write_text("{}\n", encoding="utf-8")
+    model = nn.Linear(4, 4)
+    try:
+        parity.record(model, torch.optim.SGD(model.parameters(), lr=0.1), out=out)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _record(model: nn.Module, context: RankContext, out: str) -> None:

@@ -181,11 +181,12 @@ def test_a_wrong_backward_pass_is_followed_back_to_the_module_that_has_it(
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 0.5
 
+    halved: Callable[[Tensor], Tensor] = Halved.apply
     model = tiny()
-    model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(lambda *call: Halved.apply(call[2]))
+    model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(lambda *call: halved(call[2]))
     a, b = accelerate_run(tmp_path / "a", rows), accelerate_run(tmp_path / "b", rows, model=model)
     stage, text = parted(a, b)
     assert (stage.step, stage.name) == (0, "gradients")
@@ -217,14 +218,14 @@ def test_weights_that_were_loaded_otherwise_are_told_first(plain: Path, tmp_path
 def test_a_gradient_that_one_side_lacks_is_a_difference_and_one_of_zeros_is_none(tmp_path: Path) -> None:
     folders = []
     for out, used in (("a", 1.0), ("zeros", 0.0), ("none", None)):
-        model = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
-        with torch.no_grad():
-            model[0].weight.fill_(0.5)
-            model[1].weight.fill_(0.5)
+        first, second = (nn.Linear(3, 3, bias=False) for _ in range(2))
+        for linear in (first, second):
+            nn.init.constant_(linear.weight, 0.5)
+        model = nn.ModuleList([first, second])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with parity.record(model, optimizer, out=tmp_path / out) as recorder:
-            y = model[0](torch.ones(2, 3)).sum()
-            (y if used is None else y + used * model[1](torch.ones(2, 3)).sum()).backward()
+            y = first(torch.ones(2, 3)).sum()
+            (y if used is None else y + used * second(torch.ones(2, 3)).sum()).backward()
             optimizer.step()
             recorder.step()
         folders.append(tmp_path / out)
@@ -292,5 +293,5 @@ def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
     found = re.search(rf"{O_PROJ}.weight: exactly ([0-9.]+) apart, in 1 of 4096 elements, most at \[5, 7\]", text)
     assert found
     size = stage.different[0].norms[1] if stage.different[0].norms else 0.0
-    assert float(found.group(1)) == pytest.approx(4 / size, rel=1e-4)  # of four rows, a micro-batch each
-    assert stage.different[0].observed == pytest.approx(4 / size, rel=1e-4)  # the sketch sees one element exactly
+    assert float(found.group(1)) == pytest.approx(6 / size, rel=1e-4)  # of six rows, a micro-batch each
+    assert stage.different[0].observed == pytest.approx(6 / size, rel=1e-4)  # the sketch sees one element exactly
