@@ -25,8 +25,8 @@ from parity.stages import (
     compared,
     difference,
     epsilon,
+    noise,
     number,
-    own_distances,
     parameters,
     replicas,
     settings,
@@ -90,7 +90,7 @@ def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
 
     names = common(a, b, trained=True)
     before = [tensors(run.arrays(run.loaded), "weight", tuple(run.parameters), names) for run in runs]
-    noise = np.zeros(len(names))  # the largest own distance of each gradient so far
+    uncertain = np.zeros_like(before[0].rows)  # the largest noise of each gradient so far
     for step, (here, there) in enumerate(zip(a.steps, b.steps, strict=False)):
         yield Stage(name="batch", step=step, quantities=tuple(batch(here, there)))
         if here["loss"] is not None and there["loss"] is not None:
@@ -98,7 +98,7 @@ def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
         if here["stepped"] and there["stepped"]:
             arrays = a.arrays(here), b.arrays(there)
             x, y = (tensors(found, "gradient", run.trained, names) for run, found in zip(runs, arrays, strict=True))
-            noise = np.maximum(noise, own_distances(x, y))
+            uncertain = np.maximum(uncertain, noise(x, y))
             gradients = compared(names, x, y, [threshold] * len(names), runs=runs)
             yield Stage(name="gradients", step=step, quantities=tuple(gradients))
             yield _replicas(a, b, here, there, kind="gradient", step=step)
@@ -110,7 +110,7 @@ def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
             allowed = [
                 allowed_update(
                     threshold,
-                    noise=float(noise[i]) if adaptive else 0.0,
+                    noise=uncertain[i] if adaptive else np.zeros(0),
                     stored=max(EPSILON.get(_dtype(run, name), COARSEST) for run in runs) * float(after[0].norms[i]),
                     update=float(x.norms[i]),
                 )

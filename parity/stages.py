@@ -19,7 +19,7 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
 EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
 FLOOR = 0.05
-SIGN_CHANGES = 4.0  # see ``allowed_update``
+NEAR_ZERO = 4.0  # see ``allowed_update``
 
 Vector = NDArray[np.float64]
 
@@ -149,12 +149,16 @@ def _rows(a: Vector, b: Vector, allowed: float) -> str:
     return f"row groups {', '.join(map(str, places[:4]))}{', ...' if len(places) > 4 else ''} of {len(a)}"
 
 
-def own_distances(a: Tensors, b: Tensors) -> Vector:
-    """Distances relative to the tensor's own size, at most 1: how much of a gradient is rounding."""
-    sizes = np.maximum(a.norms, b.norms)
-    apart = np.linalg.norm(a.sketches - b.sketches, axis=1)
-    relative: Vector = np.divide(apart, sizes, out=np.zeros_like(apart), where=sizes > 0)
-    return np.minimum(1.0, relative, dtype=np.float64)
+def noise(a: Tensors, b: Tensors) -> Vector:
+    """How large a difference is beside what it is a difference of, by group of rows: [P, 64], 0 where there is nothing.
+
+    A sketch does not say which rows a difference is in; it is taken to be spread evenly over all that are not zero.
+    """
+    sizes = np.maximum(a.rows, b.rows)
+    groups = np.maximum(1, (sizes > 0).sum(axis=1))
+    apart = np.linalg.norm(a.sketches - b.sketches, axis=1) / np.sqrt(groups)
+    relative: Vector = np.divide(apart[:, None], sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    return relative
 
 
 def difference(before: Tensors, after: Tensors) -> Tensors:
@@ -169,15 +173,17 @@ def difference(before: Tensors, after: Tensors) -> Tensors:
     )
 
 
-def allowed_update(threshold: float, *, noise: float, stored: float, update: float) -> float:
+def allowed_update(threshold: float, *, noise: Vector, stored: float, update: float) -> float:
     """How far apart two updates of norm ``update`` may be: the threshold, what Adam makes of noise, and ``stored``.
 
-    noise: the relative error of the gradients, 0 for optimizers that move with the gradient's size. Adam divides by
-    that size, so an element that is nearer to zero than its error moves by the sign of that error. Of normally
-    distributed elements 0.8 noise are, each wrong by twice its step, a distance of 1.8 sqrt(noise); gradients have
+    noise: the relative error of the gradients by group of rows [64]; empty for an optimizer that moves with the
+    gradient's size. Adam divides by that size, so an element that is nearer to zero than its error moves by the sign of
+    that error, wrong by twice its step. Of normally distributed elements of relative error e, 0.8 e are; gradients have
     more elements near zero than that, hence the 4. stored: the rounding of the weights when they are written back.
     """
-    return max(threshold, SIGN_CHANGES * math.sqrt(noise)) + (stored / update if update else 0.0)
+    turned = np.minimum(1.0, NEAR_ZERO * noise[noise > 0])
+    amplified = 2.0 * math.sqrt(float(turned.mean())) if len(turned) else 0.0
+    return max(threshold, amplified) + (stored / update if update else 0.0)
 
 
 def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> Iterator[Quantity]:

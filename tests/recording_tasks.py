@@ -44,14 +44,17 @@ def train(
     *,
     context: RankContext = ONE,
     order: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list,
+    epochs: int = 1,
+    autocast: bool = False,
 ) -> None:
     """Steps on the mean over all tokens; every row is a micro-batch, and ranks take rows in turn."""
-    for rows in batches():
+    for rows in batches() * epochs:
         own = order(rows[context.rank :: context.world_size])
         total, tokens = sum(len(row) - 1 for row in rows), sum(len(row) - 1 for row in own)
         summed = 0.0
         for row in own:
-            logits = model(input_ids=row[None]).logits[0, :-1].float()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                logits = model(input_ids=row[None]).logits[0, :-1].float()
             loss = nn.functional.cross_entropy(logits, row[1:], reduction="sum")
             (loss * context.world_size / total).backward()  # DDP and FSDP take the mean over ranks
             summed += float(loss.detach())

@@ -119,6 +119,25 @@ def test_another_order_of_summation_agrees(plain: Path, tmp_path: Path) -> None:
     agree(compare_records(folders, threshold=None))
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["pangu", *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("llama", "qwen3", "gemma3"))],
+)
+def test_rounding_is_no_difference_also_where_adam_turns_it_into_whole_steps(family: str, tmp_path: Path) -> None:
+    how: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "reversed": {"order": lambda rows: rows[::-1]},
+        "bf16": {"autocast": True},
+    }
+    folders = [recorded(tmp_path / out, model=tiny(family), epochs=4, **options) for out, options in how.items()]
+    compared = compare_records(folders, threshold=None)
+    agree(compared)
+    in_fp32, in_bf16 = compared.pairs
+    assert (in_fp32.threshold, in_bf16.threshold) == (2**-11.5, 2**-3.5)
+    updates = [q.observed for stage in in_bf16.stages if stage.name == "update" for q in stage.quantities]
+    assert max(updates) > in_bf16.threshold  # which a gradient's noise allows, and nothing else
+
+
 def test_a_scaled_gradient_is_located_in_the_trainer(trainer_run: TrainerRun) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: 0.5 * gradient)
