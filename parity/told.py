@@ -101,7 +101,7 @@ def _told(quantity: Quantity) -> str:
         return f"{quantity.what}: {quantity.said}"
     parts = [f"{quantity.what}: {quantity.observed:.2e} apart, allowed {quantity.allowed:.1e}"]
     if quantity.norms:
-        parts.append("{:.6g} and {:.6g}".format(*quantity.norms))
+        parts.append("A {:.6g}, B {:.6g}".format(*quantity.norms))
     if quantity.scale is not None:
         parts.append(f"times {quantity.scale:.6g}")
     return "; ".join([*parts, *([quantity.rows] if quantity.rows else [])])

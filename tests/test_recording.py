@@ -181,6 +181,7 @@ def test_names_rename_and_take_fused_parameters_apart(tmp_path: Path) -> None:
     for model, forward, names, out in (
         (fused, fused.qkv, parts, "fused"),
         (split, lambda x: torch.cat([part(x) for part in split.values()], -1), None, "split"),
+        (split, lambda x: torch.cat([part(x) for part in split.values()], -1), lambda name: f"attn.{name}", "renamed"),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with parity.record(model, optimizer, out=tmp_path / out, names=names) as recorder:
@@ -189,6 +190,8 @@ def test_names_rename_and_take_fused_parameters_apart(tmp_path: Path) -> None:
             recorder.step()
     compared = compare_records([tmp_path / "split", tmp_path / "fused"], threshold=None)
     assert not compared.differs, compared.text()
+    renamed = list(read_run(tmp_path / "renamed").parameters)
+    assert renamed == ["attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"]
 
 
 def test_autocast_is_seen_although_parameters_do_not_show_it(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path,
     stage, text = parted(honest, trainer_run(lr_scheduler_type="linear"))
     assert (stage.step, stage.name) == (1, "optimizer")
     assert [quantity.what for quantity in stage.different] == ["lr of model.embed_tokens.weight"]
-    assert "0.001 and 0.00075" in text
+    assert "A 0.001, B 0.00075" in text
 
 
 def test_other_rows_are_told_before_what_follows_from_them(honest: Path, trainer_run: TrainerRun) -> None:
