@@ -28,7 +28,8 @@ class TrainerRecord(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._recorder = record(parts["model"], parts["optimizer"], **self._options).__enter__()
-        self._watch = parts["model"].register_forward_pre_hook(self._see_rows, with_kwargs=True)
+        if not args.torch_compile:  # or the hook would be compiled too
+            self._watch = parts["model"].register_forward_pre_hook(self._see_rows, with_kwargs=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._write()
@@ -42,8 +43,9 @@ class TrainerRecord(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._write()
-        if self._recorder and self._watch:
+        if self._watch:
             self._watch.remove()
+        if self._recorder:
             self._recorder.__exit__(None, None, None)
             self._recorder = None
 
