@@ -166,10 +166,11 @@ def imported(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("conformance", {"impl", "reports"}),
+        ("conformance", {"impl", "parity", "reports"}),
         ("reports", {"impl"}),
         ("conformance/oracle", {"impl", "transformers", "deepspeed", "megatron"}),
-        ("impl", {"reports"}),
+        ("impl", {"parity", "reports"}),
+        ("parity", {"impl", "reports", "deepspeed", "megatron"}),
     ],
 )
 def test_arrows_run_one_way(package: str, forbidden: set[str]) -> None:

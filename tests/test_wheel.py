@@ -62,7 +62,7 @@ def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
 def test_tests_and_caches_are_not(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"conformance", "impl", "reports"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"conformance", "impl", "parity", "reports"}
     assert not [name for name in names if "__pycache__" in name or "published" in name]
 
 
@@ -76,6 +76,13 @@ def test_announced_commands_are_found(installed: Installed) -> None:
     model = CHECKOUT / "fixtures/models/llama"
     found = json.loads(installed.run(installed.target / "bin" / "parity", "inspect", model, "--json"))
     assert found["format"] == "Hugging Face folder"
+
+
+def test_the_package_parity_stands_beside_the_command_of_that_name(installed: Installed) -> None:
+    where = "import parity; print(parity.__file__, parity.record.__module__)"
+    place, module = installed.run(sys.executable, "-c", where).split()
+    assert Path(place).is_relative_to(installed.target)
+    assert module == "parity.recorder"
 
 
 def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:

@@ -1,0 +1,130 @@
+"""Compare: two records side by side, step by step in causal order, until they part. Serves ``parity diff RUN-A RUN-B``.
+
+Everything after the first stage that differs follows from it, so that stage and its parameters are what is told.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance.validation import UsageError
+from parity import told
+from parity.files import Line, Run, read_run
+from parity.quantities import Pair, Stage
+from parity.stages import (
+    COARSEST,
+    EPSILON,
+    EXACT,
+    allowed_update,
+    batch,
+    common,
+    compared,
+    difference,
+    epsilon,
+    noise,
+    number,
+    parameters,
+    replicas,
+    settings,
+    tensors,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Records against the first of them."""
+
+    pairs: tuple[Pair, ...]
+
+    @property
+    def differs(self) -> bool:
+        return any(pair.parted for pair in self.pairs)
+
+    def text(self) -> str:
+        """What a person reads: plain text, which is Markdown as well."""
+        return "\n\n".join(told.text(pair) for pair in self.pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON values; numbers that are not finite are the strings "inf" and "nan"."""
+        return {"differs": self.differs, "pairs": [told.values(pair) for pair in self.pairs]}
+
+
+def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comparison:
+    """Compare folders that ``parity.record`` wrote with the first of them.
+
+    threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the
+    coarsest dtype, and a tenth of that for losses (docs/recording.md). Raises UsageError for fewer than two, for what
+    is no record or a damaged one, and for a threshold that is not between 0 and 1.
+    """
+    if len(folders) < 2:
+        raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")
+    if threshold is not None and not 0 < threshold < 1:
+        raise UsageError(f"threshold {threshold}: it has to lie between 0 and 1")
+    first, *others = (read_run(Path(folder)) for folder in folders)
+    return Comparison(pairs=tuple(_compare(first, other, threshold) for other in others))
+
+
+def _compare(a: Run, b: Run, threshold: float | None) -> Pair:
+    derived = math.sqrt(epsilon(a, b))
+    allowed, of_loss = (derived, derived / 10) if threshold is None else (threshold, threshold)
+    seen: list[Stage] = []
+    for stage in _walk(a, b, allowed, of_loss):
+        seen.append(stage)
+        if stage.different:
+            break
+    return Pair(a=a, b=b, threshold=allowed, loss_threshold=of_loss, stages=tuple(seen))
+
+
+def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
+    """All stages in causal order, each computed when it is asked for."""
+    yield Stage(name="parameters", step=None, quantities=tuple(parameters(a, b)))
+    runs, every = (a, b), common(a, b, trained=False)
+    x, y = (tensors(run.arrays(run.loaded), "weight", tuple(run.parameters), every) for run in runs)
+    loaded = [EXACT if _dtype(a, name) == _dtype(b, name) else epsilon(a, b) for name in every]
+    yield Stage(name="weights", step=None, quantities=tuple(compared(every, x, y, loaded, runs=runs)))
+    yield _replicas(a, b, a.loaded, b.loaded, kind="weight", step=None)
+
+    names = common(a, b, trained=True)
+    before = [tensors(run.arrays(run.loaded), "weight", tuple(run.parameters), names) for run in runs]
+    uncertain = np.zeros_like(before[0].rows)  # the largest noise of each gradient so far
+    for step, (here, there) in enumerate(zip(a.steps, b.steps, strict=False)):
+        yield Stage(name="batch", step=step, quantities=tuple(batch(here, there)))
+        if here["loss"] is not None and there["loss"] is not None:
+            yield Stage(name="loss", step=step, quantities=(number("loss", here["loss"], there["loss"], of_loss),))
+        if here["stepped"] and there["stepped"]:
+            arrays = a.arrays(here), b.arrays(there)
+            x, y = (tensors(found, "gradient", run.trained, names) for run, found in zip(runs, arrays, strict=True))
+            uncertain = np.maximum(uncertain, noise(x, y))
+            gradients = compared(names, x, y, [threshold] * len(names), runs=runs)
+            yield Stage(name="gradients", step=step, quantities=tuple(gradients))
+            yield _replicas(a, b, here, there, kind="gradient", step=step)
+        yield Stage(name="optimizer", step=step, quantities=tuple(settings(a, b, here, there, names)))
+        if here["stepped"] and there["stepped"]:
+            after = [tensors(found, "weight", run.trained, names) for run, found in zip(runs, arrays, strict=True)]
+            x, y = (difference(old, new) for old, new in zip(before, after, strict=True))
+            adaptive = any("betas" in group for group in here["settings"].values())
+            allowed = [
+                allowed_update(
+                    threshold,
+                    noise=uncertain[i] if adaptive else np.zeros(0),
+                    stored=max(EPSILON.get(_dtype(run, name), COARSEST) for run in runs) * float(after[0].norms[i]),
+                    update=float(x.norms[i]),
+                )
+                for i, name in enumerate(names)
+            ]
+            yield Stage(name="update", step=step, quantities=tuple(compared(names, x, y, allowed, runs=runs)))
+            yield _replicas(a, b, here, there, kind="weight", step=step)
+            before = after
+
+
+def _dtype(run: Run, name: str) -> str:
+    return str(run.parameters[name]["dtype"])
+
+
+def _replicas(a: Run, b: Run, here: Line, there: Line, *, kind: str, step: int | None) -> Stage:
+    quantities = replicas(a, b, here["replicas"][kind], there["replicas"][kind])
+    return Stage(name=f"{kind} replicas", step=step, quantities=tuple(quantities))

@@ -1,0 +1,223 @@
+"""Stages: what two records are compared in, in causal order, and how far apart each quantity may be.
+
+Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``, the floor 5 % of the root mean square of the
+stage's norms, below which a gradient is mostly rounding. docs/recording.md derives what is allowed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parity.files import Arrays, Line, Run
+from parity.names import nearest
+from parity.quantities import Quantity
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
+EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
+FLOOR = 0.05
+NEAR_ZERO = 4.0  # see ``allowed_update``
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """Of one side the summaries of one kind, for the parameters that both sides have: [P], [P, 64] and [P, 64]."""
+
+    norms: Vector
+    present: Vector
+    not_finite: Vector
+    rows: Vector
+    sketches: Vector
+
+
+def tensors(arrays: Arrays, kind: str, names: Sequence[str], chosen: Sequence[str]) -> Tensors:
+    """Those of ``chosen`` out of a file of arrays whose rows are ``names``."""
+    places = [names.index(name) for name in chosen]
+    sums = arrays[f"{kind}.sums"][places]
+    return Tensors(
+        norms=np.sqrt(sums[:, 1]),
+        present=sums[:, 0],
+        not_finite=sums[:, 4],
+        rows=np.sqrt(arrays[f"{kind}.rows"][places]),
+        sketches=arrays[f"{kind}.sketch"][places],
+    )
+
+
+def epsilon(a: Run, b: Run) -> float:
+    """The rounding of the coarsest dtype in which either side keeps what it trains, or computes."""
+    dtypes = {p["dtype"] for run in (a, b) for p in run.parameters.values() if p["trained"]}
+    dtypes |= {line["computed_in"] for run in (a, b) for line in run.steps if line["computed_in"]}
+    return max((EPSILON.get(dtype, COARSEST) for dtype in dtypes), default=EPSILON["float32"])
+
+
+def parameters(a: Run, b: Run) -> Iterator[Quantity]:
+    """Are they the same, and trained alike? What one side lacks is told with the name that is nearest to it."""
+    for one, other in ((a, b), (b, a)):
+        for name in one.parameters:
+            if name not in other.parameters:
+                tied, like = other.header["tied"].get(name), nearest(name, set(other.parameters) - set(one.parameters))
+                hint = f", which ties it to {tied}" if tied else f"; the nearest name there is {like}" if like else ""
+                yield _fact(name, "" if tied and one is b else f"not in {other.name}{hint}")
+    for name in (name for name in a.parameters if name in b.parameters):
+        p, q = a.parameters[name], b.parameters[name]
+        said = []
+        if p["shape"] != q["shape"]:
+            said.append(f"has shape {p['shape']} in {a.name} and {q['shape']} in {b.name}")
+        for run, own, its in ((a, p, q), (b, q, p)):
+            if its["trained"] and not own["trained"]:
+                said.append(f"is frozen in {run.name}")
+            elif own["trained"] and own["group"] is None and its["group"] is not None:
+                said.append(f"is in no optimizer of {run.name}")
+        yield _fact(name, " and ".join(said))
+
+
+def _fact(what: str, said: str) -> Quantity:
+    return Quantity(what=what, observed=math.inf if said else 0.0, allowed=EXACT, said=said)
+
+
+def common(a: Run, b: Run, *, trained: bool) -> tuple[str, ...]:
+    """Names that both have, of the same shape, in A's order."""
+    theirs = b.trained if trained else tuple(b.parameters)
+    names = a.trained if trained else tuple(a.parameters)
+    return tuple(n for n in names if n in theirs and a.parameters[n]["shape"] == b.parameters[n]["shape"])
+
+
+def batch(a: Line, b: Line) -> Iterator[Quantity]:
+    """Rows and tokens, where both sides handed them."""
+    if a["batch"] and b["batch"]:
+        counts = f"{a['batch']['rows']} and {b['batch']['rows']} rows"
+        yield _fact("rows", "" if a["batch"] == b["batch"] else f"not the same rows of tokens ({counts})")
+    if a["tokens"] and b["tokens"]:
+        yield number("tokens", a["tokens"], b["tokens"], EXACT)
+
+
+def number(what: str, a: float, b: float, allowed: float) -> Quantity:
+    """Two numbers; relative to the larger of the two."""
+    size = max(abs(a), abs(b))
+    observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b else math.inf
+    return Quantity(what=what, observed=observed, allowed=allowed, norms=(a, b), scale=b / a if a and b else None)
+
+
+def compared(
+    names: Sequence[str], a: Tensors, b: Tensors, allowed: Sequence[float], *, runs: tuple[Run, Run]
+) -> Iterator[Quantity]:
+    """Tensors of a stage, by their sketches; ``allowed`` for each of ``names``."""
+    apart = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
+    sizes = np.maximum(a.norms, b.norms)
+    floor = FLOOR * float(np.sqrt(np.mean(sizes**2))) if len(names) else 0.0
+    for i, name in enumerate(names):
+        size = max(float(sizes[i]), floor)
+        observed, said = (float(apart[i]) / size if size else 0.0), ""
+        if a.not_finite[i] != b.not_finite[i]:
+            counts = " and ".join(f"{int(t.not_finite[i])} in {run.name}" for t, run in zip((a, b), runs, strict=True))
+            observed, said = math.inf, f"numbers that are not finite: {counts}"
+        elif a.present[i] != b.present[i] and sizes[i]:  # a gradient of zeros is as good as none
+            lacking = runs[0].name if a.present[i] < b.present[i] else runs[1].name
+            part = min(a.present[i], b.present[i])
+            observed, said = math.inf, f"no gradient {f'of {1 - part:.0%} of it ' if part else ''}in {lacking}"
+        yield Quantity(
+            what=name,
+            observed=observed,
+            allowed=allowed[i],
+            norms=(float(a.norms[i]), float(b.norms[i])),
+            scale=_scale(a.sketches[i], b.sketches[i], allowed[i]),
+            rows=_rows(a.rows[i], b.rows[i], allowed[i]),
+            said=said,
+        )
+
+
+def _scale(a: Vector, b: Vector, allowed: float) -> float | None:
+    """By which factor ``b`` is ``a``, where what is left is within the bound."""
+    if not a.any() or not b.any():
+        return None
+    factor = float(a @ b / (a @ a))
+    return factor if np.linalg.norm(b - factor * a) <= min(allowed, 0.1) * np.linalg.norm(b) else None
+
+
+def _rows(a: Vector, b: Vector, allowed: float) -> str:
+    """The groups of rows whose norms differ, as ``3 of 64``, where they are the lesser part."""
+    size = np.maximum(a, b)
+    used = int((size > 0).sum())
+    places = np.flatnonzero(np.abs(a - b) > allowed * np.maximum(size, FLOOR * np.sqrt(np.mean(size**2))))
+    if not 0 < len(places) * 2 < used:
+        return ""
+    return f"row groups {', '.join(map(str, places[:4]))}{', ...' if len(places) > 4 else ''} of {len(a)}"
+
+
+def noise(a: Tensors, b: Tensors) -> Vector:
+    """How large a difference is beside what it is a difference of, by group of rows: [P, 64], 0 where there is nothing.
+
+    A sketch does not say which rows a difference is in; it is taken to be spread evenly over all that are not zero.
+    """
+    sizes = np.maximum(a.rows, b.rows)
+    groups = np.maximum(1, (sizes > 0).sum(axis=1))
+    apart = np.linalg.norm(a.sketches - b.sketches, axis=1) / np.sqrt(groups)
+    relative: Vector = np.divide(apart[:, None], sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    return relative
+
+
+def difference(before: Tensors, after: Tensors) -> Tensors:
+    """What has changed between two states of the same tensors; its norms are estimates."""
+    sketches = after.sketches - before.sketches
+    return Tensors(
+        norms=np.linalg.norm(sketches, axis=1),
+        present=after.present,
+        not_finite=after.not_finite,
+        rows=np.zeros_like(after.rows),
+        sketches=sketches,
+    )
+
+
+def allowed_update(threshold: float, *, noise: Vector, stored: float, update: float) -> float:
+    """How far apart two updates of norm ``update`` may be: the threshold, what Adam makes of noise, and ``stored``.
+
+    noise: the relative error of the gradients by group of rows [64]; empty for an optimizer that moves with the
+    gradient's size. Adam divides by that size, so an element that is nearer to zero than its error moves by the sign of
+    that error, wrong by twice its step. Of normally distributed elements of relative error e, 0.8 e are; gradients have
+    more elements near zero than that, hence the 4. stored: the rounding of the weights when they are written back.
+    """
+    turned = np.minimum(1.0, NEAR_ZERO * noise[noise > 0])
+    amplified = 2.0 * math.sqrt(float(turned.mean())) if len(turned) else 0.0
+    return max(threshold, amplified) + (stored / update if update else 0.0)
+
+
+def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> Iterator[Quantity]:
+    """What the optimizers are set to, parameter by parameter, because frameworks make other groups of them."""
+    if here["stepped"] != there["stepped"]:
+        lacking = b.name if here["stepped"] else a.name
+        yield _fact("step", f"no optimizer stepped in {lacking}, as where a loss scaler skips a step")
+        return
+    worst: dict[str, Quantity] = {}
+    for name in names:
+        p, q = (_setting(run, line, name) for run, line in ((a, here), (b, there)))
+        for key in (key for key in p if key in q):
+            if isinstance(p[key], str):
+                if p[key] != q[key]:
+                    worst[key] = _fact(key, f"{p[key]} and {q[key]}")
+                continue
+            for x, y in zip(_several(p[key]), _several(q[key]), strict=False):
+                found = number(key, x, y, EXACT)
+                if key not in worst or found.observed > worst[key].observed:
+                    worst[key] = found if not found.differs else number(f"{key} of {name}", x, y, EXACT)
+    yield from worst.values()
+
+
+def _setting(run: Run, line: Line, name: str) -> Line:
+    found: Line = line["settings"].get(str(run.parameters[name]["group"]), {})
+    return found
+
+
+def _several(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def replicas(a: Run, b: Run, here: Mapping[str, float], there: Mapping[str, float]) -> Iterator[Quantity]:
+    """What several ranks of a side hold, and should hold alike."""
+    for run, drift in ((a, here), (b, there)):
+        for name, apart in drift.items():
+            yield Quantity(what=name, observed=apart, allowed=EXACT, said=f"ranks of {run.name} hold different numbers")

@@ -1,0 +1,50 @@
+"""Whole tensors of two records that were written with ``full=True``: exact distances, and where they are largest."""
+
+from collections.abc import Iterator
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from parity.files import Line, Run
+from parity.quantities import Pair, Stage
+
+LISTED = 4
+
+
+def exact(pair: Pair, stage: Stage) -> Iterator[str]:
+    """Sentences about the worst tensors of a stage; none if it has no tensors, or a side did not keep them."""
+    if stage.name not in ("weights", "gradients", "update"):
+        return
+    for name in [quantity.what for quantity in stage.different if not quantity.said][:LISTED]:
+        x, y = (_values(run, stage, name) for run in (pair.a, pair.b))
+        if x is None or y is None:
+            return
+        apart = (x - y).abs()
+        worst = [int(place) for place in torch.unravel_index(apart.argmax(), apart.shape)]
+        size = max(float(x.norm()), float(y.norm()))
+        count = f"{int((apart > 0).sum())} of {apart.numel()} elements"
+        yield (
+            f"{name}: exactly {float(apart.norm()) / size:.6g} apart, in {count}, "
+            f"most at {worst}: {float(x[tuple(worst)]):.6g} and {float(y[tuple(worst)]):.6g}."
+        )
+
+
+def _values(run: Run, stage: Stage, name: str) -> Tensor | None:
+    """What a stage is about, in float64."""
+    if stage.step is None:
+        return _read(run, run.loaded, f"weight/{name}")
+    line = run.steps[stage.step]
+    if stage.name == "gradients":
+        return _read(run, line, f"gradient/{name}")
+    earlier = [run.loaded, *(step for step in run.steps[: stage.step] if step["stepped"])]
+    before, after = _read(run, earlier[-1], f"weight/{name}"), _read(run, line, f"weight/{name}")
+    return None if before is None or after is None else after - before
+
+
+def _read(run: Run, line: Line, key: str) -> Tensor | None:
+    if "tensors" not in line:
+        return None
+    with safe_open(run.folder / line["tensors"], framework="pt") as file:
+        found: Tensor = file.get_tensor(key)
+    return found.double()
