@@ -20,7 +20,7 @@ NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__
 SHIPPED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
 
 
-def check_folder(model: Path) -> None:
+def check_model_folder(model: Path) -> None:
     """Raises UsageError for what is no Hugging Face folder, or has something in it that cannot be copied.
 
     Links may only lead to files of the folder, or of the same repository in Hugging Face's cache: nothing else of the

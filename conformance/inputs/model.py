@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.inputs.folder import NOT_COPIED, check_folder
+from conformance.inputs.folder import NOT_COPIED, check_model_folder
 from conformance.paths import resolve
 from conformance.reading import read_json
 from conformance.role import Head, Role
@@ -35,11 +35,11 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     every floating-point number is multiplied by 1 + noise, at most 5 % and decided by seed, role and the tensor's name,
     and keeps its dtype. A value model has ``score.weight`` (1, hidden) instead of the output embedding, and the
     configuration of transformers' sequence classification with one label.
-    Raises UsageError for a folder that cannot be used (see ``check_folder``), for one without safetensors weights, and
+    Raises UsageError for a folder that cannot be used (see ``check_model_folder``), for one without safetensors weights, and
     where ``out`` has files in it.
     """
     model = resolve(scenario.model)
-    check_folder(model)
+    check_model_folder(model)
     files = weight_files(model)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):

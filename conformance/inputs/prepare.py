@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.batch import Batch, write_batches
 from conformance.inputs.documents import build_batches
-from conformance.inputs.folder import check_folder, runs_code
+from conformance.inputs.folder import check_model_folder, runs_code
 from conformance.inputs.model import prepare_model, weight_shapes
 from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
@@ -39,7 +39,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     before any of it is copied, and for a ``root`` inside the model's folder.
     """
     source, folder = resolve(scenario.model), root / "inputs"
-    check_folder(source)
+    check_model_folder(source)
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)

@@ -31,7 +31,7 @@ from conformance.run.environment import environment
 from conformance.run.legs import run_legs, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
-from conformance.run.storage import check_folder, lasting
+from conformance.run.storage import check_output_folder, lasting
 from conformance.world import Device, Pool
 
 
@@ -102,7 +102,7 @@ class Session:
                     self._import_ahead(waiting)
                     waiting.popleft()
                 judged = self.run(cell)
-                check_folder(self.config.out)
+                check_output_folder(self.config.out)
                 self._write_summary_if_due()
                 progress(judged)
         except KeyboardInterrupt:

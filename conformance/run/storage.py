@@ -23,13 +23,13 @@ def lasting(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        check_folder(out)
+        check_output_folder(out)
         if any(words in str(error) for words in _NO_ROOM):
             raise Unwritable(f"nothing can be written: {error}; make room, and run again into a new folder") from error
         raise
 
 
-def check_folder(out: Path) -> None:
+def check_output_folder(out: Path) -> None:
     """Raises Unwritable where the summary of the run is gone: something may have been written anew since."""
     if not (out / SUMMARY).is_file():
         raise Unwritable(f"{out} was removed while cells ran, or its {SUMMARY} was; run again into a new folder")
