@@ -27,7 +27,7 @@ from conformance.faults import catalogue
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.plan.floor import floor_of
+from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import load_profile, profile_names, select_cells
 from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.cells import read_cells
@@ -166,7 +166,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         command=shlex.join(["parity", "run", *arguments]),
         arguments=_without(arguments, ("--cells", "--out", *(f"--{name}" for name, _ in Demands.options()))),
         budget_s=options.budget,
-        floor=floor_of(Demands.from_options(options), selection, cells),
+        floor=floor_from_demands(Demands.from_options(options), selection, cells),
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     existed = out.exists()

@@ -12,7 +12,7 @@ from conformance.record.summary import read_states
 from conformance.validation import UsageError
 
 
-def floor_of(demands: Demands, selection: Selection, cells: Sequence[Cell]) -> Floor:
+def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[Cell]) -> Floor:
     """What the cells have to reach. A backend that is asked for by name has to have a cell judged.
 
     Raises UsageError for what these cells cannot reach, and for an earlier run that cannot be read.

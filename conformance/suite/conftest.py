@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.plan.cell import Cell
-from conformance.plan.floor import floor_of
+from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import select_cells
 from conformance.pytest_plugin import OUT, USAGE, demands, selection
 from conformance.record.coverage import Floor
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         cells = select_cells(selection(metafunc.config))
-        metafunc.config.stash[FLOOR] = floor_of(demands(metafunc.config), selection(metafunc.config), cells)
+        metafunc.config.stash[FLOOR] = floor_from_demands(demands(metafunc.config), selection(metafunc.config), cells)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
