@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from conformance.batch import Batch, Document, Row, with_rollouts
-from conformance.inputs.samples import read_records
+from conformance.inputs.samples import read_dataset
 from conformance.oracle.architecture import read_architecture
 from conformance.paths import resolve
 from conformance.reading import MIB
@@ -72,7 +72,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     Raises UsageError that names the file and the line.
     """
     path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
-    records = read_records(path)
+    records = read_dataset(path)
     place, first = records[0]
     if not first.keys() & {"prompt_ids", "completion_ids"}:
         raise UsageError(

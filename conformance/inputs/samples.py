@@ -25,14 +25,14 @@ def read_samples(config: DataConfig) -> list[tuple[str, str]]:
     """
     return [
         (_text(record, config.input_key, place), _text(record, config.output_key, place))
-        for place, record in read_records(resolve(config.path))
+        for place, record in read_dataset(resolve(config.path))
     ]
 
 
-def read_records(path: Path) -> list[tuple[Place, dict[str, Any]]]:
+def read_dataset(path: Path) -> list[tuple[Place, dict[str, Any]]]:
     """The records of a data set, and where each of them stands. Raises UsageError that names the file."""
     if path.is_dir():
-        records = _numbered(path, _read_dataset(path))
+        records = _numbered(path, _read_saved_dataset(path))
     elif path.suffix == ".jsonl":
         records = _read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -113,7 +113,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _read_dataset(path: Path) -> list[dict[str, Any]]:
+def _read_saved_dataset(path: Path) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk  # an optional package, slow to import
     except ImportError:
