@@ -17,7 +17,7 @@ from conformance.inputs.folder import CONFIG, runs_code
 from conformance.reading import MIB
 from conformance.validation import UsageError, one_line
 
-LONGEST_TEXT = 4 * MIB  # characters that a template may make of a sample
+LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a template may make of a sample
 
 
 def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
@@ -53,8 +53,10 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
         assistant = {"role": "assistant", "content": answer}
         prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
-        if (longer := max(len(prompt), len(whole))) > LONGEST_TEXT:
-            raise UsageError(f"the chat template makes {longer} characters of it; {LONGEST_TEXT} at most are allowed")
+        if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
+            raise UsageError(
+                f"the chat template makes {longer} characters of it; {LONGEST_RENDERED_TEXT} at most are allowed"
+            )
     else:
         if tokenizer.eos_token_id is None:
             raise UsageError(
