@@ -33,7 +33,7 @@ from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
-from conformance.record.results import SUMMARY, cell_summary, read_json, read_run, summary_of
+from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
@@ -230,7 +230,7 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
         text = compare_backends(options.out)
     except (LookupError, ImportError) as error:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
-    values = read_json(options.out / SIDE_BY_SIDE)
+    values = read_output_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}
     return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
@@ -240,7 +240,7 @@ def _finish(out: Path, *, as_json: bool) -> int:
     """Write the reports and say the verdict, of what can be believed; the exit code follows from it."""
     lines = write_reports(out)
     run, cells = read_cells(out)
-    summary = {**read_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
+    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
     print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
     return EXIT[summary["verdict"]]
 

@@ -110,7 +110,7 @@ def merge(out: Path) -> dict[str, Any]:
     Only now is there a record of every cell, so backends are compared with each other here.
     """
     from conformance.peers.side_by_side import write_side_by_side
-    from conformance.record.results import SUMMARY, cell_summary, read_json, read_verdicts, write_summary
+    from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_verdicts, write_summary
     from conformance.record.states import NOT_STARTED
 
     run, entries = read_verdicts(out)
@@ -121,7 +121,7 @@ def merge(out: Path) -> dict[str, Any]:
     seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
     write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
     write_side_by_side(out)
-    return read_json(out / SUMMARY)
+    return read_output_json(out / SUMMARY)
 
 
 def is_worker(config: pytest.Config) -> bool:

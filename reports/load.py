@@ -13,7 +13,7 @@ from typing import Any
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.coverage import Change
 from conformance.record.files import Unreadable, read_end
-from conformance.record.results import SUMMARY, Run, inside, read_json, states_of
+from conformance.record.results import SUMMARY, Run, inside, read_output_json, states_of
 from conformance.record.states import STATES, RunVerdict, State
 from conformance.record.verdict import Quantity
 
@@ -94,7 +94,7 @@ class Report:
 def read_report(out: Path) -> Report:
     """Read the output folder ``out`` of ``parity run``. Raises UsageError for one that cannot be trusted."""
     run, cells = read_cells(out)
-    version = str(read_json(out / SUMMARY).get("suite_version", ""))
+    version = str(read_output_json(out / SUMMARY).get("suite_version", ""))
     return Report(run=run, version=version, cells=tuple(_with_logs(out, cell) for cell in cells))
 
 

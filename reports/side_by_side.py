@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.record.results import SUMMARY, Listed, read_json
+from conformance.record.results import SUMMARY, Listed, read_output_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
 from conformance.record.verdict import Quantity
@@ -131,7 +131,7 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     file = out / FILE
     if not os.path.lexists(file):
         return None
-    groups = _groups(read_json(file).get("groups"), file)
+    groups = _groups(read_output_json(file).get("groups"), file)
     if report:
         groups = [
             group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
@@ -206,7 +206,7 @@ def _is_of(group: Group, report: Report) -> bool:
 
 def _read_run(file: Path) -> _Run:
     try:
-        return _RUN.validate_python(read_json(file))
+        return _RUN.validate_python(read_output_json(file))
     except ValidationError as error:
         raise UsageError(f"{file} is not as the suite wrote it ({first_error(error)}): it was edited") from None
 

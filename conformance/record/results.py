@@ -129,13 +129,13 @@ def write_entry(out: Path, entry: Entry) -> None:
         "quantities": {"columns": _COLUMNS, "data": rows},
         "strips": [vars(strip) for strip in verdict.strips],
     }
-    write_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
+    write_output_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
 
 
 def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
     """Write ``summary.json``. Raises Unwritable."""
     head = {"schema": SCHEMA, "suite_version": conformance.__version__}
-    write_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
+    write_output_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
 
 
 def cell_summary(entry: Entry) -> CellSummary:
@@ -231,7 +231,7 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
 def read_summary(out: Path) -> tuple[Run, list[Listed]]:
     """What ``summary.json`` says of the run, and the cells that it lists. Raises UsageError."""
     file = out / SUMMARY
-    values = read_json(file)
+    values = read_output_json(file)
     try:
         floor = floor_from_json(values["floor"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -246,7 +246,7 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
 
 def read_entry(file: Path) -> Entry:
     """The cell whose ``verdict.json`` is ``file``. Raises UsageError for a file that cannot be trusted."""
-    values = read_json(file)
+    values = read_output_json(file)
     table = _typed(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
@@ -299,7 +299,7 @@ def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
         ) from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_output_json(file: Path) -> dict[str, Any]:
     """A JSON file of an output folder. Raises UsageError where it is missing, cut short, or of another version."""
     try:
         values = parse_json(read_file(file, limit=LONGEST))
@@ -330,6 +330,6 @@ def inside(out: Path, path: Path) -> Path:
     return path
 
 
-def write_json(file: Path, values: Any, *, indent: int | None) -> None:
+def write_output_json(file: Path, values: Any, *, indent: int | None) -> None:
     """Write a JSON file whole or not at all. Raises Unwritable."""
     write_file(file, dumps(values, indent=indent))

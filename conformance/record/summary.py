@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.record.results import SUMMARY, read_json
+from conformance.record.results import SUMMARY, read_output_json
 from conformance.record.states import STATES, State
 from conformance.validation import UsageError
 
@@ -24,7 +24,7 @@ def read_states(path: Path) -> dict[str, State]:
     """
     file = path / SUMMARY if path.is_dir() else path
     try:
-        states = {str(cell["id"]): cell["state"] for cell in read_json(file)["cells"]}
+        states = {str(cell["id"]): cell["state"] for cell in read_output_json(file)["cells"]}
     except (KeyError, TypeError) as error:
         raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
     if unknown := sorted({str(state) for state in states.values() if str(state) not in STATES}):
