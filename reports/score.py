@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from conformance.record.files import read_file, write_file
-from conformance.record.format import LONGEST, dumps, parse_json
+from conformance.record.format import LONGEST, dumps, parse_strict_json
 
 QUICK = "quick"  # in the place of a tier: in some cell of the quick profile
 BLANK = "blank"  # in the place of a state: the fault changes nothing in this tier
@@ -124,7 +124,7 @@ def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Sco
 
 def read_score(file: Path) -> tuple[Score, dict[str, object]]:
     """What ``write_score`` wrote, and the facts."""
-    values = parse_json(read_file(file, limit=LONGEST))
+    values = parse_strict_json(read_file(file, limit=LONGEST))
     return Score(TypeAdapter(list[Row]).validate_python(values["rows"])), values["facts"]
 
 

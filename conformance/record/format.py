@@ -81,7 +81,7 @@ def read_lines(path: Path) -> Lines:
     problem: RecordError | None = None
     for number, line in enumerate(raw, start=1):
         try:
-            values.append(parse_json(line))
+            values.append(parse_strict_json(line))
         except ValueError as error:
             if number < len(raw):
                 problem = DigestMismatch(f"{file}:{number} is not JSON ({error}): the file was changed; {AGAIN}")
@@ -169,7 +169,7 @@ def record_digest(body: bytes, footer: Line) -> str:
     return hashlib.sha256(body + dumps(values).encode()).hexdigest()
 
 
-def parse_json(data: bytes) -> Any:
+def parse_strict_json(data: bytes) -> Any:
     """A JSON value, nested MOST_NESTED deep at most. Raises ValueError for anything else.
 
     Not more than JSON: a number that is not finite is a string here, and no name like NaN.

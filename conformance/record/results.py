@@ -19,7 +19,7 @@ from conformance.defect import Known
 from conformance.observable import Observable, observables_to_json, stages
 from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.files import Unreadable, Unwritable, read_file, write_file
-from conformance.record.format import LONGEST, dumps, parse_json
+from conformance.record.format import LONGEST, dumps, parse_strict_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, RunVerdict, overall
 from conformance.record.verdict import Quantity, Verdict
@@ -302,7 +302,7 @@ def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
 def read_output_json(file: Path) -> dict[str, Any]:
     """A JSON file of an output folder. Raises UsageError where it is missing, cut short, or of another version."""
     try:
-        values = parse_json(read_file(file, limit=LONGEST))
+        values = parse_strict_json(read_file(file, limit=LONGEST))
     except FileNotFoundError:
         raise UsageError(f"there is no {file}; give the complete --out folder of a parity run") from None
     except Unreadable as error:
