@@ -13,7 +13,7 @@ from pathlib import Path
 from conformance.record.files import write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports.load import Cell, Report, read_report
-from reports.words import explain, headline, number, place, ratio
+from reports.words import explain, headline, number, ratio, tensor_at_step
 
 FINDINGS = 50  # per cell; the rest is in verdict.json
 
@@ -74,7 +74,7 @@ def _whole_run(report: Report) -> ET.Element:
 
 def _findings(cell: Cell) -> str:
     lines = [
-        f"{f.stage}: {place(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, ratio {ratio(f.ratio)}"
+        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, ratio {ratio(f.ratio)}"
         + (f" ({f.hint})" if f.hint else "")
         for f in cell.findings[:FINDINGS]
     ]

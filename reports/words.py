@@ -55,7 +55,7 @@ def times(quantity: Quantity) -> str:
     return f"{text} \N{MULTIPLICATION SIGN} allowed"
 
 
-def place(quantity: Quantity) -> str:
+def tensor_at_step(quantity: Quantity) -> str:
     """Where a quantity was seen, as a phrase: ``model.norm.weight at step 3``, ``as loaded`` for step -1."""
     when = "as loaded" if quantity.step < 0 else f"at step {quantity.step}"
     return f"{quantity.tensor}, {when}"
@@ -71,7 +71,7 @@ def explain(cell: Cell) -> str:
     """One sentence on a cell: its reason, or what differs first, or how near it came to its tolerance."""
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
-        return f"{finding.stage}: {place(finding)}, {times(finding)}"
+        return f"{finding.stage}: {tensor_at_step(finding)}, {times(finding)}"
     if cell.state == "conforms" and cell.worst:
         return f"worst {ratio(cell.worst.ratio)} of what is allowed, in {cell.worst.stage}"
     return cell.reason or STATES[cell.state].meaning

@@ -35,7 +35,7 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     every floating-point number is multiplied by 1 + noise, at most 5 % and decided by seed, role and the tensor's name,
     and keeps its dtype. A value model has ``score.weight`` (1, hidden) instead of the output embedding, and the
     configuration of transformers' sequence classification with one label.
-    Raises UsageError for a folder that cannot be used (see ``check_model_folder``), for one without safetensors weights, and
+    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, and
     where ``out`` has files in it.
     """
     model = resolve(scenario.model)
