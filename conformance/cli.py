@@ -25,7 +25,6 @@ from conformance.backend import registered_backends
 from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
-from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import load_profile, profile_names, select_cells
@@ -33,7 +32,7 @@ from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
-from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_run, summary_of
+from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports

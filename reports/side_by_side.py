@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.record.results import SUMMARY, Listed, read_output_json
+from conformance.record.results import SIDE_BY_SIDE, SUMMARY, Listed, read_output_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
 from conformance.record.verdict import Quantity
@@ -21,7 +21,6 @@ from conformance.validation import UsageError
 from reports.load import Report
 from reports.words import code, number, plain, plural, ratio
 
-FILE = "side_by_side.json"
 WORDS: dict[State, str] = {
     "conforms": "all agree",
     "differs": "not all agree",
@@ -128,7 +127,7 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
     Raises UsageError for a file that cannot be trusted.
     """
-    file = out / FILE
+    file = out / SIDE_BY_SIDE
     if not os.path.lexists(file):
         return None
     groups = _groups(read_output_json(file).get("groups"), file)
@@ -222,7 +221,7 @@ def _groups(values: Any, file: Path) -> list[Group]:
     for group in groups:
         if group.state == "conforms" and group.outside:
             raise UsageError(
-                f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
+                f"all of {group.name} are said to agree, yet a pair is outside: {SIDE_BY_SIDE} was edited; judge again"
             )
     return groups
 

@@ -25,7 +25,7 @@ from conformance.record.states import STATES, RunVerdict, overall
 from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError, shown
 
-SUMMARY, VERDICT = "summary.json", "verdict.json"
+SUMMARY, VERDICT, SIDE_BY_SIDE = "summary.json", "verdict.json", "side_by_side.json"
 SCHEMA = 2
 _NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
