@@ -310,7 +310,7 @@ def write_record(
     footer: dict[str, Any] = {"type": "footer", "steps": len(steps)}
     footer["sha256"] = record_format.record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / record_format.FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
+    (folder / record_format.RECORD_FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
 
 
 def write_logs(folder: Path) -> None:

@@ -22,7 +22,7 @@ from conformance.record.files import Unreadable, is_link, read_file
 from conformance.record.schema import wrong_line
 
 SCHEMA = 3
-FILE = "record.jsonl"
+RECORD_FILE = "record.jsonl"
 LONGEST = 2**28  # bytes of a file of lines or JSON; of thousands of cells they are some MiB
 MOST_NESTED = 64  # levels of JSON; what the suite writes has less than ten
 AGAIN = "run the cell again"
@@ -75,7 +75,7 @@ def read_lines(path: Path) -> Lines:
 
     Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
     """
-    file = path / FILE
+    file = path / RECORD_FILE
     raw = _raw(file)
     values: list[Any] = []
     problem: RecordError | None = None
@@ -104,7 +104,7 @@ def _raw(file: Path) -> list[bytes]:
         return read_file(file, limit=LONGEST).splitlines(keepends=True)
     except FileNotFoundError:
         raise RecordError(
-            f"{file.parent} holds no {FILE}: this is not a record, or its cell ended before it wrote anything"
+            f"{file.parent} holds no {RECORD_FILE}: this is not a record, or its cell ended before it wrote anything"
         ) from None
     except Unreadable as error:
         raise RecordError(str(error)) from None

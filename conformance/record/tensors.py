@@ -20,7 +20,7 @@ from conformance.observable import Observable, observables_to_json
 from conformance.record.files import Unreadable, file_size
 from conformance.record.format import (
     AGAIN,
-    FILE,
+    RECORD_FILE,
     SCHEMA,
     DigestMismatch,
     Line,
@@ -101,7 +101,7 @@ class RecordWriter:
     ) -> None:
         path.mkdir(parents=True, exist_ok=False)
         self._path = path
-        self._file = (path / FILE).open("w", encoding="utf-8")
+        self._file = (path / RECORD_FILE).open("w", encoding="utf-8")
         self._next = first_step - 1
         self._first = first_step
         declared = observables_to_json(observables)
@@ -142,7 +142,7 @@ class RecordWriter:
     def finish(self, values: Mapping[str, Any]) -> None:
         """Write the footer, with the digest of all lines and of itself; the record is complete now."""
         footer = {"type": "footer", "steps": self._next - self._first, **values}
-        self._line({**footer, "sha256": record_digest((self._path / FILE).read_bytes(), footer)})
+        self._line({**footer, "sha256": record_digest((self._path / RECORD_FILE).read_bytes(), footer)})
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ def read_record(path: Path) -> Record:
 
 def _read_step(folder: Path, line: Line) -> StepRecord:
     if not (named := line.get("tensors")):
-        raise DigestMismatch(f"{folder / FILE} names no tensors of step {line['step']}: it was changed; {AGAIN}")
+        raise DigestMismatch(f"{folder / RECORD_FILE} names no tensors of step {line['step']}: it was changed; {AGAIN}")
     file = folder / named["file"]
     try:
         file_size(file)  # refuses what is no file
