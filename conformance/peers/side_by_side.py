@@ -18,7 +18,7 @@ from conformance.peers.agreement import ORACLE, Member, agreement
 from conformance.peers.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle
-from conformance.record.results import SCHEMA, SIDE_BY_SIDE, Entry, inside, read_run, write_output_json
+from conformance.record.results import OUTPUT_SCHEMA, SIDE_BY_SIDE, Entry, inside, read_run, write_output_json
 from conformance.record.tensors import Record, read_record
 from conformance.validation import UsageError
 
@@ -46,7 +46,7 @@ def write_side_by_side(out: Path) -> None:
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
     values = [_group(out, name, entries) for name, entries in several.items()]
-    write_output_json(out / SIDE_BY_SIDE, {"schema": SCHEMA, "groups": values}, indent=None)
+    write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
 
 
 def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from conformance.observable import Observable, observables_from_json
 from conformance.record.files import Unreadable, is_link, read_file
 from conformance.record.schema import wrong_line
 
-SCHEMA = 3
+RECORD_SCHEMA = 3
 RECORD_FILE = "record.jsonl"
 LONGEST = 2**28  # bytes of a file of lines or JSON; of thousands of cells they are some MiB
 MOST_NESTED = 64  # levels of JSON; what the suite writes has less than ten
@@ -115,12 +115,12 @@ def _first(file: Path, values: list[Any]) -> RecordError | None:
     header = values[0] if values else None
     if not isinstance(header, dict) or header.get("type") != "header":
         return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
-    if (schema := header.get("schema")) == SCHEMA:
+    if (schema := header.get("schema")) == RECORD_SCHEMA:
         return None
     environment = header.get("environment")
     writer = environment.get("backend-parity", "unknown") if isinstance(environment, dict) else "unknown"
     return WrongSchema(
-        f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the version "
+        f"{file} has schema {schema}, this version reads {RECORD_SCHEMA}; run the cell again, or judge it with the version "
         f"that wrote it (backend-parity {writer})"
     )
 

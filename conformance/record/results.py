@@ -26,7 +26,7 @@ from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError, shown
 
 SUMMARY, VERDICT, SIDE_BY_SIDE = "summary.json", "verdict.json", "side_by_side.json"
-SCHEMA = 2
+OUTPUT_SCHEMA = 2
 _NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that JSON holds in another form
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
@@ -129,12 +129,12 @@ def write_entry(out: Path, entry: Entry) -> None:
         "quantities": {"columns": _COLUMNS, "data": rows},
         "strips": [vars(strip) for strip in verdict.strips],
     }
-    write_output_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
+    write_output_json(folder / VERDICT, {"schema": OUTPUT_SCHEMA, **values}, indent=None)
 
 
 def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
     """Write ``summary.json``. Raises Unwritable."""
-    head = {"schema": SCHEMA, "suite_version": conformance.__version__}
+    head = {"schema": OUTPUT_SCHEMA, "suite_version": conformance.__version__}
     write_output_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
 
 
@@ -311,10 +311,10 @@ def read_output_json(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again"
         ) from None
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+    if not isinstance(values, dict) or values.get("schema") != OUTPUT_SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise UsageError(
-            f"{file} has schema {shown(found)}, this version reads {SCHEMA}; use the version of the suite that wrote it"
+            f"{file} has schema {shown(found)}, this version reads {OUTPUT_SCHEMA}; use the version of the suite that wrote it"
         )
     return values
 

@@ -21,7 +21,7 @@ from conformance.record.files import Unreadable, file_size
 from conformance.record.format import (
     AGAIN,
     RECORD_FILE,
-    SCHEMA,
+    RECORD_SCHEMA,
     DigestMismatch,
     Line,
     Lines,
@@ -105,7 +105,9 @@ class RecordWriter:
         self._next = first_step - 1
         self._first = first_step
         declared = observables_to_json(observables)
-        self._line({"type": "header", "schema": SCHEMA, "first_step": first_step, "observables": declared, **header})
+        self._line(
+            {"type": "header", "schema": RECORD_SCHEMA, "first_step": first_step, "observables": declared, **header}
+        )
 
     def loaded(self, tensors: Mapping[str, torch.Tensor], *, generators: Sequence[Mapping[str, str]] = ()) -> None:
         """The first entry: the weights before the first step; with the training state where it was handed over.
