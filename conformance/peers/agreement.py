@@ -13,7 +13,7 @@ from conformance.peers.pairs import Difference, Pair
 from conformance.record.states import State
 
 ORACLE = -1  # as a member's number
-LISTED = 4  # layouts of one backend that a sentence names
+LAYOUTS_LISTED = 4  # layouts of one backend that a sentence names
 
 Families = tuple[tuple[int, ...], ...]
 
@@ -124,7 +124,7 @@ class _Table:
             layouts.setdefault(self.members[number].backend, []).append(self.members[number].layout)
         parts = []
         for backend, held in layouts.items():
-            if len(held) > LISTED:
+            if len(held) > LAYOUTS_LISTED:
                 parts.append(f"{len(held)} layouts of {backend}")
             else:
                 parts.append(f"{backend} {held[0]}" if len(held) == 1 else f"{backend} ({', '.join(held)})")

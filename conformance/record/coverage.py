@@ -14,7 +14,7 @@ from typing import Any
 from conformance.record.states import ANSWERED, STATES, State
 
 TO = "-to-"  # between the backends and between the layouts of consecutive legs, in a cell's id
-LISTED = 3  # cells that a sentence names
+CELLS_LISTED = 3  # cells that a sentence names
 
 States = Mapping[str, State]  # by the id of a cell
 
@@ -108,8 +108,8 @@ def _word(state: State | None) -> str:
 
 def _named(cells: list[str], states: States) -> str:
     """``cell (state)`` of the first cells, and how many more there are."""
-    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:LISTED])
-    return said + (f" and {len(cells) - LISTED} more" if len(cells) > LISTED else "") or "the run has none"
+    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
+    return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
 
 
 def _backend(cell: str) -> str:
