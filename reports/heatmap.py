@@ -8,7 +8,7 @@ import math
 import re
 
 # In the order of a decoder layer; a kind that is not listed comes last, under its own name.
-KINDS = (
+PARAMETER_KINDS = (
     "embed",
     "attn norm",
     *("q", "q bias", "q norm", "k", "k bias", "k norm", "v", "v bias", "qkv", "qkv bias", "o", "o bias"),

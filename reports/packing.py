@@ -16,7 +16,7 @@ from typing import Any
 from conformance.record.format import Line, dumps
 from conformance.record.states import STATES
 from conformance.record.verdict import Quantity, Verdict
-from reports.heatmap import KINDS, SHADES, locate, shade
+from reports.heatmap import PARAMETER_KINDS, SHADES, locate, shade
 from reports.load import Cell
 from reports.words import first_finding
 
@@ -56,7 +56,7 @@ class Shared:
         head = {
             "strings": list(self._strings),
             "places": self._places,
-            "kinds": KINDS,
+            "kinds": PARAMETER_KINDS,
             "shades": SHADES,
             "states": states,
         }

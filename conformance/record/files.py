@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-_KINDS: dict[str, Callable[[int], bool]] = {
+_NO_FILES: dict[str, Callable[[int], bool]] = {
     "a link": stat.S_ISLNK,
     "a folder": stat.S_ISDIR,
     "a named pipe": stat.S_ISFIFO,
@@ -35,7 +35,7 @@ def file_size(path: Path) -> int:
         raise FileNotFoundError(f"there is no {path}") from None
     except (OSError, ValueError) as error:  # a name that is too long, or holds what no name can
         raise Unreadable(f"{path} cannot be read: {error}") from None
-    for kind, is_kind in _KINDS.items():
+    for kind, is_kind in _NO_FILES.items():
         if is_kind(status.st_mode):
             raise Unreadable(f"{path} is {kind} and not a file; put the file itself there, or run the cell again")
     return status.st_size

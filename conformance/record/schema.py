@@ -85,7 +85,7 @@ class _Footer:
     evidence: tuple[_Evidence, ...] = ()
 
 
-_KINDS = {"header": _Header, "step": _Step, "footer": _Footer}
+_LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}
 
 
 def wrong_line(line: dict[str, Any]) -> str:
@@ -110,4 +110,4 @@ def first_error(error: ValidationError) -> str:
 
 @cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_KINDS[kind])
+    return TypeAdapter(_LINE_TYPES[kind])

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from conformance.run.exact import PLAIN, EagerMode
 
 # Names of operators of torch.distributed, of its functional collectives and of their variants, by what they do.
-KINDS = {
+COLLECTIVE_KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
     "allgather": "all_gather",
@@ -100,7 +100,14 @@ class Watch(EagerMode):
                 self._storages[storage._cdata] = known, is_activation or tensor.ndim > 2
 
     def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
-        kind = next((KINDS[stem] for stem in sorted(KINDS, key=len, reverse=True) if operator.startswith(stem)), None)
+        kind = next(
+            (
+                COLLECTIVE_KINDS[stem]
+                for stem in sorted(COLLECTIVE_KINDS, key=len, reverse=True)
+                if operator.startswith(stem)
+            ),
+            None,
+        )
         tensor = next((t for t in _tensors(args)), None)
         if kind and tensor is not None and (size := _group_size(args)) > 1:
             self.collectives[kind, size, _name(tensor.dtype), self._pass()] += 1
