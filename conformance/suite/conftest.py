@@ -16,7 +16,7 @@ from conformance.record.coverage import Floor
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
-FLOOR = pytest.StashKey[Floor]()
+FLOOR_KEY = pytest.StashKey[Floor]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,7 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         cells = select_cells(selection(metafunc.config))
-        metafunc.config.stash[FLOOR] = floor_from_demands(demands(metafunc.config), selection(metafunc.config), cells)
+        metafunc.config.stash[FLOOR_KEY] = floor_from_demands(
+            demands(metafunc.config), selection(metafunc.config), cells
+        )
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
@@ -58,7 +60,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         device=device,
         profile=chosen.profile,
         arguments=(*chosen.arguments, *(() if device == "cpu" else ("--device", device))),
-        floor=config.stash[FLOOR],
+        floor=config.stash[FLOOR_KEY],
     )
 
 
