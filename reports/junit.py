@@ -74,8 +74,8 @@ def _whole_run(report: Report) -> ET.Element:
 
 def _findings(cell: Cell) -> str:
     lines = [
-        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, ratio {ratio(f.ratio)}"
-        + (f" ({f.hint})" if f.hint else "")
+        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, "
+        f"ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
         for f in cell.findings[:FINDINGS]
     ]
     if len(cell.findings) > FINDINGS:

@@ -120,8 +120,8 @@ def _first(file: Path, values: list[Any]) -> RecordError | None:
     environment = header.get("environment")
     writer = environment.get("backend-parity", "unknown") if isinstance(environment, dict) else "unknown"
     return WrongSchema(
-        f"{file} has schema {schema}, this version reads {RECORD_SCHEMA}; run the cell again, or judge it with the version "
-        f"that wrote it (backend-parity {writer})"
+        f"{file} has schema {schema}, this version reads {RECORD_SCHEMA}; run the cell again, or judge it with the "
+        f"version that wrote it (backend-parity {writer})"
     )
 
 

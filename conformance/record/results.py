@@ -314,7 +314,8 @@ def read_output_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("schema") != OUTPUT_SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise UsageError(
-            f"{file} has schema {shown(found)}, this version reads {OUTPUT_SCHEMA}; use the version of the suite that wrote it"
+            f"{file} has schema {shown(found)}, this version reads {OUTPUT_SCHEMA}; use the version of the suite "
+            f"that wrote it"
         )
     return values
 
