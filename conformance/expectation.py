@@ -80,7 +80,7 @@ class ExpectedDifference:
             and (not self.architectures or model_config(scenario).get("model_type") in self.architectures)
         )
 
-    def of(self, scenario: Scenario, layout: Layout) -> Known:
+    def known_for(self, scenario: Scenario, layout: Layout) -> Known:
         """What is known of a cell that it is about."""
         return Known(
             reason=self.reason,

@@ -133,7 +133,7 @@ class PolicyGradient:
         return (
             *old,
             *reference,
-            *self.estimates(),
+            *self.estimate_observables(),
             rows("advantage", "advantages", column="advantages"),
             replace(LOGPROBS, required=True),
             rows("entropy", "entropy"),
@@ -145,14 +145,14 @@ class PolicyGradient:
             replace(entropy, mean_of="entropy") if is_mean else replace(entropy, made_of="entropy"),
             replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
-            *self.of_critic(),
+            *self.critic_observables(),
         )
 
-    def estimates(self) -> tuple[Observable, ...]:
+    def estimate_observables(self) -> tuple[Observable, ...]:
         """What a critic says of a roll-out before its first update."""
         return ()
 
-    def of_critic(self) -> tuple[Observable, ...]:
+    def critic_observables(self) -> tuple[Observable, ...]:
         """What is observed of a critic's update."""
         return ()
 
@@ -194,12 +194,12 @@ class Ppo(PolicyGradient):
     def roles(self) -> tuple[Role, ...]:
         return (*super().roles, CRITIC)
 
-    def estimates(self) -> tuple[Observable, ...]:
+    def estimate_observables(self) -> tuple[Observable, ...]:
         explained = curve("critic.explained_var", "returns", "explained variance", printed="vf_explained_var")
         explained = replace(explained, explains="return", made_of="critic.old_value")
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
-    def of_critic(self) -> tuple[Observable, ...]:
+    def critic_observables(self) -> tuple[Observable, ...]:
         loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
         clipped = curve("critic.clipfrac", "critic metrics", "critic clip fraction", printed="vf_clipfrac")
         return (rows("critic.value", "values"), loss, clipped)

@@ -42,7 +42,7 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
 
 def furthest(group: Group) -> Quantity | None:
     """Of all pairs and columns the difference that is nearest to, or furthest beyond, what two may show."""
-    return max(filter(None, map(group.apart, group.columns)), key=lambda q: q.ratio, default=None)
+    return max(filter(None, map(group.worst_over_pairs, group.columns)), key=lambda q: q.ratio, default=None)
 
 
 def _square(group: Group, pair: Pair) -> list[Any]:

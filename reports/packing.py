@@ -81,7 +81,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "maps": shared.value(tensors),
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
-        "first": _first(cell),
+        "first": _first_difference(cell),
         "series": _series(cell.steps, numbers),
         "legs": [
             {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs
@@ -109,7 +109,7 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
     for stage, found in by_stage.items():
         names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
         steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
-        tables.append([shared.string(stage), names, steps, allowed, [_short(q) for q in found]])
+        tables.append([shared.string(stage), names, steps, allowed, [_rounded(q) for q in found]])
     return tables
 
 
@@ -128,7 +128,7 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     return strips
 
 
-def _short(quantity: Quantity) -> float:
+def _rounded(quantity: Quantity) -> float:
     """The observed error in four significant digits, or in all where rounding would carry it across its tolerance."""
     if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
         return quantity.observed
@@ -136,7 +136,7 @@ def _short(quantity: Quantity) -> float:
     return short if (short / quantity.allowed <= 1) == (quantity.ratio <= 1) else quantity.observed
 
 
-def _first(cell: Cell) -> dict[str, Any] | None:
+def _first_difference(cell: Cell) -> dict[str, Any] | None:
     """The stage and step that differ first: the worst of their findings, all their hints, and what differs later."""
     first = first_finding(cell)
     if not first:

@@ -75,7 +75,7 @@ class Score:
     """All rows of a run of the mutation score."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        every = sorted(rows, key=_place)
+        every = sorted(rows, key=_sort_key)
         self.planted = [row for row in every if row.fault and row.state != BLANK]
         self.blank = [row for row in every if row.state == BLANK]
         self.honest = {row.cell: row for row in every if not row.fault}
@@ -130,7 +130,7 @@ def read_score(file: Path) -> tuple[Score, dict[str, object]]:
 
 def to_markdown(score: Score, facts: dict[str, object]) -> str:
     """The totals, what was missed, and every row."""
-    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _all(score))
+    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _every_fault(score))
     return "\n".join([*chain.from_iterable(parts), ""])
 
 
@@ -208,13 +208,13 @@ def _blank(score: Score) -> Iterator[str]:
     yield ""
 
 
-def _all(score: Score) -> Iterator[str]:
+def _every_fault(score: Score) -> Iterator[str]:
     yield "## Every fault\n"
     yield "Errors are relative, at the first and at the last step. A dash: see above.\n"
     errors = ("loss", "loss, last", "norm", "norm, last")
     yield _line("fault", "backend", "tier", "caught", "first stage", "predicted", *errors, *(g.name for g in GATES))
     yield "|" + " :-- |" * 6 + " --: |" * 4 + " :-- |" * len(GATES)
-    for row in sorted([*score.planted, *score.blank], key=_place):
+    for row in sorted([*score.planted, *score.blank], key=_sort_key):
         names = (f"`{row.fault}`", row.backend, row.tier)
         if row.state == BLANK:
             yield _line(*names, *"-" * (7 + len(GATES)))
@@ -226,7 +226,7 @@ def _all(score: Score) -> Iterator[str]:
             yield _line(*names, *told, *_errors(row.loss), *_errors(row.norm), *gates)
 
 
-def _place(row: Row) -> tuple[str, str, int]:
+def _sort_key(row: Row) -> tuple[str, str, int]:
     return row.fault, row.backend, ORDER.index(row.tier)
 
 

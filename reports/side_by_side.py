@@ -103,7 +103,7 @@ class Group:
         beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
         return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
 
-    def apart(self, column: str) -> Quantity | None:
+    def worst_over_pairs(self, column: str) -> Quantity | None:
         """The worst of a column over all pairs."""
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
@@ -133,7 +133,8 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     groups = _groups(read_output_json(file).get("groups"), file)
     if report:
         groups = [
-            group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
+            group if _is_current(group, report) else replace(group, state="infrastructure", text=STALE)
+            for group in groups
         ]
     return tuple(sorted(groups, key=lambda group: list(STATES).index(group.state)))
 
@@ -169,7 +170,7 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
         for member in group.members:
             squares = [_square(member.worst.get(column)) for column in group.columns]
             lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
-        squares = [_square(group.apart(column)) for column in group.columns]
+        squares = [_square(group.worst_over_pairs(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
         if group.outside:
             lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
@@ -192,7 +193,7 @@ def _square(quantity: Quantity | None) -> str:
     return f"{number(quantity.observed)} ({plain(ratio(quantity.ratio))})" if quantity else "not compared"
 
 
-def _is_of(group: Group, report: Report) -> bool:
+def _is_current(group: Group, report: Report) -> bool:
     cells = {cell.id: cell for cell in report.cells}
     for member in group.members:
         cell = cells.get(member.cell)
@@ -212,7 +213,7 @@ def _read_run(file: Path) -> _Run:
 
 def _groups(values: Any, file: Path) -> list[Group]:
     try:
-        groups = [_GROUP.validate_python(_named(group)) for group in values]
+        groups = [_GROUP.validate_python(_with_own_names(group)) for group in values]
         for group in groups:
             _check(group)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -226,7 +227,7 @@ def _groups(values: Any, file: Path) -> list[Group]:
     return groups
 
 
-def _named(group: dict[str, Any]) -> dict[str, Any]:
+def _with_own_names(group: dict[str, Any]) -> dict[str, Any]:
     """The values of a group under the names that they have here."""
     members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
     pairs = [

@@ -118,7 +118,7 @@ def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
         Leg(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
     ]
     cell = Cell(scenario=scenario, legs=tuple(legs), program="mine")
-    refused = Refusals("cpu").of(cell, resolve(scenario.model))
+    refused = Refusals("cpu").refusal(cell, resolve(scenario.model))
     assert refused
     assert refused.state == state
     assert refused.reason.startswith(reason)

@@ -46,12 +46,12 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     architecture = read_architecture(model, disable_dropout=objective.disable_dropout)
     groups = read_groups(scenario, vocabulary=architecture.vocab_size)
     random.Random(scenario.seed).shuffle(groups)
-    endless = _endless(groups)
+    endless = _repeated_groups(groups)
     rows = count * data.rows
     batches: list[Batch] = []
     begins: list[int] = []
     while len(batches) < scenario.steps:
-        dealt = _packed(endless, rows, scenario) if data.packed else _single(endless, rows, scenario)
+        dealt = _packed_rows(endless, rows, scenario) if data.packed else _unpacked_rows(endless, rows, scenario)
         mini_batches = [dealt[start : start + data.rows] for start in range(0, rows, data.rows)]
         _check_tokens(mini_batches, data.path)
         for epoch in range(objective.ppo_epochs):
@@ -139,7 +139,7 @@ def _is_logprob(value: Any) -> bool:
     return _is_number(value, -1e4, 1e-3)  # an engine's own rounding may be above 0
 
 
-def _endless(groups: list[Group]) -> Iterator[Group]:
+def _repeated_groups(groups: list[Group]) -> Iterator[Group]:
     """Round and round, and numbered as they come: a group that comes again is not compared with itself."""
     for number, group in enumerate(cycle(groups)):
         yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
@@ -156,7 +156,7 @@ def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> 
             )
 
 
-def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
     """Whole groups, a row for each response, spread so that a group lies in different parts of the roll-out."""
     taken: list[Document] = []
     while len(taken) < rows:
@@ -170,7 +170,7 @@ def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tupl
     return [(document,) for document in taken]
 
 
-def _packed(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
     """Whole groups in rows, the longest first, each into the row with most room; every row holds two or more."""
     max_len = scenario.data.max_len
     room = rows * max_len

@@ -57,13 +57,13 @@ def agreement(
     ``columns``: what they are compared in, in causal order.
     """
     table = _Table(members, pairs, columns)
-    apart = [pair for column in columns for pair in table.apart(column)]
+    outside = [pair for column in columns for pair in table.pairs_outside(column)]
     state: State = "conforms"
-    if any(m.state == "differs" for m in members) or not all(map(table.known, apart)):
+    if any(m.state == "differs" for m in members) or not all(map(table.is_known, outside)):
         state = "differs"
     elif any(m.problem for m in members):
         state = "infrastructure"
-    elif apart:
+    elif outside:
         state = "expected_difference"
     families = {column: table.families(column) for column in columns}
     return Agreement(state=state, text=" ".join(_sentences(table)), families=families)
@@ -81,36 +81,36 @@ class _Table:
         """Who takes part in a column; a backend may have no gradient norm to report."""
         return [ORACLE, *(n for n, m in enumerate(self.members) if not m.problem and column in m.oracle)]
 
-    def of(self, a: int, b: int, column: str) -> Difference | None:
+    def difference(self, a: int, b: int, column: str) -> Difference | None:
         """The difference of two members, or of a member and the oracle; None where neither has anything."""
         a, b = min(a, b), max(a, b)
         return (self.members[b].oracle if a == ORACLE else self._pairs[a, b]).get(column)
 
-    def apart(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
+    def pairs_outside(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
         """Pairs that are further apart than they may be, the worst first."""
         pairs = combinations(self.nodes(column) if among is None else among, 2)
-        found = [(d.ratio, pair) for pair in pairs if (d := self.of(*pair, column)) and not d.ratio <= 1]
+        found = [(d.ratio, pair) for pair in pairs if (d := self.difference(*pair, column)) and not d.ratio <= 1]
         return [pair for _, pair in sorted(found, reverse=True)]
 
-    def since(self, column: str) -> int:
+    def first_step_outside(self, column: str) -> int:
         """First step at which any pair exceeds its tolerance in ``column``."""
-        seen = [self.of(*pair, column) for pair in self.apart(column)]
+        seen = [self.difference(*pair, column) for pair in self.pairs_outside(column)]
         return min(d.since for d in seen if d and d.since is not None)
 
     def families(self, column: str) -> Families:
         """Connected components of the graph "within tolerance of each other"; the oracle's component comes first."""
-        apart = set(self.apart(column))
+        outside = set(self.pairs_outside(column))
         rest, families = self.nodes(column), []
         while rest:
             family = [rest.pop(0)]
             for member in family:
-                near = [n for n in rest if (min(member, n), max(member, n)) not in apart]
+                near = [n for n in rest if (min(member, n), max(member, n)) not in outside]
                 family += near
                 rest = [n for n in rest if n not in near]
             families.append(tuple(sorted(family)))
         return tuple(families)
 
-    def known(self, pair: Pair) -> bool:
+    def is_known(self, pair: Pair) -> bool:
         """Whether one of the two is known to differ."""
         return any(n != ORACLE and self.members[n].state == "expected_difference" for n in pair)
 
@@ -123,20 +123,20 @@ class _Table:
         for number in numbers:
             layouts.setdefault(self.members[number].backend, []).append(self.members[number].layout)
         parts = []
-        for backend, held in layouts.items():
-            if len(held) > LAYOUTS_LISTED:
-                parts.append(f"{len(held)} layouts of {backend}")
+        for backend, names in layouts.items():
+            if len(names) > LAYOUTS_LISTED:
+                parts.append(f"{len(names)} layouts of {backend}")
             else:
-                parts.append(f"{backend} {held[0]}" if len(held) == 1 else f"{backend} ({', '.join(held)})")
-        return _listed(parts)
+                parts.append(f"{backend} {names[0]}" if len(names) == 1 else f"{backend} ({', '.join(names)})")
+        return _joined(parts)
 
 
 def _sentences(table: _Table) -> list[str]:
     compared = [number for number, member in enumerate(table.members) if not member.problem]
-    agreed = [column for column in table.columns if not table.apart(column)]
+    agreed = [column for column in table.columns if not table.pairs_outside(column)]
     disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
     for column in sorted(
-        set(table.columns) - set(agreed), key=lambda one: (table.since(one), table.columns.index(one))
+        set(table.columns) - set(agreed), key=lambda one: (table.first_step_outside(one), table.columns.index(one))
     ):
         disputed.setdefault(table.families(column), []).append(column)
     said = []
@@ -145,12 +145,12 @@ def _sentences(table: _Table) -> list[str]:
     elif not disputed and compared:
         said.append(f"{table.names(compared)} agrees with the oracle.")
     elif compared and agreed:
-        said.append(f"All agree in {_listed(agreed)}.")
+        said.append(f"All agree in {_joined(agreed)}.")
     for families, columns in disputed.items():
         said += _dispute(table, families, columns)
     for number in compared:
         member = table.members[number]
-        if member.elsewhere and not any((ORACLE, number) in table.apart(column) for column in table.columns):
+        if member.elsewhere and not any((ORACLE, number) in table.pairs_outside(column) for column in table.columns):
             said.append(f"{member} differs from the oracle in what is not set side by side here: {member.elsewhere}.")
     for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
@@ -163,7 +163,7 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
         (difference.ratio, column, difference, pair)
         for pair in combinations(compared, 2)
         for column in table.columns
-        if (difference := table.of(*pair, column))
+        if (difference := table.difference(*pair, column))
     ]
     ratio, column, difference, (a, b) = max(found, key=lambda one: one[0])
     count = "Both" if len(compared) == 2 else f"All {len(compared)}"
@@ -181,32 +181,34 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
         first = f"{table.names(home)} {_agree(table, families[0], column)} with each other and with the oracle."
     else:
         first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
-    since = [f" (from step {step})" if (step := table.since(c)) else "" for c in columns]
-    said = [f"In {_listed([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
+    since = [f" (from step {step})" if (step := table.first_step_outside(c)) else "" for c in columns]
+    said = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
     alone: dict[str, list[int]] = {}
     for family in families[1:]:
         if len(family) == 1:
             alone.setdefault(table.members[family[0]].backend, []).append(family[0])
         else:
-            near = _largest(table, combinations(family, 2), column)
+            near = _largest_distance(table, combinations(family, 2), column)
             text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle: "
-            text += f"{column} {near} apart, {_off(table, family, column)} from it"
+            text += f"{column} {near} apart, {_distance_to_oracle(table, family, column)} from it"
             said.append(f"{text}; {_advice(table, family, _shared(table, family, home))}.")
     for backend, members in alone.items():
         stands = "stands alone" if len(members) == 1 else "stand alone, each of them"
-        text = f"{table.names(members)} {stands}: {column} {_off(table, members, column)} from the oracle"
+        text = (
+            f"{table.names(members)} {stands}: {column} {_distance_to_oracle(table, members, column)} from the oracle"
+        )
         advice = _advice(table, members, backend if len(members) > 1 else table.names(members))
         nobody = table.nodes(column) == [ORACLE, *members] and len(members) == 1
         said.append(f"{text}; {'there is nobody to compare it with' if nobody else advice}.")
     for family in families:
-        if within := table.apart(column, family):
-            (a, b), far = within[0], _largest(table, within[:1], column)
+        if within := table.pairs_outside(column, family):
+            (a, b), far = within[0], _largest_distance(table, within[:1], column)
             said.append(f"Yet {table.name(b)} and {table.name(a)} are further apart than they may be: {column} {far}.")
     return said
 
 
 def _agree(table: _Table, family: Sequence[int], column: str) -> str:
-    return "agree in part" if table.apart(column, family) else "agree"
+    return "agree in part" if table.pairs_outside(column, family) else "agree"
 
 
 def _advice(table: _Table, members: Sequence[int], where: str) -> str:
@@ -224,14 +226,14 @@ def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
     return "the oracle, the scenario, and the code that they share"
 
 
-def _off(table: _Table, members: Sequence[int], column: str) -> str:
-    return _largest(table, [(ORACLE, number) for number in members], column)
+def _distance_to_oracle(table: _Table, members: Sequence[int], column: str) -> str:
+    return _largest_distance(table, [(ORACLE, number) for number in members], column)
 
 
-def _largest(table: _Table, pairs: Iterable[Pair], column: str) -> str:
-    return f"{max((d.observed for pair in pairs if (d := table.of(*pair, column))), default=0.0):.1e}"
+def _largest_distance(table: _Table, pairs: Iterable[Pair], column: str) -> str:
+    return f"{max((d.observed for pair in pairs if (d := table.difference(*pair, column))), default=0.0):.1e}"
 
 
-def _listed(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -65,18 +65,19 @@ def compare_lines(
         if o.column not in found or o.kind != "scalar":
             continue
         for step, reference in enumerate(oracle):
-            values = [line.get("values", {}).get(o.key) for line in _at(members, step)]
-            held = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
+            values = [line.get("values", {}).get(o.key) for line in _lines_of_step(members, step)]
+            scalars = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
             allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
             unit = abs(number(reference["values"][o.scale or o.key]))
-            found[o.column].see(_apart(held, unit=unit), allowed=allowed, tensor=o.key, step=step)
+            distances = _pairwise_distances(scalars, unit=unit)
+            found[o.column].update(distances, allowed=allowed, tensor=o.key, step=step)
         for member, steps in enumerate(members):
             if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may have no norm to report
                 found[o.column].leave_out(member)
     return _by_pair(found)
 
 
-def _at(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
+def _lines_of_step(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
     """The line of a step of each member; without values where it was not recorded."""
     return [steps[step] if step < len(steps) else {} for steps in members]
 
@@ -92,26 +93,27 @@ def compare_tensors(
     start_ref = oracle.loaded.tensors()
     steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
-    with _opened(legs[0].loaded for legs in members) as starts:
+    with _open_files(legs[0].loaded for legs in members) as starts:
         for reference in oracle.steps:
             if reference.step in unobserved:
                 continue
-            tensors, at = reference.tensors(), reference.step
-            with _opened(own.get(at) for own in steps) as files:
+            reference_tensors, at = reference.tensors(), reference.step
+            with _open_files(own.get(at) for own in steps) as files:
                 for o in shown:
                     if not o.applies(at):
                         continue
-                    ref = named(tensors, o.key)
+                    ref = named(reference_tensors, o.key)
                     if o.change:
                         ref = movement(ref, named(start_ref, o.key))
                     for name, unit in _units(ref, files, f"{o.key}/"):
                         path = f"{o.key}/{name}"
-                        held = [
-                            _moved(file, start, path) if o.change else file.get(path)
+                        tensors = [
+                            _movement(file, start, path) if o.change else file.get(path)
                             for file, start in zip(files, starts, strict=True)
                         ]
                         allowed = 2 * bounds.get((o.stage, name, at), 0.0)
-                        found[o.column].see(_apart(held, unit=unit), allowed=allowed, tensor=name, step=at)
+                        distances = _pairwise_distances(tensors, unit=unit)
+                        found[o.column].update(distances, allowed=allowed, tensor=name, step=at)
     return _by_pair(found)
 
 
@@ -127,12 +129,12 @@ class _File:
 
 
 @contextlib.contextmanager
-def _opened(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
+def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
     with contextlib.ExitStack() as stack:
         yield [_File(stack.enter_context(step.open()) if step else None) for step in steps]
 
 
-def _moved(file: _File, start: _File, name: str) -> torch.Tensor | None:
+def _movement(file: _File, start: _File, name: str) -> torch.Tensor | None:
     weight, at_start = file.get(name), start.get(name)
     return None if weight is None or at_start is None else weight.double() - at_start.double()
 
@@ -147,23 +149,23 @@ def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tupl
     return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
 
 
-def _apart(held: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
+def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
     """||x_i - x_j|| / unit for all i, j.
 
     Infinite where only one has it, or shapes differ, or a number is not finite; -1, no distance, where neither has it.
     """
-    apart = torch.full((len(held), len(held)), math.inf, dtype=torch.float64)
-    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in held]
+    matrix = torch.full((len(tensors), len(tensors)), math.inf, dtype=torch.float64)
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     for shape in set(shapes):
         alike = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
-        values = [t.double().flatten() for i in alike if (t := held[i]) is not None]
+        values = [t.double().flatten() for i in alike if (t := tensors[i]) is not None]
         if values:  # by differences: the faster way, by products, loses everything below 1e-8
             stacked = torch.stack(values)
             distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
         else:
             distances = torch.full((len(alike), len(alike)), -1.0, dtype=torch.float64)
-        apart[alike[:, None], alike] = distances
-    return apart.nan_to_num(nan=math.inf, posinf=math.inf)
+        matrix[alike[:, None], alike] = distances
+    return matrix.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 class _Worst:
@@ -176,15 +178,15 @@ class _Worst:
         self.since = torch.full_like(self.at, -1)
         self.places: list[tuple[str, int]] = []
 
-    def see(self, apart: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
+    def update(self, distances: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
         """Fold the pairwise distances (members, members) of one tensor at one step into the worst so far.
 
         Call it in the order of the steps: ``since`` keeps the first step out of tolerance.
         """
-        over = apart / allowed if allowed else torch.full_like(apart, math.inf)
-        ratio = torch.where(apart > 0, over, apart)  # 0 and -1 are what they are, whatever is allowed
+        over = distances / allowed if allowed else torch.full_like(distances, math.inf)
+        ratio = torch.where(distances > 0, over, distances)  # 0 and -1 are what they are, whatever is allowed
         worse = ratio > self.ratio
-        self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], apart[worse], allowed
+        self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], distances[worse], allowed
         self.at[worse] = len(self.places)
         self.since[(ratio > 1) & (self.since < 0)] = step
         self.places.append((tensor, step))
@@ -193,7 +195,7 @@ class _Worst:
         """Forget what was seen of a member."""
         self.ratio[member, :] = self.ratio[:, member] = -1.0
 
-    def of(self, pair: Pair) -> Difference | None:
+    def difference(self, pair: Pair) -> Difference | None:
         if self.ratio[pair] < 0:
             return None
         tensor, step = self.places[int(self.at[pair])]
@@ -209,6 +211,6 @@ class _Worst:
 def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:
     members = max((len(worst.ratio) for worst in found.values()), default=0)
     return {
-        pair: {column: worst for column, worsts in found.items() if (worst := worsts.of(pair))}
+        pair: {column: worst for column, worsts in found.items() if (worst := worsts.difference(pair))}
         for pair in combinations(range(members), 2)
     }

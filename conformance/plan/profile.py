@@ -156,7 +156,7 @@ def expand(
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
             if first_steps := table.steps or profile.steps:
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
-            for layout, chain in itertools.product(_ways(table), chains):
+            for layout, chain in itertools.product(_leg_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 legs = _legs(_program(profile, table.program), chain, layouts, scenario)
                 cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
@@ -167,7 +167,7 @@ def expand(
     return sorted(cells.values(), key=lambda c: (c.backend, c.world_size, str(c)))
 
 
-def _ways(table: CellTable) -> list[str]:
+def _leg_layouts(table: CellTable) -> list[str]:
     """The layouts of the cells' legs."""
     return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 

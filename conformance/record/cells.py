@@ -49,25 +49,25 @@ def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
 def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
-    found = [_read_own(out, folder / record, _read_lines, is_own) for record in entry.records]
+    found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
     legs = tuple(lines for lines, _ in found if lines)
-    problem = next((problem for _, problem in found if problem), "") or _gap(legs)
+    problem = next((problem for _, problem in found if problem), "") or _step_gap(legs)
     oracle = None
     if entry.oracle:
-        oracle, theirs = _read_own(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
-        problem = problem or (f"of the oracle: {theirs}" if theirs else "")
+        oracle, oracle_problem = _read_checked(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
+        problem = problem or (f"of the oracle: {oracle_problem}" if oracle_problem else "")
     if entry.defective:
         has_them = partial(check_oracle, precision=FLOAT64, defects=defects_of(entry.expected))
-        _, theirs = _read_own(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
-        problem = problem or (f"of the oracle with the expected defects: {theirs}" if theirs else "")
+        _, oracle_problem = _read_checked(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
+        problem = problem or (f"of the oracle with the expected defects: {oracle_problem}" if oracle_problem else "")
     verdict = entry.verdict
-    if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
+    if verdict.state in NO_FAULT and (damage := problem or _why_unfounded(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
     return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem)
 
 
-def _read_own(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
+def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
     """As ``read``; nothing of a record that lies outside of ``out``, or is somebody else's."""
     try:
         lines, problem = read(inside(out, folder))
@@ -86,7 +86,7 @@ def _read_lines(folder: Path) -> tuple[Lines | None, str]:
         return error.left, str(error)
 
 
-def _gap(legs: tuple[Lines, ...]) -> str:
+def _step_gap(legs: tuple[Lines, ...]) -> str:
     """What is wrong with the order of complete legs: each goes on where the one before it ended."""
     steps = [line["step"] for leg in legs for line in leg.steps]
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
@@ -94,7 +94,7 @@ def _gap(legs: tuple[Lines, ...]) -> str:
     return f"the steps of its legs, {steps}, do not follow one another. Run it again."
 
 
-def _nothing(entry: Entry) -> str:
+def _why_unfounded(entry: Entry) -> str:
     """Why a verdict that is not a failure rests on nothing; empty when it is sound."""
     if not entry.records:
         return "there is no record of the cell. Run it again."

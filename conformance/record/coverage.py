@@ -43,15 +43,15 @@ class Floor:
             cells = {cell: state for cell, state in states.items() if fnmatch.fnmatchcase(cell, pattern)}
             short = [cell for cell, state in cells.items() if state not in ("conforms", "expected_difference")]
             yield "" if cells else f"required: no cell of the run matches {pattern!r}"
-            yield f"required: {pattern!r}, but {_named(short, states)}" if short else ""
+            yield f"required: {pattern!r}, but {_list_cells(short, states)}" if short else ""
         judged = sum(state in ANSWERED for state in states.values())
         yield f"judged: {judged} of at least {self.min_judged} cells" if judged < self.min_judged else ""
         for name in self.backends:
             cells = {cell: state for cell, state in states.items() if name in _backend(cell).split(TO)}
             if not any(state in ANSWERED for state in cells.values()):
-                yield f"asked for: backend {name}, and no cell of it was judged: {_named(list(cells), states)}"
+                yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
         if lost := self.changes(states)[0]:
-            yield f"coverage lost since {self.against}: {_named([change.cell for change in lost], states)}"
+            yield f"coverage lost since {self.against}: {_list_cells([change.cell for change in lost], states)}"
 
     def changes(self, states: States) -> tuple[tuple["Change", ...], tuple["Change", ...]]:
         """Coverage that was lost and that was gained since the earlier run; none without one."""
@@ -106,7 +106,7 @@ def _word(state: State | None) -> str:
     return STATES[state].name if state else "not in the run"
 
 
-def _named(cells: list[str], states: States) -> str:
+def _list_cells(cells: list[str], states: States) -> str:
     """``cell (state)`` of the first cells, and how many more there are."""
     said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
     return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"

@@ -76,7 +76,7 @@ def read_lines(path: Path) -> Lines:
     Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
     """
     file = path / RECORD_FILE
-    raw = _raw(file)
+    raw = _read_raw_lines(file)
     values: list[Any] = []
     problem: RecordError | None = None
     for number, line in enumerate(raw, start=1):
@@ -86,18 +86,18 @@ def read_lines(path: Path) -> Lines:
             if number < len(raw):
                 problem = DigestMismatch(f"{file}:{number} is not JSON ({error}): the file was changed; {AGAIN}")
             break
-    if wrong := _first(file, values):
+    if wrong := _first_line_problem(file, values):
         raise problem or wrong
-    right, wrong = _right(file, values, complete=len(values) == len(raw))
-    lines = _sorted(right)
-    problem = problem or _ending(file, lines, values[-1], raw) or wrong or _order(file, lines)
+    right, wrong = _valid_lines(file, values, complete=len(values) == len(raw))
+    lines = _to_lines(right)
+    problem = problem or _footer_problem(file, lines, values[-1], raw) or wrong or _step_order_problem(file, lines)
     if problem:
         problem.left = lines
         raise problem
     return lines
 
 
-def _raw(file: Path) -> list[bytes]:
+def _read_raw_lines(file: Path) -> list[bytes]:
     if is_link(file.parent):
         raise RecordError(f"{file.parent} is a link; put the record itself there, or {AGAIN}")
     try:
@@ -110,7 +110,7 @@ def _raw(file: Path) -> list[bytes]:
         raise RecordError(str(error)) from None
 
 
-def _first(file: Path, values: list[Any]) -> RecordError | None:
+def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
     """What is wrong with the first line as such, whatever it holds."""
     header = values[0] if values else None
     if not isinstance(header, dict) or header.get("type") != "header":
@@ -125,7 +125,7 @@ def _first(file: Path, values: list[Any]) -> RecordError | None:
     )
 
 
-def _right(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
+def _valid_lines(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
     """The lines before the first one that is not as the suite writes it, and what is wrong with that one."""
     for place, value in enumerate(values):
         kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
@@ -137,14 +137,14 @@ def _right(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line]
     return values, None
 
 
-def _sorted(values: list[Line]) -> Lines:
+def _to_lines(values: list[Line]) -> Lines:
     steps = [value for value in values if value["type"] == "step"]
     footer = values[-1] if values and values[-1]["type"] == "footer" else {}
     header = values[0] if values else {}
     return Lines(header=header, loaded=steps[0] if steps else {}, steps=tuple(steps[1:]), footer=footer)
 
 
-def _ending(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
+def _footer_problem(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
     if not isinstance(last, dict) or last.get("type") != "footer":
         step = lines.steps[-1]["step"] if lines.steps else "none"
         return MissingFooter(f"{file} has no footer: the cell stopped after step {step}; run it again")
@@ -153,7 +153,7 @@ def _ending(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordErro
     return None
 
 
-def _order(file: Path, lines: Lines) -> RecordError | None:
+def _step_order_problem(file: Path, lines: Lines) -> RecordError | None:
     first, count = lines.header.get("first_step", 0), lines.footer["steps"]
     seen = [line.get("step") for line in (lines.loaded, *lines.steps)]
     if len(seen) == count + 1 and all(step == first - 1 + place for place, step in enumerate(seen)):
@@ -192,7 +192,7 @@ def _refuse(constant: str) -> None:
 
 def dumps(values: Any, *, indent: int | None = None) -> str:
     """JSON text that every reader accepts: NaN and infinity, which JSON cannot say, become strings."""
-    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+    return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
 
 
 def number(value: Any) -> float:
@@ -200,11 +200,11 @@ def number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _finite(value: Any) -> Any:
+def _without_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _without_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_without_non_finite(entry) for entry in value]
     return value

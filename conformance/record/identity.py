@@ -36,10 +36,10 @@ def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[D
         )
     if backend.get("defects", []) != (asked := defects_to_json(defects)):
         raise RecordError(
-            f"{folder} should be the oracle's record with {_named(asked)}, and is one with "
-            f"{_named(backend['defects'])}: folders were mixed up; run the cell again"
+            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with "
+            f"{_describe(backend['defects'])}: folders were mixed up; run the cell again"
         )
 
 
-def _named(defects: Any) -> str:
+def _describe(defects: Any) -> str:
     return shown(defects) if defects else "no defect"

@@ -237,8 +237,8 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
     known = {f.name: values[f.name] for f in fields(Run) if f.name in values}
-    run = _typed(_RUN, {**known, "floor": floor}, file)
-    cells = _typed(_CELLS, values.get("cells"), file)
+    run = _validated(_RUN, {**known, "floor": floor}, file)
+    cells = _validated(_CELLS, values.get("cells"), file)
     if twice := [cell for cell, count in Counter(cell.id for cell in cells).items() if count > 1]:
         raise UsageError(f"{file} names {', '.join(twice)} twice; run into an empty folder")
     return run, list(cells)
@@ -247,7 +247,7 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
 def read_entry(file: Path) -> Entry:
     """The cell whose ``verdict.json`` is ``file``. Raises UsageError for a file that cannot be trusted."""
     values = read_output_json(file)
-    table = _typed(_TABLE, values.get("quantities"), file)
+    table = _validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
     rows: list[dict[str, Any]] = [dict(zip(_COLUMNS, row, strict=True)) for row in table.data]
@@ -255,7 +255,7 @@ def read_entry(file: Path) -> Entry:
     if isinstance(other := known.get("other"), dict):
         known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
     verdict = _verdict(values, tuple(Quantity(**row) for row in rows), values.get("strips", ()), file)
-    entry = _typed(_ENTRY, {**known, "verdict": verdict}, file)
+    entry = _validated(_ENTRY, {**known, "verdict": verdict}, file)
     if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
             f"{file} is about {entry.cell}, and names other parts of it: it was edited or comes from another run; run "
@@ -285,11 +285,11 @@ def _check_strips(verdict: Verdict, file: Path) -> None:
 def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: Any, file: Path) -> Verdict:
     if (state := values.get("state")) not in list(STATES):
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
-    held = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
-    return _typed(_VERDICT, held, file)
+    fields_of_verdict = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
+    return _validated(_VERDICT, fields_of_verdict, file)
 
 
-def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
+def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
     """``values`` of ``file`` as a dataclass. Raises UsageError."""
     try:
         return adapter.validate_python(values)

@@ -69,7 +69,7 @@ class Watch(EagerMode):
         finally:
             self._reading = False
 
-    def weigh(self) -> None:
+    def count_live_storages(self) -> None:
         """Gradients of a model are ready: see what is alive. Of several models only the first is told, because
         afterwards the state of its optimizer is there as well."""
         if not self.held:
@@ -87,10 +87,10 @@ class Watch(EagerMode):
                 self._collective(operator.strip("_"), args)
             elif isinstance(result, Tensor):
                 self._tensor(operator, result)
-            self._remember([*args, *kwargs.values(), result])
+            self._remember_storages([*args, *kwargs.values(), result])
         return result
 
-    def _remember(self, values: Any) -> None:
+    def _remember_storages(self, values: Any) -> None:
         for tensor in _tensors(values):
             if type(tensor) in PLAIN and tensor.is_floating_point():
                 storage = tensor.untyped_storage()

@@ -30,13 +30,13 @@ class Refusals:
         self._device = device
         self._adapters: dict[BackendEntry, Any] = {}
 
-    def of(self, cell: Cell, model: Path) -> Verdict | None:
+    def refusal(self, cell: Cell, model: Path) -> Verdict | None:
         """The verdict of a cell that cannot be run; None if it can. ``model``: the folder of its first model."""
-        legs = (refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model)))
-        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._of_handover(cell, *legs)))
+        legs = (refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model)))
+        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs)))
         return next(legs, None) or next(handovers, None)
 
-    def _of_handover(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
+    def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
         """Where a backend has no training state for others, or cannot load its own checkpoint of another layout."""
         giver, taker = self.adapter(before.backend), self.adapter(after.backend)
         if before.save == "state":
@@ -47,16 +47,16 @@ class Refusals:
         ask = getattr(giver, "supports_checkpoint", None)
         if before.save != "checkpoint" or ask is None:
             return None
-        return _asked(before.backend.name, lambda: ask(cell.scenario, before.layout, after.layout))
+        return _refused_by(before.backend.name, lambda: ask(cell.scenario, before.layout, after.layout))
 
-    def _of_leg(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
+    def _leg_refusal(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
         scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
         adapter = self.adapter(leg.backend)
         if isinstance(adapter, Verdict):
             return adapter
         if kind not in getattr(adapter, "objectives", ("sft",)):
             return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
-        if refused := _asked(name, lambda: adapter.supports(scenario, leg.layout)):
+        if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
             return refused
         try:
             leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
@@ -83,7 +83,7 @@ class Refusals:
             return ()
         zero = adapter.describe().default_zero
         about = (one for one in expected if one.is_about(cell.scenario, leg.layout, default_zero=zero))
-        found = (one.of(cell.scenario, leg.layout) for one in about)
+        found = (one.known_for(cell.scenario, leg.layout) for one in about)
         return tuple(known for known in found if known.defects or known.unmodelled)
 
     def adapter(self, backend: BackendEntry) -> Any:
@@ -98,7 +98,7 @@ class Refusals:
         return self._adapters[backend]
 
 
-def _asked(name: str, ask: Callable[[], Support]) -> Verdict | None:
+def _refused_by(name: str, ask: Callable[[], Support]) -> Verdict | None:
     """The verdict where a backend does not claim a cell, or raises when it is asked; None where it claims it."""
     try:
         answer = ask()

@@ -66,7 +66,7 @@ class Session:
 
     def __init__(self, config: SessionConfig) -> None:
         self.config = config
-        self._told: dict[str, CellSummary] = {}
+        self._summaries: dict[str, CellSummary] = {}
         self._summary_due = 0.0
 
     def __enter__(self) -> "Session":
@@ -124,7 +124,7 @@ class Session:
     def announce(self, cells: Sequence[Cell]) -> None:
         """Put every cell into the output folder as not run, so that none is forgotten if the session is cut short."""
         for cell in cells:
-            self._keep(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
+            self._store_verdict(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
         self.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:
@@ -132,7 +132,7 @@ class Session:
         began = time.monotonic()
         judged = self._run(cell)
         judged = replace(judged, seconds=time.monotonic() - began)
-        self._keep(judged)
+        self._store_verdict(judged)
         return judged
 
     def _run(self, cell: Cell) -> JudgedCell:
@@ -196,12 +196,12 @@ class Session:
         Raises UsageError for a model, data set or objective that cannot be used: that is no property of the cell.
         """
         functions_of(cell.scenario.objective)
-        return self._refusals.of(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
+        return self._refusals.refusal(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
 
     def _folder(self, cell: Cell) -> Path:
         return self.config.out / "cells" / cell.slug
 
-    def _keep(self, judged: JudgedCell) -> None:
+    def _store_verdict(self, judged: JudgedCell) -> None:
         cell, folder = judged.cell, self._folder(judged.cell)
         known = self._refusals.known(cell)
         defective = self._defective(cell, known) if judged.records else None
@@ -225,7 +225,7 @@ class Session:
             verdict=judged.verdict,
             other=judged.other,
         )
-        self._told[str(cell)] = cell_summary(entry)
+        self._summaries[str(cell)] = cell_summary(entry)
         write_entry(self.config.out, entry)
 
     def _write_summary_if_due(self) -> None:
@@ -248,4 +248,4 @@ class Session:
             environment=self._environment,
             floor=self.config.floor,
         )
-        write_summary(self.config.out, run, list(self._told.values()))
+        write_summary(self.config.out, run, list(self._summaries.values()))

@@ -152,10 +152,10 @@ class _Observer:
         """``handed``: the training state was handed over, or is now."""
         loaded: dict[str, torch.Tensor] = {}
         for role in self.roles:
-            loaded |= self._full("weight", role, backend)
+            loaded |= self._gather("weight", role, backend)
         generators = self._generators() if handed else []
         if handed:
-            loaded |= self._state(backend)
+            loaded |= self._training_state(backend)
         if self.rank.rank == 0:
             header = {**self.header, "resolved": resolved}
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
@@ -178,10 +178,10 @@ class _Observer:
             began = time.perf_counter()
             if model in trained and read:
                 with self.watch.reading():
-                    tensors.update(self._full("gradient", trained[model], backend))
+                    tensors.update(self._gather("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
                 if watched:  # only now has no thread of a collective a buffer of the backward pass any more
-                    self.watch.weigh()
+                    self.watch.count_live_storages()
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
@@ -198,16 +198,16 @@ class _Observer:
         shards: dict[str, Iterator[Shard]] = {}
         if read:
             for role in trained.values():
-                tensors |= self._full("weight", role, backend)
+                tensors |= self._gather("weight", role, backend)
             shards = _shards("weight", trained.values(), backend)
         generators: list[dict[str, str]] = []
         if handed:
-            tensors |= self._state(backend)
+            tensors |= self._training_state(backend)
             # What a framework seeds by itself at every start would else be there again without being restored.
             seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True)
             generators = self._generators()
         values = check_values(metrics, self.observables, type(backend).__name__)
-        replicas |= compare(shards | _pieces(metrics, self.observables))
+        replicas |= compare(shards | _replicated_values(metrics, self.observables))
         tensors |= self._rows(metrics)
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
@@ -220,7 +220,7 @@ class _Observer:
         if self.writer:
             self.writer.finish({"seconds": seconds, "leaks": self.leaks, "evidence": evidence})
 
-    def _full(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
+    def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walk the iterator on all ranks; copies stay on rank 0 only."""
         kept = {}
         for name, tensor in backend.named_tensors(kind, role.name):
@@ -228,12 +228,12 @@ class _Observer:
                 kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
         return kept
 
-    def _state(self, backend: Backend) -> dict[str, torch.Tensor]:
+    def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
         """The training state of what is trained, where the backend shows it."""
         if not getattr(backend, "shows_training_state", False):
             return {}
         trained = [role for role in self.roles if role.trained]
-        parts = [self._full(kind, role, backend) for role in trained for kind in STATE_KINDS]
+        parts = [self._gather(kind, role, backend) for role in trained for kind in STATE_KINDS]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _generators(self) -> list[dict[str, str]]:
@@ -275,7 +275,7 @@ def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[s
     return {model_key(role.prefix, kind): backend.local_shards(kind, role.name) for role in roles}
 
 
-def _pieces(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
+def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
     """What this rank says of the numbers and rows that other ranks have, too, by key."""
     pieces: dict[str, Iterator[Shard]] = {}
     for o in observables:

@@ -78,15 +78,15 @@ class Cleaner:
         deadline = time.monotonic() + SETTLE_S
         if self._first is None:  # torch's CUDA builds start a pool of threads at the first backward, on the CPU, too
             torch.zeros(1, device=self._device, requires_grad=True).sum().backward()
-        now = _count()
+        now = _current_holdings()
         self._first = self._first or now
         while growth(self._first, now) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-            now = _count()
+            now = _current_holdings()
         return growth(self._first, now)
 
 
-def _count() -> Holdings:
+def _current_holdings() -> Holdings:
     return Holdings(
         groups=len(dist.distributed_c10d._world.pg_map),
         fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),

@@ -64,17 +64,17 @@ class RankContext:
     beat: Callable[[str], None]
 
 
-_own: tuple[Heartbeats, int] | None = None
+_this_rank: tuple[Heartbeats, int] | None = None
 
 
 def attach(beats: Heartbeats, rank: int) -> None:
     """Make ``beat`` write this process's slot."""
-    global _own
-    _own = beats, rank
+    global _this_rank
+    _this_rank = beats, rank
 
 
 def beat(phase: str) -> None:
     """Say what this rank does next, in a few words such as "step 1"; outside a world it does nothing."""
-    if _own is not None:
-        beats, rank = _own
+    if _this_rank is not None:
+        beats, rank = _this_rank
         beats.write(rank, phase, count=beats.read(rank).count + 1)

@@ -112,7 +112,7 @@ class ZygoteHandle:
 
     def receive(self) -> None:
         """Take in the news that is there; does not wait."""
-        while self._take(limit_s=0.0) is not None:
+        while self._next_message(limit_s=0.0) is not None:
             pass
 
     def wait_until_ready(self) -> None:
@@ -202,7 +202,7 @@ class ZygoteHandle:
 
     def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
-        while (message := self._take(limit_s=deadline - time.monotonic())) is not None:
+        while (message := self._next_message(limit_s=deadline - time.monotonic())) is not None:
             if message["type"] == kind and message.get("world") == world:
                 return message
         died = not self.is_alive
@@ -210,7 +210,7 @@ class ZygoteHandle:
         what = exit_words(status) if died else f"did not answer within {limit_s:.0f} s"
         raise StartError(f"the process that ranks are forked from {what}; end of {self._log.name}:\n{tail(self._log)}")
 
-    def _take(self, *, limit_s: float) -> Message | None:
+    def _next_message(self, *, limit_s: float) -> Message | None:
         """The next message, waited for at most ``limit_s``; None when there is none or the zygote is dead."""
         if not self.is_alive or not readable([self], limit_s=limit_s):
             return None

@@ -76,20 +76,20 @@ class _Watch:
         """Wait until every rank has sent a message of this kind; raises TaskFailed."""
         deadline = since + limit_s
         while not all(self._inbox):
-            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
             if self._failures:
-                self._hear_the_others()
+                self._collect_other_failures()
                 self._fail(first_cause(list(self._failures.values())), self._stacks())
             if not all(self._inbox) and time.monotonic() > deadline:
                 self._hang(limit_s)
         messages = [inbox.popleft() for inbox in self._inbox]
         for rank, message in enumerate(messages):
             if message.get("type") != kind:
-                self._note(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
+                self._record_failure(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
                 self._fail(self._failures[rank], self._stacks())
         return messages
 
-    def _look(self, *, limit_s: float) -> None:
+    def _poll(self, *, limit_s: float) -> None:
         """Wait for news, and turn bad news into failures."""
         world = self._world
         ready = readable([world.zygote, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
@@ -102,15 +102,15 @@ class _Watch:
             what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
             self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
         for rank, status in world.statuses.items():
-            self._note(rank, "killed" if status < 0 else "exited", exit_words(status))
+            self._record_failure(rank, "killed" if status < 0 else "exited", exit_words(status))
         now = time.monotonic()
         for rank in range(world.size):
             if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
-                self._note(rank, "exited", "closed its connection to the controller")
+                self._record_failure(rank, "exited", "closed its connection to the controller")
             if process_state(world.pids[rank]) != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
-                self._note(rank, "stopped", "was stopped (SIGSTOP, or job control)")
+                self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
 
     def _read(self, rank: int) -> None:
         """Take in all that the rank has sent by now: the last of it may explain its death."""
@@ -120,7 +120,7 @@ class _Watch:
                 message, _ = wire.receive()
             except Garbage as garbage:
                 self._open.discard(rank)
-                self._note(rank, "exited", "sent garbage to the controller", detail=str(garbage))
+                self._record_failure(rank, "exited", "sent garbage to the controller", detail=str(garbage))
                 return
             if message is None:
                 self._open.discard(rank)
@@ -128,23 +128,25 @@ class _Watch:
             elif message.get("type") == "raised":
                 kind: FailureKind = "out of memory" if message["out_of_memory"] else "raised"
                 what = "ran out of memory" if message["out_of_memory"] else "raised"
-                self._note(rank, kind, what, detail=message["error"], traceback=message["traceback"])
+                self._record_failure(rank, kind, what, detail=message["error"], traceback=message["traceback"])
             else:
                 self._inbox[rank].append(message)
 
-    def _note(self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = "") -> None:
+    def _record_failure(
+        self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = ""
+    ) -> None:
         """Note a rank's first failure; what follows on the same rank is its consequence."""
         phase = self._world.beats.read(rank).phase
         what = f"rank {rank} {what}"
         failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
         self._failures.setdefault(rank, failure)
 
-    def _hear_the_others(self) -> None:
+    def _collect_other_failures(self) -> None:
         deadline = time.monotonic() + GRACE_S
-        while self._unheard() and None not in self._failures and time.monotonic() < deadline:
-            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+        while self._ranks_without_report() and None not in self._failures and time.monotonic() < deadline:
+            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
 
-    def _unheard(self) -> list[int]:
+    def _ranks_without_report(self) -> list[int]:
         """Ranks that have neither done their work nor failed; that they started says nothing."""
         at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
         return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
@@ -152,7 +154,7 @@ class _Watch:
     def _hang(self, limit_s: float) -> NoReturn:
         """Name the ranks that lag behind: the fewest heartbeats, then those that are not waiting for others."""
         locations = self._stacks()
-        late = self._unheard()
+        late = self._ranks_without_report()
         fewest = min(self._world.beats.read(rank).count for rank in late)
         suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
         if outside := [rank for rank in suspects if rank in locations and not locations[rank].in_collective]:
@@ -170,7 +172,7 @@ class _Watch:
     def _stacks(self) -> dict[int, Location]:
         """Have the ranks that still run write their stacks; returns where they are."""
         ranks = [
-            *self._unheard(),
+            *self._ranks_without_report(),
             *(rank for rank, f in self._failures.items() if rank is not None and f.kind == "stopped"),
         ]
         files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
