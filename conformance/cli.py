@@ -1,8 +1,8 @@
-"""The command line: parity list | run | judge | report | compare | doctor, and commands that packages announce.
+"""The command line: parity list | run | judge | report | compare | doctor, and the commands of installed packages.
 
-Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or differ as expected), 1 a cell differs,
-2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, less than was demanded, or the output
-folder cannot be written to).
+Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
+differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
+were judged than demanded, or the output folder cannot be written to).
 """
 
 import argparse
@@ -43,9 +43,9 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Errors of usage are one message on standard error."""
+    """Run one command and return its exit code. A UsageError is printed as one message to standard error."""
     options = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be in any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = options.command(options, list(sys.argv[2:] if argv is None else argv[1:]))
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)
     listing.add_argument(
-        "--coverage", action="store_true", help="measure what the data reaches: positions, vocabulary, cuts, masks"
+        "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
     )
     listing.add_argument("--json", action="store_true", help="machine-readable output")
     listing.set_defaults(command=_list)
@@ -193,7 +193,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _report_what_is_left(out: Path, *, as_json: bool) -> int:
-    """Compare and report as far as files can still be read and written; the run is incomplete whatever comes of it."""
+    """Compare and report as far as files can still be read and written. The exit code is always ``incomplete``."""
     try:
         write_side_by_side(out)
         _finish(out, as_json=as_json)
@@ -236,7 +236,7 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports and say the verdict, of what can be believed; the exit code follows from it."""
+    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
     lines = write_reports(out)
     run, cells = read_cells(out)
     summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
@@ -255,7 +255,7 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _output_folder(out: Path | None) -> Path:
-    """A folder of this run's own; never one in which something lies already."""
+    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
     if out is None:
         out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -264,7 +264,7 @@ def _output_folder(out: Path | None) -> Path:
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
-    """The arguments without some options and their values."""
+    """``arguments`` without ``options`` and their values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

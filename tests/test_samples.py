@@ -38,7 +38,7 @@ def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:
     ("line", "message"),
     [
         (b'{"question": "caf\xe9"}', r"line 3: not UTF-8 \(.*byte 0xe9\)"),
-        (b'{"question": "a", "answer": "\\ud800"}', r"line 3: 'answer' holds U\+D800, half of a character"),
+        (b'{"question": "a", "answer": "\\ud800"}', r"line 3: 'answer' holds U\+D800, half of a surrogate pair"),
         (b"[" * 100_000, r"line 3 is not JSON that can be read: it is nested too deeply"),
         (b'{"question": ' + b"9" * 5000 + b"}", r"line 3 is not JSON: Exceeds the limit"),
         (b'{"question": "' + b"x" * (LONGEST_TEXT + 1) + b'", "answer": "b"}', r"line 3: 'question' has 1048577 char"),
@@ -111,7 +111,7 @@ def with_template(template: str) -> Any:
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{{ 'a' * 10 ** 7 }}", "the chat template makes 10000000 characters of it"),
+        ("{{ 'a' * 10 ** 7 }}", "the chat template renders 10000000 characters"),
         ("{{ messages[0]['content'] }}", "the chat template leaves out the answer '5.'"),
         ("", "nothing comes before the first token of the answer"),
     ],
@@ -119,7 +119,7 @@ def with_template(template: str) -> Any:
 def test_a_template_that_does_not_serve_is_told_with_the_sample(template: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(GOOD)
     with pytest.raises(
-        UsageError, match=rf"the tokenizer in .*llama does not serve for sample 1 of .*mine.jsonl: .*{message}"
+        UsageError, match=rf"the tokenizer in .*llama cannot encode sample 1 of .*mine.jsonl: .*{message}"
     ) as error:
         load_documents(DataConfig(path=str(tmp_path / "mine.jsonl")), with_template(template))
     one_line(error)
