@@ -233,7 +233,7 @@ def test_every_mini_batch_needs_tokens(tmp_path: Path) -> None:
 
 
 def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> None:
-    wanted = "word_problems.jsonl, line 1: not a roll-out, but the objective 'grpo' reads roll-outs; found .*; give --data .*'sft'"
+    wanted = "line 1: not a roll-out, but the objective 'grpo' reads roll-outs; found .*; give --data .*'sft'"
     with pytest.raises(UsageError, match=wanted) as error:
         build_rollouts(scenario_of("data/word_problems.jsonl"), LLAMA)
     assert "'question', 'answer'" in str(error.value)

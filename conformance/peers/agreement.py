@@ -1,8 +1,9 @@
-"""Agreement: which members of a group agree with each other and which with the oracle, as families and in words.
+"""Agreement: which cells of a group agree with each other and with the oracle, as families and in words.
 
-Serves claim 1 across backends. A cell's verdict says that it differs from the oracle; this says who differs with it.
-One member alone points at that member, several layouts of one backend at the backend, several backends that agree with
-each other and not with the oracle at the oracle, the scenario, or code that they share.
+Serves claim 1 across backends. A cell's verdict says that it differs from the oracle; this module says which other
+cells differ in the same way. If a single cell differs, look at that cell first. If several layouts of one backend agree
+with each other and not with the oracle, look at the backend. If several backends do, look at the oracle, the scenario,
+or code that these backends share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +13,19 @@ from itertools import combinations
 from conformance.peers.pairs import Difference, Pair
 from conformance.record.states import State
 
-ORACLE = -1  # as a member's number
-LAYOUTS_LISTED = 4  # layouts of one backend that a sentence names
+ORACLE = -1  # the oracle's number among the members
+LAYOUTS_LISTED = 4  # most layouts of one backend that a sentence names
 
 Families = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One cell of a group. ``oracle``: its worst difference from the oracle in each column.
+    """One cell of a group.
 
-    ``elsewhere``: the stage at which it differs first. ``problem``: why it is not compared with the others, or not in
-    all columns; empty for a complete one.
+    oracle: its worst difference from the oracle in each column.
+    elsewhere: the first stage at which the cell differs from the oracle; empty if it does not.
+    problem: why it is not compared with the others, or not in all columns; empty if it is compared in all columns.
     """
 
     backend: str
@@ -39,9 +41,12 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What is said of a group. ``families``, by column: numbers of members that agree, the family of ORACLE first.
+    """The result for a group.
 
-    ``state``: ``conforms`` if all agree, ``infrastructure`` if a member could not be compared.
+    state: ``conforms`` if all members agree, ``expected_difference`` if only members with expected differences do not,
+        ``differs`` if others do not, ``infrastructure`` if all agree but a member could not be compared.
+    text: the result in sentences.
+    families: by column, tuples of numbers of members that agree; the family of ORACLE comes first.
     """
 
     state: State
@@ -52,9 +57,10 @@ class Agreement:
 def agreement(
     members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
 ) -> Agreement:
-    """Say who agrees with whom. ``pairs`` holds the differences of every two members, by their numbers in order.
+    """Find out which members agree with which.
 
-    ``columns``: what they are compared in, in causal order.
+    pairs: the differences between every two members in each column, by the members' numbers in ascending order.
+    columns: the columns in which members are compared, in causal order.
     """
     table = _Table(members, pairs, columns)
     outside = [pair for column in columns for pair in table.pairs_outside(column)]
@@ -70,7 +76,7 @@ def agreement(
 
 
 class _Table:
-    """The oracle and the members that were compared in every column, with their differences."""
+    """The members, the columns, and the differences between members and from the oracle."""
 
     def __init__(
         self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
@@ -78,16 +84,16 @@ class _Table:
         self.members, self._pairs, self.columns = members, pairs, columns
 
     def nodes(self, column: str) -> list[int]:
-        """Who takes part in a column; a backend may have no gradient norm to report."""
+        """The numbers of the oracle and of all members that have the column; a backend may report no gradient norm."""
         return [ORACLE, *(n for n, m in enumerate(self.members) if not m.problem and column in m.oracle)]
 
     def difference(self, a: int, b: int, column: str) -> Difference | None:
-        """The difference of two members, or of a member and the oracle; None where neither has anything."""
+        """The difference between two members, or between a member and the oracle; None if neither has the column."""
         a, b = min(a, b), max(a, b)
         return (self.members[b].oracle if a == ORACLE else self._pairs[a, b]).get(column)
 
     def pairs_outside(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
-        """Pairs that are further apart than they may be, the worst first."""
+        """The pairs (of all nodes, or of those ``among`` given) that exceed their tolerance, the worst first."""
         pairs = combinations(self.nodes(column) if among is None else among, 2)
         found = [(d.ratio, pair) for pair in pairs if (d := self.difference(*pair, column)) and not d.ratio <= 1]
         return [pair for _, pair in sorted(found, reverse=True)]
@@ -111,14 +117,14 @@ class _Table:
         return tuple(families)
 
     def is_known(self, pair: Pair) -> bool:
-        """Whether one of the two is known to differ."""
+        """Whether one of the two members has an expected difference."""
         return any(n != ORACLE and self.members[n].state == "expected_difference" for n in pair)
 
     def name(self, number: int) -> str:
         return "the oracle" if number == ORACLE else str(self.members[number])
 
     def names(self, numbers: Sequence[int]) -> str:
-        """Members by backend: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
+        """The members by backend, in words: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
         layouts: dict[str, list[str]] = {}
         for number in numbers:
             layouts.setdefault(self.members[number].backend, []).append(self.members[number].layout)
@@ -174,7 +180,8 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
 
 
 def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[str]:
-    """What is said of columns in which not all agree, the earliest first. The numbers are those of the earliest."""
+    """Sentences about columns in which not all members agree. ``columns``: the column that differs first comes first,
+    and the errors in the text are those of this column."""
     column = columns[0]
     home = [number for number in families[0] if number != ORACLE]
     if len(home) > 1:
@@ -217,7 +224,10 @@ def _advice(table: _Table, members: Sequence[int], where: str) -> str:
 
 
 def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
-    """Where to look for what several members do alike, and the oracle does not."""
+    """Where to look first if the members of ``family`` agree with each other, and not with the oracle.
+
+    ``home``: the members that agree with the oracle.
+    """
     backends = list(dict.fromkeys(table.members[number].backend for number in family))
     if len(backends) == 1:
         return backends[0]

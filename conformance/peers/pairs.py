@@ -1,9 +1,10 @@
-"""Pairs: how far every two of several records are from each other, in what they were trained to compute.
+"""Pairs: the distance between every two of several records of the same scenario.
 
-Serves claim 1 across backends: losses, unclipped gradients, norms and updates of the same scenario. The oracle gives
-the unit of every error and is otherwise not asked, so two records that are wrong in the same way are found to agree.
-One unit for all pairs makes the error symmetric and a distance: two records are never further apart than their two
-errors against the oracle together, which is what a pair is allowed (docs/tolerances.md).
+Serves claim 1 across backends, for losses, unclipped gradients, norms and updates. Every distance is relative to the
+norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
+one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
+than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
+(docs/tolerances.md).
 """
 
 import contextlib
@@ -26,9 +27,10 @@ Pair = tuple[int, int]  # numbers of two members
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The worst of one column, of a record against the oracle or of two records, and where it was seen.
+    """The worst difference of one column, of a record from the oracle or between two records, and its tensor and step.
 
-    ``since``: the first step at which something of the column is outside; None if nothing is.
+    ``observed`` and ``allowed`` are relative. ``since``: the first step at which a quantity of the column exceeds its
+    tolerance; None if none does.
     """
 
     observed: float
@@ -46,7 +48,7 @@ class Difference:
 
 
 def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
-    """The column in which a judged quantity is shown; None for settings and for what is compared within one cell."""
+    """The column that shows a judged quantity; None for settings and for quantities compared within one cell."""
     if tensor.endswith(AGAINST_REBUILT):
         return None
     for observable in observables:
@@ -59,7 +61,10 @@ def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str
 def compare_lines(
     members: Sequence[Sequence[Line]], oracle: Sequence[Line], *, observables: Sequence[Observable], bounds: Bounds
 ) -> dict[Pair, dict[str, Difference]]:
-    """The scalars of every two members, from the lines of their steps."""
+    """Compare the scalars of every two members. Returns by pair and column the worst difference.
+
+    members: the step lines of each member. bounds: the bound of a cell against the oracle by (stage, tensor, step).
+    """
     found = {o.column: _Worst(len(members)) for o in observables if o.column and o.kind == "scalar"}
     for o in observables:
         if o.column not in found or o.kind != "scalar":
@@ -78,15 +83,17 @@ def compare_lines(
 
 
 def _lines_of_step(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
-    """The line of a step of each member; without values where it was not recorded."""
+    """The line of one step of each member; an empty line for a member that did not record this step."""
     return [steps[step] if step < len(steps) else {} for steps in members]
 
 
 def compare_tensors(
     members: Sequence[Sequence[Record]], oracle: Record, *, bounds: Bounds
 ) -> dict[Pair, dict[str, Difference]]:
-    """The tensors of every two members, which are the records of their legs. Of each, one tensor is in memory at
-    a time.
+    """Compare the tensors of every two members. Returns by pair and column the worst difference.
+
+    members: the records of the legs of each member. bounds: as in ``compare_lines``. One tensor of each member is in
+    memory at a time.
     """
     shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
     found = {o.column: _Worst(len(members)) for o in shown}
@@ -118,7 +125,7 @@ def compare_tensors(
 
 
 class _File:
-    """The tensors of one step, read when they are asked for; a step that was not recorded holds none."""
+    """The tensors of one step, read on demand. A step that was not recorded has no tensors."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -140,7 +147,7 @@ def _movement(file: _File, start: _File, name: str) -> torch.Tensor | None:
 
 
 def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tuple[str, float]]:
-    """(name, norm that an error is relative to) of all tensors that the oracle or a member has."""
+    """(name, norm that the error is relative to) for all tensors that the oracle or a member has."""
     floor = floor_of(reference)
     names = {
         name.removeprefix(prefix): None for file in files for name in sorted(file.names) if name.startswith(prefix)
@@ -150,16 +157,17 @@ def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tupl
 
 
 def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
-    """||x_i - x_j|| / unit for all i, j.
+    """||x_i - x_j|| / unit for all i, j: float64 (members, members).
 
-    Infinite where only one has it, or shapes differ, or a number is not finite; -1, no distance, where neither has it.
+    Infinite if only one of the two members has the tensor, if shapes differ, or if a number is not finite. -1 if
+    neither of the two has the tensor.
     """
     matrix = torch.full((len(tensors), len(tensors)), math.inf, dtype=torch.float64)
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     for shape in set(shapes):
         alike = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
         values = [t.double().flatten() for i in alike if (t := tensors[i]) is not None]
-        if values:  # by differences: the faster way, by products, loses everything below 1e-8
+        if values:  # cdist's faster way, by matrix products, loses distances below 1e-8
             stacked = torch.stack(values)
             distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
         else:
@@ -169,7 +177,7 @@ def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) 
 
 
 class _Worst:
-    """The worst of one column so far, for all pairs at once."""
+    """The worst difference of one column so far, for all pairs at once, in (members, members) tensors."""
 
     def __init__(self, members: int) -> None:
         self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
@@ -192,10 +200,11 @@ class _Worst:
         self.places.append((tensor, step))
 
     def leave_out(self, member: int) -> None:
-        """Forget what was seen of a member."""
+        """Remove a member: its pairs have no difference in this column."""
         self.ratio[member, :] = self.ratio[:, member] = -1.0
 
     def difference(self, pair: Pair) -> Difference | None:
+        """The worst difference of a pair; None if neither member has the column."""
         if self.ratio[pair] < 0:
             return None
         tensor, step = self.places[int(self.at[pair])]

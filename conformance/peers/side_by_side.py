@@ -1,8 +1,8 @@
-"""Side by side: the cells of one scenario on several backends, against the oracle and against each other.
+"""Side by side: compares the cells of one scenario on several backends with the oracle and with each other.
 
-Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/architecture.md has its fields); needs no
-GPU, no backend and no ranks. Whoever has no complete record is listed with the reason and takes part in nothing that
-would need one.
+Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/architecture.md has its fields). Needs no
+GPU, no backend and no ranks. A cell without a complete record is listed with the reason, and is left out of the
+comparisons that need the missing part.
 """
 
 import os
@@ -25,8 +25,11 @@ from conformance.validation import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class _Observed:
-    """The records of a cell's legs as far as they can be read: the lines of all steps, and the records with tensors
-    only if the files are intact; ``problem`` says what is missing."""
+    """The records of a cell's legs, as far as they can be read.
+
+    lines: the lines of all steps. records: the records with their tensors; empty unless all files are intact.
+    problem: what is missing; empty if nothing is.
+    """
 
     observables: tuple[Observable, ...] = ()
     digests: tuple[str, ...] = ()
@@ -60,7 +63,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
         for entry in entries
         if not _is_of_a_defect(entry)
         for q in entry.verdict.quantities
-    }  # the same for all: the rule, and the noise that it measures, belong to the scenario and its precision
+    }  # all members have the same bounds, because these depend only on the scenario and its precision
     with_lines = [number for number, one in enumerate(observed) if one.lines]
     pairs: dict[tuple[int, int], dict[str, Difference]] = {}
     lines = [observed[number].lines for number in with_lines]
@@ -98,7 +101,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _is_of_a_defect(entry: Entry) -> bool:
-    """Whether the quantities are those against the oracle with a defect (conformance.judge.expected)."""
+    """Whether the verdict's quantities come from the oracle with a defect (conformance.judge.expected)."""
     return bool(entry.defective) and entry.verdict.state == "differs"
 
 
@@ -107,13 +110,13 @@ def _oracle(out: Path, entry: Entry) -> Path | None:
 
 
 def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed) -> _Observed:
-    """Only what was judged is compared: the judge has found that such records hold what they should."""
+    """Read the records of a cell, only if it was judged, because the judge has checked that they are complete."""
     if not entry.records or not entry.completed or not entry.verdict.quantities:
         return _Observed(problem=entry.verdict.reason.partition("\n")[0])
     if _is_of_a_defect(entry):
-        return _Observed(problem="it differs from the oracle with its expected defect, too, and was judged by that")
+        return _Observed(problem="it also differs from the oracle with its expected defect, and was judged by that one")
     if _oracle(out, entry) != oracle:
-        return _Observed(problem="it is of another scenario with the same name")
+        return _Observed(problem="it belongs to another scenario with the same name")
     folder = out / entry.folder
     one = _read(out, [folder / record for record in entry.records], partial(check_cell, cell=entry.cell))
     if one.problem or not reference.problem:
@@ -140,7 +143,7 @@ def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None])
     try:
         return replace(observed, records=tuple(read_record(path) for path in paths))
     except RecordError as error:
-        problem = f"only its loss and gradient norm were, for its tensors are not there: {error}"
+        problem = f"only its scalars were compared, because its tensors cannot be read: {error}"
         return replace(observed, problem=problem)
 
 
