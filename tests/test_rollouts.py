@@ -238,7 +238,9 @@ def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> No
         build_rollouts(scenario_of("data/word_problems.jsonl"), LLAMA)
     assert "'question', 'answer'" in str(error.value)
     sft = dataclasses.replace(shipped("sft-sgd"), data=scenario_of("data/rollouts/llama.jsonl", rows=6).data)
-    with pytest.raises(UsageError, match=r"llama.jsonl, line 1: a roll-out, and this objective reads pairs.*'grpo'"):
+    with pytest.raises(
+        UsageError, match=r"llama.jsonl, line 1: this is a roll-out, but the objective reads pairs.*'grpo'"
+    ):
         build_batches(sft, LLAMA)
 
 
