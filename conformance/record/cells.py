@@ -1,8 +1,8 @@
-"""Cells: what an output folder says of its cells, as far as it can be believed; without torch.
+"""Cells: reads the cells of an output folder and checks whether their verdicts can be trusted; without torch.
 
-Serves claim 9 (what could not be judged is never green): a verdict that rests on no complete record of the cell and of
-its oracle, or on no quantity, is an infrastructure failure whatever its file says. The command line and the reports
-read cells here, so that an exit code and a page say the same. No tensor is read.
+Serves claim 9 (what could not be judged is never green): a verdict without complete records of the cell and of its
+oracle, or without quantities, is an infrastructure failure, whatever its file says. The command line and the reports
+both read cells with this module, so that the exit code and the report agree. No tensor is read.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,11 @@ CheckHeader = Callable[[Path, Line], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BelievedCell:
-    """One cell.
+    """One cell, after the check.
 
-    entry: what its verdict says; an infrastructure failure where that rests on nothing.
-    legs: the lines of its records, of each as much as could be read. oracle: those of the oracle's record.
+    entry: the cell with its verdict; the verdict is an infrastructure failure if the stored one cannot be trusted.
+    legs: the lines of the records of its legs, as far as they could be read.
+    oracle: the lines of the oracle's record; None if there are none.
     problem: what is wrong with these records; empty if nothing is.
     """
 
@@ -68,7 +69,7 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
-    """As ``read``; nothing of a record that lies outside of ``out``, or is somebody else's."""
+    """Call ``read``; returns (None, problem) for a record outside of ``out``, or one that ``check`` refuses."""
     try:
         lines, problem = read(inside(out, folder))
         if lines:
@@ -79,7 +80,8 @@ def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) 
 
 
 def _read_lines(folder: Path) -> tuple[Lines | None, str]:
-    """The lines of a record; of a damaged one those that are left, and what is wrong with it."""
+    """The lines of a record and the problem with it; the problem is empty for an intact record, and of a damaged one
+    the readable lines are returned."""
     try:
         return read_lines(folder), ""
     except RecordError as error:
@@ -87,7 +89,7 @@ def _read_lines(folder: Path) -> tuple[Lines | None, str]:
 
 
 def _step_gap(legs: tuple[Lines, ...]) -> str:
-    """What is wrong with the order of complete legs: each goes on where the one before it ended."""
+    """The problem if the steps of the legs are not consecutive; empty if they are."""
     steps = [line["step"] for leg in legs for line in leg.steps]
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
         return ""
@@ -95,7 +97,7 @@ def _step_gap(legs: tuple[Lines, ...]) -> str:
 
 
 def _why_unfounded(entry: Entry) -> str:
-    """Why a verdict that is not a failure rests on nothing; empty when it is sound."""
+    """Why a verdict that passes cannot be trusted, in words; empty if it can."""
     if not entry.records:
         return "there is no record of the cell. Run it again."
     if not entry.completed:

@@ -1,13 +1,14 @@
-"""Format: the lines of a record, read and verified without torch. Reports and the judge have no other reader.
+"""Format: reads and verifies the lines of a record, without torch. The judge and the reports both use this reader.
 
-A record is a folder with ``record.jsonl`` and one safetensors file per step. Lines: a header (who, what, where, and the
-observables), one line per optimizer step, a footer with a digest. Serves claim 9: a run that stopped half-way has no
-footer, a changed one a wrong digest; both are errors with a name, never a pass.
+A record is a folder with ``record.jsonl`` and one safetensors file per step. The lines are a header (cell, backend,
+scenario, environment and observables), one line per optimizer step, and a footer with a digest. Serves claim 9: the
+record of a run that stopped half-way has no footer, and a changed record has a wrong digest. Each raises its own error,
+never a pass.
 
-A step's line: ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, what ranks
-that should hold the same numbers held; ``seconds``; and its ``tensors`` file with a SHA-256. Step -1 (or, of a leg that
-goes on from a checkpoint, the step before its first) holds the weights as loaded. Numbers that are not finite are
-strings: ``"nan"``, ``"inf"``, ``"-inf"``.
+A step's line holds ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, the
+comparison of ranks that should hold the same numbers; ``seconds``; and ``tensors``, the name of the step's safetensors
+file with its SHA-256. The first of these lines (step -1, or the step before the first one of a later leg) holds the
+weights as loaded. Numbers that are not finite are strings: ``"nan"``, ``"inf"``, ``"-inf"``.
 """
 
 import hashlib
@@ -23,15 +24,15 @@ from conformance.record.schema import wrong_line
 
 RECORD_SCHEMA = 3
 RECORD_FILE = "record.jsonl"
-LONGEST = 2**28  # bytes of a file of lines or JSON; of thousands of cells they are some MiB
-MOST_NESTED = 64  # levels of JSON; what the suite writes has less than ten
+LONGEST = 2**28  # bytes of a JSON or JSONL file; the files of thousands of cells have some MiB
+MOST_NESTED = 64  # levels of JSON; the suite writes fewer than ten
 AGAIN = "run the cell again"
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """The lines of a record. ``loaded`` is the line of the weights as loaded, ``steps`` those of optimizer steps."""
+    """The lines of a record. ``loaded``: the line of the weights as loaded. ``steps``: the lines of optimizer steps."""
 
     header: Line
     loaded: Line
@@ -40,26 +41,26 @@ class Lines:
 
     @property
     def observables(self) -> tuple[Observable, ...]:
-        """What the record says was observed, in causal order."""
+        """The observables of the record's header, in causal order."""
         return observables_from_json(self.header["observables"])
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything in the record; empty without a footer."""
+        """SHA-256 (hexadecimal) of the whole record, from the footer; empty without a footer."""
         return str(self.footer.get("sha256", ""))
 
 
 class RecordError(ValueError):
-    """A record that cannot be trusted; the message says which file, what is wrong, and what to do.
+    """A record cannot be trusted. The message says which file, what is wrong, and what to do.
 
-    ``left`` are the lines that could be read all the same, for a reader who wants to see how far it came.
+    ``left``: the lines that could be read nevertheless, so that reports can show how far the cell came.
     """
 
     left: Lines | None = None
 
 
 class MissingFooter(RecordError):
-    """The run stopped before it was complete."""
+    """The record has no footer, because the run stopped before it was complete."""
 
 
 class DigestMismatch(RecordError):
@@ -67,13 +68,13 @@ class DigestMismatch(RecordError):
 
 
 class WrongSchema(RecordError):
-    """Written by another version of the suite."""
+    """The record was written by another version of the suite, with another schema."""
 
 
 def read_lines(path: Path) -> Lines:
-    """Read and verify the lines of the record in folder ``path``; its tensors are not looked at.
+    """Read and verify the lines of the record in folder ``path``; its tensor files are not read.
 
-    Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
+    Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
     file = path / RECORD_FILE
     raw = _read_raw_lines(file)
@@ -111,7 +112,7 @@ def _read_raw_lines(file: Path) -> list[bytes]:
 
 
 def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
-    """What is wrong with the first line as such, whatever it holds."""
+    """The error if the first line is not a header of this schema; None if it is."""
     header = values[0] if values else None
     if not isinstance(header, dict) or header.get("type") != "header":
         return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
@@ -126,7 +127,7 @@ def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
 
 
 def _valid_lines(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
-    """The lines before the first one that is not as the suite writes it, and what is wrong with that one."""
+    """The lines before the first malformed one, and the error of the malformed line; None if there is none."""
     for place, value in enumerate(values):
         kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
         kind = value.get("type") if isinstance(value, dict) else None
@@ -164,15 +165,15 @@ def _step_order_problem(file: Path, lines: Lines) -> RecordError | None:
 
 
 def record_digest(body: bytes, footer: Line) -> str:
-    """SHA-256 of all lines before the footer and of the footer's own values, apart from the digest itself."""
+    """SHA-256 (hexadecimal) of all lines before the footer and of the footer's values without the digest itself."""
     values = {key: value for key, value in footer.items() if key != "sha256"}
     return hashlib.sha256(body + dumps(values).encode()).hexdigest()
 
 
 def parse_strict_json(data: bytes) -> Any:
-    """A JSON value, nested MOST_NESTED deep at most. Raises ValueError for anything else.
+    """Parse JSON that is nested at most MOST_NESTED deep. Raises ValueError for other text.
 
-    Not more than JSON: a number that is not finite is a string here, and no name like NaN.
+    The names NaN and Infinity, which Python's parser accepts, are errors: the suite writes such numbers as strings.
     """
     try:
         value = json.loads(data, parse_constant=_refuse)
@@ -187,16 +188,16 @@ def parse_strict_json(data: bytes) -> Any:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def dumps(values: Any, *, indent: int | None = None) -> str:
-    """JSON text that every reader accepts: NaN and infinity, which JSON cannot say, become strings."""
+    """JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
     return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
 
 
 def number(value: Any) -> float:
-    """A number of a record or a verdict, which may be one of the strings that ``dumps`` writes; NaN for None."""
+    """A number from a record or a verdict as a float; ``dumps`` writes non-finite ones as strings. None gives NaN."""
     return math.nan if value is None else float(value)
 
 

@@ -1,4 +1,4 @@
-"""Summary: what is said of a run on the strength of its ``summary.json`` alone, without its cells."""
+"""Summary: what can be said about a run from its ``summary.json`` alone, without the files of its cells."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from conformance.validation import UsageError
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What a terminal says of a run, from its ``summary.json``: verdict, counts, what is missing, what was gained."""
+    """The lines for the terminal, from the values of ``summary.json``: verdict, counts, unmet demands, gains."""
     counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
     gained = summary["coverage"]["gained"]
     since = f"coverage gained since {summary['floor']['against']}: {len(gained)}"
@@ -18,7 +18,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def read_states(path: Path) -> dict[str, State]:
-    """The states of the cells of an earlier run by id, from its output folder or from its ``summary.json`` alone.
+    """The states of the cells of an earlier run by id. ``path``: its output folder or its ``summary.json``.
 
     Raises UsageError for a file that is not a summary.
     """
