@@ -218,7 +218,7 @@ def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_p
     ("demand", "words"),
     [
         (("--require", "typo*"), "no cell matches 'typo*'"),
-        (("--min_judged", "3"), "--min_judged 3, and 2 cells are selected"),
+        (("--min_judged", "3"), "--min_judged 3, but only 2 cells are selected"),
         (("--against", "nowhere"), "there is no nowhere"),
     ],
 )
