@@ -1,8 +1,8 @@
-"""Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
+"""Side by side: reads ``side_by_side.json``, the comparison of a run's backends with the oracle and with each other.
 
-Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
-backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read
-and, for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
+Serves claim 1 across backends: a table shows loss, gradients, norms and updates of one scenario on every backend. The
+numbers and texts come from conformance.peers.side_by_side; this module reads them and formats them as Markdown for a
+job summary or a README. It needs no records, so it works for a published run as well.
 """
 
 import os
@@ -32,7 +32,7 @@ NOTE = (
     "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor; in the last "
     "row, the largest difference between two; in brackets, the part of what is allowed."
 )
-PAIRS = 10  # that are outside, per group
+PAIRS = 10  # most pairs per group that are listed as outside their tolerance
 STALE = (
     "This comparison is not of the verdicts and records that lie here now. Run `parity judge` on the folder to compare "
     "them again."
@@ -43,8 +43,9 @@ STALE = (
 class Member:
     """One cell of a group.
 
-    records: digests of the records that were compared. problem: why it is not compared with the others, or not in all
-    columns. worst: its worst difference from the oracle in each column.
+    records: digests of the records that were compared.
+    problem: why it is not compared with the others, or not in all columns; empty if it is compared in all columns.
+    worst: its worst difference from the oracle in each column.
     """
 
     cell: str
@@ -75,7 +76,7 @@ class Pair:
 
     @property
     def furthest(self) -> Quantity | None:
-        """The column in which they come nearest to, or are furthest beyond, what the two may show."""
+        """The difference with the highest ratio of observed to allowed over all columns; None without differences."""
         return max(self.worst.values(), key=lambda q: q.ratio, default=None)
 
 
@@ -83,7 +84,7 @@ class Pair:
 class Group:
     """The cells of one scenario, model and precision.
 
-    text: who agrees with whom. columns: what was compared, in causal order.
+    text: which members agree with which, in sentences. columns: the names of what was compared, in causal order.
     """
 
     name: str
@@ -99,18 +100,18 @@ class Group:
 
     @property
     def outside(self) -> list[Pair]:
-        """Pairs further apart than the two may be, the worst first."""
+        """The pairs that exceed their tolerance, the worst first."""
         beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
         return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
 
     def worst_over_pairs(self, column: str) -> Quantity | None:
-        """The worst of a column over all pairs."""
+        """The difference with the highest ratio in one column, over all pairs; None if no pair has the column."""
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What is told of the run itself. A published one may be of an earlier version, whose summary held less."""
+    """The fields of the summary that are shown. Only these are read, because a published run may have fewer fields."""
 
     command: str
     device: str
@@ -122,10 +123,10 @@ _GROUP, _RUN = TypeAdapter(Group), TypeAdapter(_Run)
 
 
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
-    """The groups, those in which not all agree first; None where the backends have not been compared.
+    """Read the groups, those in which not all members agree first; None if the backends have not been compared.
 
-    With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
-    Raises UsageError for a file that cannot be trusted.
+    If the ``report`` of the folder is given, a group whose comparison does not belong to the present verdicts and
+    records gets the state ``infrastructure`` and the text STALE. Raises UsageError for a file that cannot be trusted.
     """
     file = out / SIDE_BY_SIDE
     if not os.path.lexists(file):
@@ -140,7 +141,7 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
 
 
 def to_markdown(out: Path) -> str:
-    """All groups as Markdown, and what was run; raises UsageError where there is nothing to set side by side."""
+    """All groups as Markdown, with command and environment. Raises UsageError if there is nothing to compare."""
     groups, run = read_groups(out), _read_run(out / SUMMARY)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
@@ -162,7 +163,7 @@ def to_markdown(out: Path) -> str:
 
 
 def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
-    """Markdown of each group, to be kept or left out whole."""
+    """Yield one block of Markdown per group."""
     for group in groups:
         lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
         heads = " | ".join(plain(column) for column in group.columns)
@@ -228,7 +229,7 @@ def _groups(values: Any, file: Path) -> list[Group]:
 
 
 def _with_own_names(group: dict[str, Any]) -> dict[str, Any]:
-    """The values of a group under the names that they have here."""
+    """The JSON values of a group, renamed to the fields of Group, Member and Pair."""
     members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
     pairs = [
         {"a": a, "b": b, "worst": _worst(pair["columns"])} for pair in group["pairs"] for a, b in [pair["members"]]
@@ -241,7 +242,7 @@ def _worst(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _check(group: Group) -> None:
-    """Raises ValueError for what no type says."""
+    """Raises ValueError for an unknown state, a pair of members that do not exist, or an id that is not a cell's."""
     if group.state not in WORDS:
         raise ValueError(f"{group.name} is {group.state}")
     if not all(0 <= number < len(group.members) for pair in group.pairs for number in (pair.a, pair.b)):
