@@ -5,8 +5,8 @@ default dtype is float64 in the exact tier, and the calls come in this order on 
 
     setup -> (train_step)* -> teardown            # train_step calls on_gradients(model) once per trained model
 
-The protocol is coarse on purpose, so that frameworks which own their training step fit. One thing departs from
-"train, then ask": gradients are asked for *during* the step, because afterwards they are clipped, freed or stale.
+The protocol is coarse on purpose, so that it fits frameworks that own their training step. The suite reads everything
+after the step except gradients: it reads them *during* the step, because afterwards they are clipped, freed or stale.
 """
 
 import sys
@@ -32,8 +32,11 @@ ENTRY_POINT_GROUP = "parity.backends"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """``packages`` are the distributions whose versions a record keeps. ``default_zero``: the ZeRO stage that a layout
-    without one means (FSDP2 cuts what stage 3 cuts, replicas are stage 0); None leaves it unproven.
+    """What an adapter says about itself.
+
+    packages: distributions whose versions are written into every record.
+    default_zero: the ZeRO stage that the backend uses where a layout names none (FSDP2 shards like stage 3; plain
+        replicas are stage 0). None: unknown, so the judge cannot check what is sharded.
     """
 
     name: str
@@ -44,7 +47,7 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class Supported:
-    """The backend claims that it can run the cell; it will be judged."""
+    """The backend claims that it can run the cell. The suite then runs and judges it."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,17 @@ Support = Supported | Unsupported
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What a backend reports of one optimizer step. The names are the keys of observables (conformance.observable).
+    """What a backend reports about one optimizer step. The names are keys of observables (conformance.observable).
 
-    values: numbers of the whole step, the same on all ranks. Of every trained model: ``lr``, the learning rate that
-        this step used, and ``grad_norm``, the global 2-norm of its gradients before clipping as the framework reports
-        it; leave it out if it reports none. Of SFT: ``token_count``, the target tokens that the backend has really
-        trained on in the step, over all ranks and micro-batches, counted where it computes the loss; and ``loss``, the
-        sum of -log p over them divided by their number.
-    rows: by key, for each row by its index in the whole step, a float tensor (row.target_count,) of a number per target
-        token in order: ``logprob`` is log p of the target. Each rank gives the rows that it has. Leave a key out if the
-        framework does not show it; the cell is then observed in part only.
+    values: numbers of the whole step, the same on all ranks. For every trained model: ``lr``, the learning rate that
+        this step used, and ``grad_norm``, the global 2-norm of the model's gradients before clipping, as the framework
+        reports it; leave ``grad_norm`` out if the framework reports none. For SFT: ``token_count``, the number of
+        target tokens that the backend trained on in this step, over all ranks and micro-batches, counted where the
+        loss is computed; and ``loss``, the sum of -log p over these tokens divided by their number.
+    rows: ``rows[key][index]`` is a float tensor of shape (row.target_count,) with one number per target token, in
+        order; ``index`` is the row's index in the whole step. Under the key ``logprob``, the number is log p of the
+        target. Each rank gives the rows that it holds. Leave a key out if the framework does not expose it; the cell is
+        then partly observed.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -77,10 +81,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's own piece of a parameter or gradient.
+    """One rank's piece of a parameter or of a gradient.
 
-    Ranks that give the same ``name`` and ``region`` claim to hold the same numbers; the suite checks it. ``region`` is
-    any text that identifies the piece, such as ``"0:32,0:64"`` or ``"full"``.
+    Ranks that give the same ``name`` and ``region`` claim to hold the same numbers, and the suite checks this.
+    ``region`` is any text that identifies the piece, such as ``"0:32,0:64"`` or ``"full"``.
     """
 
     name: str
@@ -93,20 +97,23 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Backend(Protocol):
-    """One instance trains the models of one leg of a cell, in each rank.
+    """The protocol of an adapter. In each rank, one instance trains the models of one leg of a cell.
 
-    ``model`` is the name of a role of the scenario's objective: ``policy`` where there is only one. Tensors have the
-    parameter names of the Hugging Face model; a tied pair appears once, under its first name. They are full (gathered),
-    on any device, float32 (float64 in the exact tier), yielded one at a time so that memory is bounded by the largest;
-    every rank has to walk the iterators (they may communicate), rank 0's tensors are kept.
+    ``model`` is the name of a role of the scenario's objective; it is ``policy`` where there is only one role. Tensors
+    have the parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are full
+    (gathered), on any device, in float32 (float64 in the exact tier), and yielded one at a time, so that memory is
+    bounded by the largest tensor. Every rank has to walk the iterators, because they may communicate; the suite keeps
+    the tensors of rank 0.
 
-    Optional class attributes: ``objectives`` (a container of the kinds of objective that it trains; ``sft`` alone where
-    it is missing), ``seams`` (see conformance.faults), ``expected`` (a tuple of
-    conformance.expectation.ExpectedDifference), ``preload``
-    (names of modules that are slow to import, loaded once before ranks are forked), ``fresh_ranks`` (True for a
-    framework that leaves something in its process: each cell then runs in ranks that have seen no other), and
-    ``shows_training_state`` (True if ``named_tensors`` gives the kinds of training state; else a handover is judged by
-    the steps that follow it).
+    Optional class attributes:
+
+    objectives: the kinds of objective that the backend trains. Default: ``sft`` only.
+    seams: functions that faults may wrap, see conformance.faults.
+    expected: a tuple of conformance.expectation.ExpectedDifference.
+    preload: names of modules that are slow to import; they are imported once, before ranks are forked.
+    fresh_ranks: True for a framework that leaves state behind in its process. Each cell then runs in new ranks.
+    shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a handover is judged
+        only by the steps that follow it.
     """
 
     @classmethod
@@ -114,7 +121,7 @@ class Backend(Protocol):
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        """Whether the backend claims this cell; called without ranks, must not need a GPU."""
+        """Whether the backend claims this cell. It is called in a process without ranks, and must not need a GPU."""
         ...
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
@@ -122,71 +129,74 @@ class Backend(Protocol):
 
         ``device`` is ``cpu``, or ``cuda:N`` with this rank's GPU.
 
-        Returns the resolved configuration as plain JSON values: what the framework really uses, for the report.
+        Returns the resolved configuration (what the framework really uses) as plain JSON values, for the report.
         """
         ...
 
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         """Run one optimizer step of every trained model.
 
-        Call ``on_gradients(model)`` exactly once for each, on all ranks, when the model's gradients of this step are
-        complete and reduced but not clipped and not consumed. The suite then walks ``named_tensors("gradient", model)``
-        and ``local_shards("gradient", model)``.
+        Call ``on_gradients(model)`` on all ranks, exactly once for each trained model, when the model's gradients of
+        this step are complete and reduced, but not yet clipped or consumed. The suite then walks
+        ``named_tensors("gradient", model)`` and ``local_shards("gradient", model)``.
         """
         ...
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
-        """Current (master) weights, or the unclipped gradients of the step's loss.
+        """Yield (name, tensor): the current (master) weights, or the unclipped gradients of the step's loss.
 
-        Where the adapter ``shows_training_state``, its kinds (conformance.observable.STATE_KINDS) are asked for around
-        a handover. ``exp_avg``, ``exp_avg_sq`` and ``momentum_buffer`` are the optimizer's, as torch calls them, by
-        parameter; ``step`` is the number of updates that it counts for each parameter, without dimensions; ``progress``
-        has other numbers of the training by names of the adapter's own, such as ``schedule`` or ``loss_scale``. What an
-        optimizer does not have gives no tensor.
+        If the adapter sets ``shows_training_state``, the suite also asks for the kinds of training state
+        (conformance.observable.STATE_KINDS) before and after a handover. ``exp_avg``, ``exp_avg_sq`` and
+        ``momentum_buffer`` are the optimizer's moments by parameter, under torch's names. ``step`` is the number of
+        updates that the optimizer has counted for each parameter, as a 0-dimensional tensor. ``progress`` holds other
+        numbers of the training under names that the adapter chooses, such as ``schedule`` or ``loss_scale``. A kind
+        that the optimizer does not have yields nothing.
         """
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        """This rank's pieces, for the check that replicas are equal.
+        """Yield this rank's pieces of the tensors, for the check that replicas are equal.
 
-        An empty iterator leaves that unobserved: a cell of several ranks that agrees is then observed in part only.
+        With an empty iterator the check is not made, and a cell of several ranks can only be partly observed.
         """
         ...
 
     def save(self, path: Path) -> None:
-        """Write the training state of all models (weights, optimizer, schedule, loss scale), and every rank's random
-        generators, into the empty folder ``path``. The weights of what is frozen need not be in it."""
+        """Write the training state of all models (weights, optimizer, schedule, loss scale) and the random generators
+        of every rank into the empty folder ``path``. The weights of frozen models may be left out."""
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what ``save`` wrote, into a backend that was set up afresh, in another process. The layout may be
-        another one; random generators are then nobody's. A backend that cannot load every layout's in every other has
-        a class method ``supports_checkpoint(scenario, before, after)``, which answers as ``supports`` does."""
+        """Restore what ``save`` wrote, into a backend that was just set up in another process.
+
+        The layout may differ from the one that saved; random generators are then not restored. A backend that cannot
+        load the checkpoint of every layout in every other layout has a class method
+        ``supports_checkpoint(scenario, before, after)``, which answers as ``supports`` does."""
         ...
 
     def export_state(self, path: Path) -> None:
-        """Write the training state of all trained models into the empty folder ``path``, a folder each by the model's
-        name, in the form that every backend reads: see docs/checkpoints.md. An adapter without it, or without
-        ``import_state``, is in no program that hands over a ``state``."""
+        """Write the training state of each trained model into the folder ``path/MODEL``, in the format that every
+        backend reads (docs/checkpoints.md). ``path`` exists and is empty. An adapter without ``export_state`` or
+        ``import_state`` does not run programs with ``save = "state"``."""
         ...
 
     def import_state(self, path: Path) -> None:
-        """Restore what ``export_state`` of any backend wrote in any layout."""
+        """Restore the training state that ``export_state`` of any backend wrote in any layout."""
         ...
 
     def export(self, path: Path, model: str) -> None:
-        """Write a model into the new folder ``path`` as Hugging Face would: config.json, safetensors, in the dtype of
-        the master weights. ``setup`` of any backend reads it."""
+        """Write a model into the new folder ``path`` as Hugging Face would: config.json and safetensors files, in the
+        dtype of the master weights. ``setup`` of every backend can read this folder."""
         ...
 
     def teardown(self) -> None:
-        """Release everything: process groups made in setup, hooks, patched globals."""
+        """Release everything that ``setup`` created or changed: process groups, hooks, patched globals."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendEntry:
-    """A registered adapter that is not imported yet. ``target`` is ``module:Class``."""
+    """An adapter by its import path, not imported yet. ``target`` is ``module:Class``."""
 
     name: str
     target: str
@@ -194,8 +204,8 @@ class BackendEntry:
     def load(self) -> type[Backend]:
         """Import the adapter.
 
-        Raises UsageError for a wrong target, MissingExtra where a package that was declared for it is not installed,
-        and BrokenBackend for whatever else goes wrong.
+        Raises UsageError if the target does not exist, MissingExtra if a package that the backend declares is not
+        installed, and BrokenBackend for every other error of the import.
         """
         module_name, _, attribute = self.target.partition(":")
         try:
@@ -205,7 +215,7 @@ class BackendEntry:
             if missing := missing_package(_registration(self), error.name or ""):
                 raise MissingExtra(str(missing)) from error
             raise BrokenBackend(self, error) from error
-        except (Exception, SystemExit) as error:  # whatever a plug-in does is no reason to stop the others
+        except (Exception, SystemExit) as error:  # one broken plug-in must not stop the others
             raise BrokenBackend(self, error) from error
         if not hasattr(module, attribute):
             raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}")
@@ -213,12 +223,12 @@ class BackendEntry:
         return adapter
 
     def _check_target(self, module_name: str, error: ModuleNotFoundError) -> None:
-        """Raises UsageError where the module that is missing is the adapter's own, or a package around it."""
+        """Raises UsageError if the missing module is the adapter's own module or one of its parent packages."""
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             return
         missing = error.name.partition(".")[0]
-        standing = getattr(sys.modules.get(missing), "__file__", None)
-        other = f" (the package {missing!r} that was found is {standing})" if standing else ""
+        found = getattr(sys.modules.get(missing), "__file__", None)
+        other = f" (the package {missing!r} that was found is {found})" if found else ""
         raise UsageError(
             f"backend {self.name!r} is given as {self.target!r}, but there is no module {error.name!r}{other}; "
             f"check the spelling, set PYTHONPATH to its folder, reinstall the package that registers it, or "
@@ -227,11 +237,12 @@ class BackendEntry:
 
 
 class MissingExtra(Exception):
-    """A package that a backend declares is not installed; the message says what to do. The backend is unsupported."""
+    """A package that the backend declares is not installed. Its cells are ``unsupported``; the message says what to
+    install."""
 
 
 class BrokenBackend(Exception):
-    """An adapter that cannot be imported although nothing that it declares is missing: a failure, not an answer."""
+    """The adapter cannot be imported although all declared packages are installed. Its cells are ``infrastructure``."""
 
     def __init__(self, entry: BackendEntry, error: BaseException) -> None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -242,21 +253,21 @@ class BrokenBackend(Exception):
 
 
 def _registration(entry: BackendEntry) -> EntryPoint | None:
-    """The entry point that announces this very adapter, if any does."""
+    """The entry point with the same name and target as ``entry``; None if there is none."""
     known = entry_points(group=ENTRY_POINT_GROUP)
     return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
 
 
 def registered_backends() -> dict[str, BackendEntry]:
-    """Adapters announced under the entry-point group ``parity.backends``, by name; nothing is imported."""
+    """All adapters of the entry-point group ``parity.backends``, by name. Nothing is imported."""
     found = {e.name: BackendEntry(name=e.name, target=e.value) for e in entry_points(group=ENTRY_POINT_GROUP)}
     return dict(sorted(found.items()))
 
 
 def find_backend(name: str) -> BackendEntry:
-    """Look up an adapter by registered name, or by ``module:Class`` for one that is not installed.
+    """Look up an adapter by its registered name, or by ``module:Class`` if it is not registered.
 
-    Raises UsageError that lists the registered names.
+    Raises UsageError, which lists the registered names, for any other name.
     """
     if ":" in name:
         return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
@@ -264,6 +275,6 @@ def find_backend(name: str) -> BackendEntry:
     if name not in registered:
         raise UsageError(
             f"unknown backend {name!r}; registered: {', '.join(registered) or 'none'}. "
-            f"A backend of your own: register it under the entry point {ENTRY_POINT_GROUP!r}, or give module:Class"
+            f"To use your own backend, register it in the entry-point group {ENTRY_POINT_GROUP!r}, or give module:Class"
         )
     return registered[name]

@@ -1,7 +1,7 @@
 """Batch: the frozen input of one optimizer step, the same for the oracle and for every backend.
 
-Also says, once, which data-parallel rank and micro-batch a row belongs to. Serves the claim that a difference between
-two backends can never come from the data.
+``Batch.micro_batches`` decides which data-parallel rank and micro-batch each row belongs to. Serves the claim that a
+difference between two backends can never come from the data.
 """
 
 import json
@@ -15,10 +15,11 @@ Column = tuple[float, ...] | float
 
 @dataclass(frozen=True)
 class Document:
-    """One training sample. ``targets[i]``: token i is predicted (from tokens 0..i-1); targets[0] is False.
+    """One training sample.
 
-    ``columns`` hold what an objective knows of it beforehand (advantages, rewards, old log-probs), by name: a number
-    for each token, where number i belongs to token i as a target, or one number for the whole document.
+    targets: ``targets[i]``: whether the loss counts the prediction of token i from tokens 0..i-1; targets[0] is False.
+    columns: what an objective needs in advance (advantages, rewards, old log-probs), by name. A column is either one
+        number per token, where number i belongs to token i as a target, or one number for the whole document.
     """
 
     tokens: tuple[int, ...]
@@ -34,9 +35,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Row:
-    """What one sequence of a micro-batch holds: one document, or several that are packed and must not see each other.
+    """One sequence of a micro-batch: one document, or several packed documents that must not attend to each other.
 
-    ``index`` is the row's place in the whole optimizer step; log-probs are reported under it.
+    ``index`` is the row's position in the whole optimizer step. Log-probs are reported under this index.
     """
 
     index: int
@@ -53,10 +54,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """All rows of one optimizer step, over all ranks and micro-batches. ``max_len`` bounds a row, in tokens.
+    """All rows of one optimizer step, over all ranks and micro-batches. ``max_len``: most tokens of a row.
 
-    ``rollout``: of a step that begins a roll-out, all its mini-batches, this one first; old log-probs, values and
-    advantages are computed of them before the first update. Empty at other steps and for other objectives.
+    ``rollout``: if this step begins a roll-out, all mini-batches of the roll-out, beginning with this one. Old
+    log-probs, values and advantages are computed for all of them before the first update. Otherwise empty.
     """
 
     step: int
@@ -77,7 +78,7 @@ class Batch:
     def micro_batches(self, *, dp_rank: int, dp_size: int, accumulation: int) -> list[tuple[Row, ...]]:
         """The rows of one data-parallel rank, cut into ``accumulation`` micro-batches of equal numbers of rows.
 
-        Raises ValueError where the rows cannot be divided evenly.
+        Raises ValueError if the rows cannot be divided evenly.
         """
         parts = dp_size * accumulation
         if len(self.rows) % parts:
@@ -91,13 +92,16 @@ class Batch:
 
 
 def write_batches(path: Path, batches: Sequence[Batch]) -> None:
-    """Freeze batches in a safetensors file: all tokens laid end to end, and where documents, rows and steps end.
+    """Write batches to a safetensors file: all tokens concatenated, and the lengths of documents, rows and steps.
 
-    tokens, targets: int64 and bool (tokens,). documents: int64 (documents,), tokens of each. rows: documents of each
-    row. steps: rows of each step. Of a roll-out, only the number of its mini-batches is kept, which are the steps that
-    follow. column/NAME: float64 (tokens,) or (documents,); every document has the same columns.
+    tokens: int64 (tokens,). targets: bool (tokens,).
+    documents: int64 (documents,), the number of tokens of each document.
+    rows: int64 (rows,), the number of documents of each row. steps: int64 (steps,), the number of rows of each step.
+    column/NAME: float64 (tokens,) or (documents,). Every document has the same columns.
+    metadata: ``step``, ``max_len`` and the number of mini-batches of the roll-out that begins at the step. These
+        mini-batches are this step and those that follow it.
     """
-    import torch  # who only reads a scenario needs no torch
+    import torch  # imported here, because code that only reads a scenario needs no torch
     from safetensors.torch import save_file
 
     documents = [document for batch in batches for document in batch.documents]
@@ -116,12 +120,12 @@ def write_batches(path: Path, batches: Sequence[Batch]) -> None:
         flat = values if single else [number for column in values for number in column]  # type: ignore[union-attr]
         tensors[f"column/{name}"] = torch.tensor(flat, dtype=torch.float64)
     numbers = [{"step": b.step, "max_len": b.max_len, "rollout": len(b.rollout)} for b in batches]
-    # One entry: safetensors writes several in any order, and equal batches have to be equal files.
+    # One metadata entry only: safetensors writes several in any order, and equal batches have to give equal files.
     save_file(tensors, path, metadata={"batches": json.dumps({"steps": numbers, "columns": kinds})})
 
 
 def read_batches(path: Path) -> list[Batch]:
-    """Read what ``write_batches`` froze."""
+    """Read the batches that ``write_batches`` wrote."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -144,13 +148,13 @@ def read_batches(path: Path) -> list[Batch]:
 
 
 def with_rollouts(batches: Sequence[Batch], mini_batches: Sequence[int]) -> list[Batch]:
-    """The batches, where ``mini_batches[i]`` that begin with batch i are a roll-out; none where it is 0."""
+    """Set ``rollout`` of each batch i to the ``mini_batches[i]`` batches that begin with it; empty where this is 0."""
     return [
-        replace(batch, rollout=tuple(batches[place : place + count]))
-        for place, (batch, count) in enumerate(zip(batches, mini_batches, strict=True))
+        replace(batch, rollout=tuple(batches[i : i + count]))
+        for i, (batch, count) in enumerate(zip(batches, mini_batches, strict=True))
     ]
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each of several stretches begins and ends that are laid end to end."""
+    """(start, end) of each of several concatenated spans, from their lengths."""
     return list(pairwise(accumulate(lengths, initial=0)))

@@ -1,8 +1,8 @@
-"""The command line: parity list | run | judge | report | compare | doctor, and commands that packages announce.
+"""The command line: parity list | run | judge | report | compare | doctor, and the commands of installed packages.
 
-Exit codes: 0 all cells agree with the oracle (conform, are partly observed, or differ as expected), 1 a cell differs,
-2 wrong usage, 3 incomplete (infrastructure failure, nothing could be judged, less than was demanded, or the output
-folder cannot be written to).
+Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
+differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
+were judged than demanded, or the output folder cannot be written to).
 """
 
 import argparse
@@ -25,15 +25,14 @@ from conformance.backend import registered_backends
 from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
-from conformance.peers.side_by_side import FILE as SIDE_BY_SIDE
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.plan.floor import floor_of
+from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import load_profile, profile_names, select_cells
 from conformance.plan.selection import Demands, Options, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
-from conformance.record.results import SUMMARY, cell_summary, read_json, read_run, summary_of
+from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
@@ -44,9 +43,9 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Errors of usage are one message on standard error."""
+    """Run one command and return its exit code. A UsageError is printed as one message to standard error."""
     options = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be in any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = options.command(options, list(sys.argv[2:] if argv is None else argv[1:]))
@@ -78,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)
     listing.add_argument(
-        "--coverage", action="store_true", help="measure what the data reaches: positions, vocabulary, cuts, masks"
+        "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
     )
     listing.add_argument("--json", action="store_true", help="machine-readable output")
     listing.set_defaults(command=_list)
@@ -166,7 +165,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         command=shlex.join(["parity", "run", *arguments]),
         arguments=_without(arguments, ("--cells", "--out", *(f"--{name}" for name, _ in Demands.options()))),
         budget_s=options.budget,
-        floor=floor_of(Demands.from_options(options), selection, cells),
+        floor=floor_from_demands(Demands.from_options(options), selection, cells),
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     existed = out.exists()
@@ -194,7 +193,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _report_what_is_left(out: Path, *, as_json: bool) -> int:
-    """Compare and report as far as files can still be read and written; the run is incomplete whatever comes of it."""
+    """Compare and report as far as files can still be read and written. The exit code is always ``incomplete``."""
     try:
         write_side_by_side(out)
         _finish(out, as_json=as_json)
@@ -230,17 +229,17 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
         text = compare_backends(options.out)
     except (LookupError, ImportError) as error:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
-    values = read_json(options.out / SIDE_BY_SIDE)
+    values = read_output_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}
     return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
 
 
 def _finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports and say the verdict, of what can be believed; the exit code follows from it."""
+    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
     lines = write_reports(out)
     run, cells = read_cells(out)
-    summary = {**read_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
+    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
     print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
     return EXIT[summary["verdict"]]
 
@@ -256,7 +255,7 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _output_folder(out: Path | None) -> Path:
-    """A folder of this run's own; never one in which something lies already."""
+    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
     if out is None:
         out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -265,7 +264,7 @@ def _output_folder(out: Path | None) -> Path:
 
 
 def _without(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
-    """The arguments without some options and their values."""
+    """``arguments`` without ``options`` and their values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

@@ -1,6 +1,6 @@
-"""Commands beside the suite's own, found by entry point as backends are; conformance knows none of them.
+"""Additional commands of the command line, which packages register as entry points; conformance knows none of them.
 
-Each entry under ``parity.commands`` is an object of the protocol below; its name is the command's.
+Each entry point of the group ``parity.commands`` is a Command object, and its name is the name of the command.
 """
 
 import argparse
@@ -18,30 +18,30 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it, and return the exit code. UsageError is told in one line."""
+        """Run the command and return the exit code. A UsageError is shown to the user in one line."""
         ...
 
 
 def announced_commands() -> dict[str, Command]:
-    """The commands of installed packages, by name; one that cannot be imported says why when it is run."""
+    """The commands of installed packages, by name. A command that cannot be imported says why when it is run."""
     found: dict[str, Command] = {}
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
         try:
             found[entry.name] = entry.load()
-        except Exception as error:  # whatever a plug-in does is no reason to stop the others
+        except Exception as error:  # one broken plug-in must not stop the others
             found[entry.name] = _Missing(f"{type(error).__name__}: {one_line(error)}")
     return found
 
 
 class _Missing:
-    """Stands for a command that cannot be imported."""
+    """A placeholder for a command that cannot be imported; ``run`` raises UsageError with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = f"not available: {reason}"
-        self.help = self.reason.replace("%", "%%")  # as argparse wants it
+        self.help = self.reason.replace("%", "%%")  # argparse formats help texts with %
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.prefix_chars = "\0"  # whatever it is given, options too, it only says why it is missing
+        parser.prefix_chars = "\0"  # accept all arguments, options included: ``run`` only says what is missing
         parser.add_argument("ignored", nargs="*")
 
     def run(self, options: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
-"""Defect: what a library is known to compute otherwise, as configuration.
+"""Defect: something that a library is known to compute differently, as configuration.
 
-Serves claim 8: a known defect hides nothing. A cell that has one is judged, in all stages and by the usual bounds,
-against the oracle that has it as well (conformance.expectation says which cells have which). Here is what a defect is;
-the oracle computes each in a file of its own (conformance/oracle/defects.py lists them).
+Serves claim 8: a known defect hides nothing else. A cell with a known defect is judged, in all stages and with the
+usual bounds, against an oracle that has the same defect. conformance.expectation decides which cells have which
+defects. This module only describes them; the oracle implements each in its own file (conformance/oracle/defects.py
+lists these files).
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ Number = Annotated[int, Field(strict=True, ge=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RoundedMasters:
-    """The float32 weights of models that are trained begin as numbers of the half precision ``precision``."""
+    """The float32 master weights of trained models are initialised with weights rounded to ``precision``."""
 
     kind: Literal["rounded-masters"] = "rounded-masters"
     precision: Literal["bf16", "fp16"]
@@ -27,8 +28,8 @@ class RoundedMasters:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PaddedSoftmax:
-    """Rows of zeros stand behind the head until its rows are a multiple of ``multiple``. They take part in the softmax,
-    and so they are trained, and their gradients are part of the norm."""
+    """Rows of zeros are appended to the output embedding until the number of rows is a multiple of ``multiple``. These
+    rows take part in the softmax, so they are trained, and their gradients count in the gradient norm."""
 
     kind: Literal["padded-softmax"] = "padded-softmax"
     multiple: Several
@@ -36,17 +37,17 @@ class PaddedSoftmax:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainedPaddingToken:
-    """The padding token of the model's configuration, as an input, gives a gradient to its embedding."""
+    """The input embedding of the padding token (of the model's configuration) gets a gradient."""
 
     kind: Literal["trained-padding-token"] = "trained-padding-token"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ResummedHeadNorms:
-    """Gradients of head norms are summed over ``ranks`` tensor-parallel ranks after every micro-batch, with those of
-    the micro-batches before it, which were summed already.
+    """The accumulated gradients of head norms are summed over ``ranks`` tensor-parallel ranks after every micro-batch,
+    so the gradients of earlier micro-batches are summed repeatedly.
 
-    ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are cut.
+    ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are divided.
     """
 
     kind: Literal["resummed-head-norms"] = "resummed-head-norms"
@@ -65,8 +66,9 @@ class DividedGradients:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WindowPerBlock:
-    """A ring of ``ranks`` cuts every document, and applies a sliding window to each block of keys as if the block ended
-    where the queries end. ``zigzag``: of two ranks, each of which holds a piece from both ends of the document."""
+    """A ring of ``ranks`` ranks cuts every document into blocks, and applies a sliding window to each block of keys as
+    if the block ended where the queries end. ``zigzag``: the ring has two ranks, and each holds one piece from both
+    ends of the document."""
 
     kind: Literal["window-per-block"] = "window-per-block"
     ranks: Several
@@ -79,12 +81,12 @@ _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unmodelled:
-    """What a defect shows that the oracle cannot have: findings at ``stage``, of any model, of tensors that match one
-    of ``tensors``.
+    """The symptoms of a defect that the oracle does not implement: findings at ``stage``, of any model, whose tensor
+    matches one of the shell patterns ``tensors``. Any other finding makes the cell differ.
 
-    These are shell patterns of what is named at the stage. No finding may be another; nothing else is hidden.
-    onward: wrong numbers go on to be used, so other stages may differ from the oracle after the first findings. What is
-    rebuilt from the cell's own record, replicas, settings and the configuration still have to hold at all steps.
+    onward: the wrong numbers are used further, so other stages may differ from the oracle after the first finding.
+        Quantities that are rebuilt from the cell's own record, replicas, settings and the configuration still have to
+        be right at all steps.
     """
 
     stage: str
@@ -94,7 +96,7 @@ class Unmodelled:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Known:
-    """An expected difference of one cell, as a verdict keeps it: ``defects``, or what is ``unmodelled``."""
+    """An expected difference of one cell, as it is stored with the verdict: either ``defects`` or ``unmodelled``."""
 
     reason: str
     link: str
@@ -103,16 +105,16 @@ class Known:
 
 
 def defects_of(known: Iterable[Known]) -> tuple[Defect, ...]:
-    """All defects of what is known of a cell, in order."""
+    """All defects of a cell's expected differences, in order."""
     return tuple(defect for one in known for defect in one.defects)
 
 
 def defects_to_json(defects: tuple[Defect, ...]) -> list[dict[str, Any]]:
-    """Plain JSON values; ``parse_defects`` reads them back."""
+    """Plain JSON values, which ``parse_defects`` reads back."""
     values: list[dict[str, Any]] = _ADAPTER.dump_python(defects, mode="json")
     return list(values)
 
 
 def parse_defects(values: Any) -> tuple[Defect, ...]:
-    """Defects from what ``defects_to_json`` gave."""
+    """Defects from the JSON values that ``defects_to_json`` returned. Raises pydantic's ValidationError for others."""
     return _ADAPTER.validate_python(values)

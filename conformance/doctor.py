@@ -1,4 +1,4 @@
-"""Doctor: is this machine ready to run the suite, and what is missing for the rest?"""
+"""Doctor: checks whether this machine can run the suite, and what is missing for optional parts."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """``problem`` keeps the suite from running; ``note`` is worth knowing."""
+    """The result of one check. ``problem``: the suite cannot run. ``note``: worth knowing, but not a problem."""
 
     name: str
     state: Literal["ok", "note", "problem"]
@@ -25,7 +25,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """All checks, in the order in which they are printed."""
+    """Run all checks; returns them in the order in which they are printed."""
     return [_system(), _memory(), _gloo(), *(_package(name) for name in TESTED), _gpus(), *_backends(), _disk()]
 
 

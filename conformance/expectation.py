@@ -1,7 +1,7 @@
-"""Expectation: what a backend says must differ, in which cells, and by which defect.
+"""Expectation: differences that a backend declares as expected, the cells that have them, and the defect behind them.
 
-Serves claim 8. An adapter's author writes a list of ExpectedDifference. A cell has the defects of all that are about
-it, and is judged against the oracle with all of these (conformance.judge.expected).
+Serves claim 8. The author of an adapter writes a tuple of ExpectedDifference. A cell has the defects of all expected
+differences that match it, and is judged against an oracle with all these defects (conformance.judge.expected).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,21 +20,24 @@ SIZES = (*AXES, "zero", "ranks", "accumulation")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedDifference:
-    """A known defect below a backend.
+    """A known defect of the library below a backend, and the cells that have it.
 
-    reason, link: what is wrong, in one sentence, and where that is shown.
-    defects: what the oracle has to get wrong as well, for a scenario and a layout; where it cannot, unmodelled. Without
-        any for these, it is not about the cell.
+    reason: what is wrong, in one sentence. link: where this is shown.
+    defects: a function from scenario and layout to the defects that the oracle has to reproduce. If it returns none,
+        the expectation does not apply to the cell.
+    unmodelled: instead of ``defects``, for a defect that the oracle cannot reproduce. Give exactly one of the two.
 
-    It is about the cells that fit all of the following; what is left out fits every cell.
+    The expectation applies to the cells that match all of the following conditions. A condition that is left out
+    matches every cell.
 
-    options: of the layout; it has all of them.
-    at_least, at_most: sizes of the layout and the scenario by name: an axis, ``zero`` (the backend's default where the
-        layout says none), ``ranks`` (all of them), ``accumulation`` (micro-batches).
-    precisions, objectives, scenarios: one of these names. architectures: one of these ``model_type`` of a config.json.
+    options: the layout has all these options.
+    at_least, at_most: bounds of sizes, by name: an axis of the layout, ``zero`` (the ZeRO stage; the backend's default
+        if the layout names none), ``ranks`` (the world size), ``accumulation`` (micro-batches per step).
+    precisions, objectives, scenarios: the cell's is one of these names.
+    architectures: ``model_type`` in the model's config.json is one of these.
     packed: whether rows hold several documents.
 
-    Raises UsageError for a name that is none, because such an expectation would be about no cell.
+    Raises UsageError for an unknown name, because such an expectation would match no cell.
     """
 
     reason: str
@@ -65,7 +68,7 @@ class ExpectedDifference:
                 )
 
     def is_about(self, scenario: Scenario, layout: Layout, *, default_zero: int | None) -> bool:
-        """Whether cells of this scenario in this layout must differ."""
+        """Whether cells of this scenario in this layout are expected to differ."""
         zero = default_zero if layout.zero is None else layout.zero
         sizes = {axis: getattr(layout, axis) for axis in AXES}
         sizes |= {"zero": zero or 0, "ranks": layout.world_size, "accumulation": scenario.accumulation}
@@ -80,8 +83,8 @@ class ExpectedDifference:
             and (not self.architectures or model_config(scenario).get("model_type") in self.architectures)
         )
 
-    def of(self, scenario: Scenario, layout: Layout) -> Known:
-        """What is known of a cell that it is about."""
+    def known_for(self, scenario: Scenario, layout: Layout) -> Known:
+        """The expected difference of one cell, which has to match (see ``is_about``)."""
         return Known(
             reason=self.reason,
             link=self.link,
@@ -95,5 +98,5 @@ def _is_one_of(name: str, names: tuple[str, ...]) -> bool:
 
 
 def model_config(scenario: Scenario) -> dict[str, Any]:
-    """The model's config.json. Raises UsageError where it cannot be read."""
+    """The model's config.json. Raises UsageError if it cannot be read."""
     return read_json(resolve(scenario.model) / "config.json")

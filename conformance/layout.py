@@ -1,7 +1,7 @@
-"""Layout: HOW ranks are arranged, and the options that change communication but not the result.
+"""Layout: HOW ranks are arranged, and options that change communication but not the result.
 
-Written and read as a short id such as ``dp2.tp2`` or ``dp4.rep2.lastsync``; part of a cell's id. Validation names the
-numbers that do not fit and a layout that would.
+A layout is written as a short id such as ``dp2.tp2`` or ``dp4.rep2.lastsync``, which is part of a cell's id. Errors of
+validation name the numbers that do not fit and suggest a layout that does.
 """
 
 import dataclasses
@@ -36,19 +36,19 @@ OPTIONS = {
     "shipped": "the library's own behaviour where the backend corrects it by default",
 }
 _NEEDS_TP = ("plan", "seqpar", "losspar")
-_RINGS = ("ring", "zigzag", "torchcp")  # instead of the default, so at most one
-ZERO = "zero"  # the part that names a ZeRO stage
-MOST_RANKS = 2**16  # no machine has more; what is asked for beyond is a slip of the finger
+_RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default kind of ring, so a layout has at most one
+ZERO = "zero"  # prefix of the part of an id that names the ZeRO stage
+MOST_RANKS = 2**16  # no machine has more ranks; a larger number is a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes, a ZeRO stage and a sorted tuple of OPTIONS. World size = dp x tp x sp x ulysses x pp.
+    """Sizes of the mesh axes, a ZeRO stage, and a sorted tuple of OPTIONS. World size = dp x tp x sp x ulysses x pp.
 
-    ``zero`` is what the data-parallel ranks cut (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the optimizer's
-    state, 2 gradients too, 3 parameters too; None leaves it to the backend.
-    Raises UsageError when an axis is not positive, there are more ranks than any machine has, ``rep`` does not divide
-    ``dp``, there is no such stage, or an option is unknown, has no axis to act on, or contradicts another.
+    ``zero``: what is sharded over the data-parallel ranks (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the
+    optimizer's state, 2 also gradients, 3 also parameters. None: the backend's default.
+    Raises UsageError if an axis is not positive, if there are more ranks than MOST_RANKS, if ``rep`` does not divide
+    ``dp``, for an unknown ZeRO stage, and for an option that is unknown, has no axis to act on, or contradicts another.
     """
 
     dp: int = 1
@@ -99,7 +99,7 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter.
 
-        Sizes are ASCII digits without leading zeros, so that an id is what is written.
+        Sizes are ASCII digits without leading zeros, so that a size has one spelling. Raises UsageError for other text.
         """
         axes: dict[str, int] = {}
         options: list[str] = []
@@ -125,9 +125,9 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, *, rep: int = 1, tp: int = 1, sp: int = 1, pp: int = 1) -> "Layout":
-        """The layout that gives all remaining ranks to data parallelism.
+        """The layout of ``world_size`` ranks in which dp = world_size / (sp x tp x pp).
 
-        Raises UsageError when ``world_size`` is not divisible by sp x tp x pp, or too small for it.
+        Raises UsageError if ``world_size`` is not divisible by sp x tp x pp.
         """
         model = tp * sp * pp
         if world_size < model or world_size % model:
@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether ranks of a ring gather keys and values, some heads at a time, instead of passing them around."""
+        """Whether a ring's ranks gather keys and values, ``stride`` heads at a time, instead of passing them around."""
         return self.sp > 1 and not set(_RINGS) & set(self.options)
 
     @property
@@ -152,7 +152,10 @@ class Layout:
         return self.dp * self.tp * self.sp * self.ulysses * self.pp
 
     def validate(self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int) -> None:
-        """Check the layout against a model and a scenario; raises UsageError with a layout that would work."""
+        """Raises UsageError, which suggests a layout that works, if the layout does not fit a model and a scenario.
+
+        heads, kv_heads, layers: of the model. rows: rows per optimizer step. accumulation: micro-batches per step.
+        """
         sizes = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "rows": rows, "accumulation": accumulation}
         if nothing := [name for name, size in sizes.items() if size < 1]:
             raise UsageError(f"a layout cannot cut what is not there: {', '.join(nothing)} has to be at least 1")
@@ -163,15 +166,15 @@ class Layout:
                 f"tp={self.tp} must divide the model's {heads} attention heads and its {kv_heads} key-value heads "
                 f"(a head is not cut); {better} would work"
             )
-        # Ulysses gives each of its ranks some of the heads; of too few key-value heads, copies.
-        held, held_kv = heads // self.tp, kv_heads // self.tp
-        if held % self.ulysses or (held_kv % self.ulysses and self.ulysses % held_kv):
-            better = dataclasses.replace(self, ulysses=_divisor(held_kv, self.ulysses))
+        # Ulysses divides the heads over its ranks; if there are too few key-value heads, it copies them.
+        rank_heads, rank_kv_heads = heads // self.tp, kv_heads // self.tp
+        if rank_heads % self.ulysses or (rank_kv_heads % self.ulysses and self.ulysses % rank_kv_heads):
+            better = dataclasses.replace(self, ulysses=_divisor(rank_kv_heads, self.ulysses))
             raise UsageError(
-                f"ulysses={self.ulysses} must divide a rank's {held} attention heads, and divide its {held_kv} "
-                f"key-value heads or be a multiple of them; {better} would work"
+                f"ulysses={self.ulysses} must divide a rank's {rank_heads} attention heads, and divide its "
+                f"{rank_kv_heads} key-value heads or be a multiple of them; {better} would work"
             )
-        attended = max(1, held_kv // self.ulysses)
+        attended = max(1, rank_kv_heads // self.ulysses)
         if attended % self.stride:
             better = dataclasses.replace(self, stride=_divisor(attended, self.stride))
             raise UsageError(

@@ -1,9 +1,9 @@
 """Objective: what a training step minimises, as configuration: ``[objective] kind = "sft"`` in a scenario.
 
-A tagged union that can be extended. ``kind`` is the name of a built-in objective, or ``module:Class`` of one that lives
-elsewhere. The class holds configuration and declarations only; how the loss is computed is written twice and apart, in
-conformance/oracle/objectives.py and in impl/objectives.py, each with a table by kind. An objective that a side does not
-know is an error before anything runs, never a silent SFT.
+Objectives are a tagged union that can be extended: ``kind`` is the name of a built-in objective, or ``module:Class`` of
+another one. The class holds only configuration and declarations. The loss is implemented twice, independently, in
+conformance/oracle/objectives.py and in impl/objectives.py, each with a table by kind. If one side does not know an
+objective, this is an error before anything runs, never a silent SFT.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from conformance.validation import STRICT, UsageError, explain, one_line, shown
 
 
 class Objective(Protocol):
-    """What a class of the union has; a frozen pydantic dataclass with a field ``kind``.
+    """The protocol of an objective, which is a frozen pydantic dataclass with a field ``kind``.
 
     reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.inputs.rollouts).
-    disable_dropout: whether models run without the dropout of their configuration in every mode, updates included.
+    disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
 
     reads: ClassVar[Literal["samples", "rollouts"]]
@@ -45,15 +45,16 @@ class Objective(Protocol):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The models of a cell, frozen ones first. The policy, if there is one, is POLICY."""
+        """The roles of the cell's models, frozen models first. The role of the policy, if there is one, is POLICY."""
         ...
 
     def observables(self) -> tuple[Observable, ...]:
-        """What is observed of the forward passes and the losses, in causal order; the engine declares the rest."""
+        """The observables of forward passes and losses, in causal order. The suite adds those of weights, gradients
+        and updates (``all_observables``)."""
         ...
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
-        """The frozen batches with the columns filled in; the same for the same batches."""
+        """Return the batches with the columns that the objective adds. The result depends only on the batches."""
         ...
 
 
@@ -77,16 +78,17 @@ BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
 
 
 def all_observables(objective: Objective) -> tuple[Observable, ...]:
-    """The objective's and the engine's observables, in causal order: weights, outputs, losses, then model by model."""
+    """All observables of a cell, in causal order: configuration, weights as loaded, random generators, the objective's
+    own (outputs, losses), then gradients, norm and update of each trained model."""
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix)]
     return (CONFIGURATION, *loaded, GENERATORS, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:
-    """Build an objective from plain values with a ``kind``. Raises UsageError that says what may stand there."""
+    """Build an objective from a dict with a ``kind`` (default ``sft``). Raises UsageError for invalid values."""
     if not isinstance(values, dict):
-        if hasattr(type(values), "roles"):  # one that has been built already
+        if hasattr(type(values), "roles"):  # it is an objective already
             built: Objective = values
             return built
         raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {shown(values)}')
@@ -99,13 +101,13 @@ def parse_objective(values: Any) -> Objective:
 
 
 def objective_to_json(objective: Objective) -> dict[str, Any]:
-    """Plain JSON values; ``parse_objective`` reads them back."""
+    """Plain JSON values, which ``parse_objective`` reads back."""
     values: dict[str, Any] = TypeAdapter(type(objective)).dump_python(objective, mode="json")
     return values
 
 
 def known_kinds(table: Sequence[str] | dict[str, Any], objective: Objective, *, who: str) -> None:
-    """Raises UsageError where ``who`` has no functions for an objective."""
+    """Raises UsageError if the objective's kind is not in ``table``. ``who``: whose table it is, for the message."""
     if objective.kind not in table:
         raise UsageError(
             f"{who} does not know the objective {objective.kind!r} (known: {', '.join(table)}); register its functions "
@@ -121,10 +123,10 @@ def _find(kind: Any) -> type[Any]:
         raise UsageError(f"unknown objective {shown(kind)}; known: {', '.join(BUILT_IN)}, or module:Class of your own")
     try:
         found: type[Any] = getattr(import_module(module), name)
-    except Exception as error:  # whatever somebody's module does when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise UsageError(
             f"objective {shown(kind)} cannot be imported ({one_line(error)}); check the spelling and PYTHONPATH"
         ) from None
     if not isinstance(found, type) or not hasattr(found, "roles"):
-        raise UsageError(f"objective {shown(kind)} is no class of an objective, see conformance/objective.py")
+        raise UsageError(f"{shown(kind)} is not the class of an objective, see conformance/objective.py")
     return found

@@ -1,8 +1,9 @@
-"""Observable: one thing that is recorded at every step and judged, declared once.
+"""Observable: the declaration of one quantity that is recorded at every step and judged.
 
-The engine declares weights, gradients, norm and update of every model that it trains; an objective declares the rest
-(conformance.objective). Recorder, record header, judge, side by side and reports iterate over these declarations and
-have no list of their own. Serves claim 1 (every quantity is judged where it arises) and claim 3 (replicas are equal).
+This module declares weights, gradients, gradient norm and update of every trained model; an objective declares the rest
+(conformance.objective). The recorder, the judge, the comparison of backends and the reports all iterate over these
+declarations and have no lists of their own. Serves claim 1 (every quantity is judged where it arises) and claim 3
+(replicas are equal).
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,46 +14,50 @@ ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
 When = Literal["loaded", "every", "first", "later", "handover"]
 Replicated = Literal["no", "holders", "all ranks"]
 StateKind = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "step", "progress"]
-STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # of training state, see conformance.backend
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # kinds of training state, see Backend.named_tensors
 
-AGAINST_REBUILT = " against rebuilt"  # ends the name of a quantity that was compared within one cell
-SETTING_ERROR = 1e-9  # relative, for what has no arithmetic in it: learning rate, token count, weights as loaded
+AGAINST_REBUILT = " against rebuilt"  # suffix of a quantity that is compared with other numbers of the same cell
+SETTING_ERROR = 1e-9  # relative bound of what is not computed: learning rate, token count, weights as loaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observable:
-    """One declaration.
+    """One declared quantity.
 
-    key: where a record holds it: a value of a step's line (scalar, setting), or tensors named ``KEY/NAME`` (tensors,
-        rows).
-    stage: the name under which findings, reports and faults speak of it.
-    kind: ``tensors``: named tensors, each with an error of its own. ``rows``: one vector of numbers per row of the
-        batch, all of them judged together. ``scalar``: a computed number. ``setting``: a number that nothing is
-        computed for. ``evidence``: what the suite saw of a leg's first step, in the footer of its record.
-    when: the steps at which it is judged: as ``loaded``, at ``every`` step, at the ``first`` one, or at ``later`` ones.
-        What is judged at a ``handover`` is what a leg has loaded, against what the leg before had at its end.
-    change: what is judged is the distance from the tensors as loaded, relative to that distance: the update.
-    scale: key of the value of the oracle (of its rows, for rows) that an error is relative to; empty: its own size.
-    required: a record without it cannot be judged.
-    effect_at: of what is not required, the stage that judges what it does to the training. Then nothing is lost where a
-        framework does not report it. Where it is empty, a cell without it is observed in part only.
+    key: its name in a record: the key of a value in a step's line (scalar, setting), or the first part of the tensor
+        names ``KEY/NAME`` (tensors, rows).
+    stage: the stage that it belongs to, as findings, reports and faults name it.
+    kind: ``tensors``: named tensors, each with its own error. ``rows``: one vector of numbers per row of the batch, all
+        rows judged together. ``scalar``: a computed number. ``setting``: a number that is not the result of arithmetic.
+        ``evidence``: what the suite itself saw of one step of a leg, stored in the footer of the record.
+    when: when it is judged: as ``loaded``, at ``every`` step, at the ``first`` step only, or at all ``later`` steps. At
+        a ``handover``, the state that a leg has loaded is compared with the state at the end of the leg before.
+    change: the difference to the tensors as loaded (the update) is judged, relative to the norm of the oracle's update.
+    scale: key of the oracle's value (for rows: of the oracle's rows) that the error is relative to. Empty: the size of
+        the quantity itself.
+    required: a record without this quantity cannot be judged.
+    effect_at: for a quantity that is not required, the stage that judges its effect on the training. If it is set, a
+        cell that does not report the quantity can still conform; if it is empty, such a cell is partly observed.
     replicated: which ranks hold the same numbers: the ``holders`` of the same shard or row, ``all ranks``, or ``no``
-        others.
-    rounded: it is held in the precision of the computation, as a frozen model is, so the tolerance rule decides how far
-        it may be although nothing is computed.
-    norm_of: key of the tensors of which this scalar is the 2-norm; it is rebuilt from them and compared. Against the
-        oracle's it may be as wrong as they are all together: their errors may point in one direction.
-    mean_of, max_of: key of the rows of which this scalar is the mean or the largest; it is rebuilt from the rows that
-        the cell itself recorded, and judged by that alone: the rows are held against the oracle.
-    explains: key of the rows whose variance this scalar says the rows ``made_of`` explain; it is rebuilt as a mean is.
-    made_of: key of the rows that this scalar is a weighted sum of. The error of a sum of N numbers is about theirs over
-        the root of N; one run may be luckier, and is not taken at its word then.
-    rowwise: the worst row of each tensor is judged, too.
-    rebuilt: these are weights after a step; the judge rebuilds them from the weights before, and compares.
-    column: the column of the comparison between backends in which it is shown; empty: in none.
+        other rank.
+    rounded: the tensors are held in the precision of the computation, as those of a frozen model are. So the tolerance
+        rule gives their bound, although they are not the result of arithmetic.
+    norm_of: key of the tensors whose 2-norm this scalar is. The judge also computes the norm from these tensors and
+        compares. Against the oracle, the error of the norm may be as large as the errors of all these tensors together,
+        because they may all point in one direction.
+    mean_of, max_of: key of the rows whose mean or maximum this scalar is. The judge computes it from the rows that the
+        cell itself recorded and compares only with this value, because the rows are compared with the oracle's.
+    explains: key of the rows whose variance is explained by the rows ``made_of``; this scalar is the explained share.
+        It is computed from the recorded rows and compared, as a mean is.
+    made_of: key of the rows of which this scalar is a weighted sum. The error of a sum of N numbers is about the error
+        of one number divided by sqrt(N). One noise run of the oracle may be closer by chance, so the noise is taken to
+        be at least this estimate.
+    rowwise: the worst row of each tensor is judged as well.
+    rebuilt: the tensors are weights after a step. The judge also computes them from the weights before and compares.
+    column: the column of the comparison between backends that shows this quantity. Empty: none.
     drawn: whether reports draw it as a curve over the steps.
-    panel: the part of the report that has this curve; empty: the one that every objective has.
-    title: what stands above the curve; empty: its stage.
+    panel: the part of the report that has this curve. Empty: the part that all objectives have.
+    title: the heading of the curve. Empty: its stage.
     """
 
     key: str
@@ -73,37 +78,37 @@ class Observable:
     rowwise: bool = False
     rebuilt: bool = False
     column: str = ""
-    # How it is shown is no part of what was observed: records of before and after a change of it are judged alike.
+    # The next three fields only concern reports. They are not compared, so old records stay valid if they change.
     drawn: bool = field(default=False, compare=False)
     panel: str = field(default="", compare=False)
     title: str = field(default="", compare=False)
 
     @property
     def judged_as(self) -> str:
-        """The name of the quantity that judges this number: what follows from rows is judged against the cell's own."""
+        """The name under which this number is judged: with the suffix AGAINST_REBUILT if it follows from rows."""
         return self.key + AGAINST_REBUILT if self.is_of_rows else self.key
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether it is rebuilt from the rows that the cell itself recorded."""
+        """Whether the judge computes this scalar from the rows that the cell itself recorded."""
         return bool(self.mean_of or self.max_of or self.explains)
 
     @property
     def replica_stage(self) -> str:
-        """The stage at which differences between ranks are told; empty where no other rank holds the same."""
+        """The stage of differences between ranks that hold the same numbers; empty if no two ranks do."""
         if self.replicated == "no":
             return ""
         return f"{self.key.replace('.', ' ')} replicas" if self.kind == "tensors" else self.stage
 
     @property
     def exact_bound(self) -> float | None:
-        """A bound that holds in every precision, because nothing is computed; None where the tolerance rule decides."""
+        """The bound of what is not the result of arithmetic, in every precision; None if the tolerance rule decides."""
         if self.when == "handover":
             return 0.0
         return SETTING_ERROR if (self.kind == "setting" or self.when == "loaded") and not self.rounded else None
 
     def applies(self, step: int) -> bool:
-        """Whether it is judged at a step: -1 is as loaded, 0 the first optimizer step."""
+        """Whether it is judged at ``step``: -1 means as loaded, 0 is the first optimizer step."""
         at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0, "handover": False}
         return at[self.when]
 
@@ -116,20 +121,25 @@ LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=Fa
 
 
 def unobserved_step(first: int, count: int) -> int | None:
-    """The step of a leg at which no tensor is read, between two at which all are; None in a leg too short for it.
+    """The one step of a leg at which no tensor is read: the last but one. None for a leg of fewer than three steps.
 
-    Reading gathers and waits. What a backend would get wrong without that shows at the step after this one (claim 7).
+    Reading tensors gathers and synchronises, which may hide a bug of the backend. An error of the step without reading
+    shows at the step after it (claim 7).
     """
     return first + count - 2 if count >= 3 else None
 
 
 def model_key(model: str, key: str) -> str:
-    """Key of a model's own observable: ``gradient`` of the policy, ``critic.gradient`` of another model."""
+    """The key of an observable of one model: ``gradient`` for the policy (empty ``model``), ``critic.gradient`` for the
+    model ``critic``."""
     return f"{model}.{key}" if model else key
 
 
 def loaded_observables(model: str, *, trained: bool) -> tuple[Observable, ...]:
-    """What the engine declares of every model as loaded. ``model`` is empty for the policy."""
+    """The observables of a model as loaded: its weights and, if it is trained, the training state at a handover.
+
+    ``model`` is empty for the policy.
+    """
     key, stage = model_key(model, "weight"), _stage(model, "weights")
     weights = Observable(key=key, stage=stage, kind="tensors", when="loaded", rounded=not trained)
     return (weights, *(_handed_over(model, kind) for kind in STATE_KINDS if trained))
@@ -147,7 +157,10 @@ def _handed_over(model: str, kind: str) -> Observable:
 
 
 def trained_observables(model: str) -> tuple[Observable, ...]:
-    """What the engine declares of a model that it trains, in causal order. ``model`` is empty for the policy."""
+    """The observables of a model's update, in causal order: gradients, norm, learning rate, weights.
+
+    ``model`` is empty for the policy.
+    """
     gradient, weight = model_key(model, "gradient"), model_key(model, "weight")
     update = _stage(model, "clipped update")
     return (
@@ -164,7 +177,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             stage=_stage(model, "gradient norm"),
             kind="scalar",
             required=False,
-            effect_at=update,  # a norm that nobody reports is still the one that gradients are clipped by
+            effect_at=update,  # a wrong norm clips the gradients wrongly, also if the framework does not report it
             replicated="all ranks",
             norm_of=gradient,
             column=_stage(model, "gradient norm"),
@@ -199,9 +212,9 @@ def _stage(model: str, name: str) -> str:
 
 
 def stages(observables: Iterable[Observable]) -> tuple[str, ...]:
-    """All stages in causal order: what is wrong at one is expected to show at the later ones.
+    """All stages in causal order: an error at one stage is expected to show at the later ones.
 
-    Replicas come after the last observable that they are replicas of, so gradient replicas stand before the norm.
+    The stage of replicas follows the last observable that it belongs to, so gradient replicas come before the norm.
     """
     order: dict[str, None] = {}
     for observable in observables:
@@ -213,7 +226,7 @@ def stages(observables: Iterable[Observable]) -> tuple[str, ...]:
 
 
 def columns(observables: Iterable[Observable]) -> tuple[str, ...]:
-    """The columns of a comparison between backends, in causal order."""
+    """The columns of the comparison between backends, in causal order."""
     return tuple(dict.fromkeys(observable.column for observable in observables if observable.column))
 
 
@@ -223,5 +236,5 @@ def observables_to_json(observables: Sequence[Observable]) -> list[dict[str, Any
 
 
 def observables_from_json(values: Sequence[dict[str, Any]]) -> tuple[Observable, ...]:
-    """What ``observables_to_json`` gave; raises TypeError for fields that this version does not know."""
+    """Observables from the JSON values of ``observables_to_json``. Raises TypeError for unknown fields."""
     return tuple(Observable(**value) for value in values)

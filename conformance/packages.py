@@ -1,8 +1,8 @@
-"""Packages: which of its declared packages a backend lacks, when its import fails.
+"""Packages: when the import of a backend fails, finds out which of its declared packages is not installed.
 
-Serves claim 9: a backend that lacks an optional package is unsupported, and any other failing import is a failure. An
-adapter that cannot be imported cannot be asked what it needs, so its distribution is: what a backend needs is declared
-in the extra that has the backend's name.
+Serves claim 9: a backend whose optional package is not installed is unsupported; any other error of the import is a
+failure. An adapter that cannot be imported cannot say which packages it needs. So the needed packages are read from
+the metadata of its distribution: from the extra that has the backend's name.
 """
 
 import re
@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
 
 @dataclass(frozen=True, kw_only=True)
 class MissingPackage:
-    """A declared package that is not installed, and the extra that brings it."""
+    """A declared package that is not installed, and the extra (``DISTRIBUTION[BACKEND]``) that installs it."""
 
     package: str
     extra: str
@@ -22,11 +22,11 @@ class MissingPackage:
 
 
 def missing_package(entry: EntryPoint | None, module: str) -> MissingPackage | None:
-    """The declared package that ``module`` is of and that is not installed; None where there is no such package.
+    """The declared package that would provide ``module`` and is not installed; None if there is no such package.
 
-    ``entry`` is the backend's entry point; without one, nothing is declared. Nobody knows the modules of a package that
-    is not installed. So a module belongs to it if one of the two names begins with the other, as ``megatron-core``
-    begins with ``megatron``; an adapter may raise ModuleNotFoundError with the name of the package, too.
+    ``entry`` is the backend's entry point; None: no package is declared. The modules of a package that is not installed
+    are unknown. So a module is taken to belong to a package if one of the two names begins with the other, as
+    ``megatron-core`` begins with ``megatron``. An adapter may also raise ModuleNotFoundError with the package's name.
     """
     if entry is None or entry.dist is None:
         return None
@@ -39,7 +39,7 @@ def missing_package(entry: EntryPoint | None, module: str) -> MissingPackage | N
 
 
 def _extra(requirements: list[str], extra: str) -> list[str]:
-    """Names of the packages of an extra, out of a distribution's requirements such as ``a>=1; extra == 'b'``."""
+    """The names of the packages of an extra, from a distribution's requirements such as ``a>=1; extra == 'b'``."""
     wanted = re.compile(rf"\bextra\s*==\s*['\"]{re.escape(extra)}['\"]")
     chosen = [requirement for requirement in requirements if wanted.search(requirement.partition(";")[2])]
     return [_canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
@@ -54,5 +54,5 @@ def _is_installed(package: str) -> bool:
 
 
 def _canonical(name: str) -> str:
-    """A module's or a package's name as package indexes compare them."""
+    """The normalised name of a module or package, as package indexes compare names (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,4 +1,4 @@
-"""Where the built-in fixtures lie: beside the packages in a checkout, inside ``conformance`` in an installed wheel."""
+"""Paths: where the built-in fixtures are: beside ``conformance`` in a checkout, inside it in an installed wheel."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else _PAC
 
 
 def resolve(path: str) -> Path:
-    """A path given by the user, relative to the working directory or else to the fixtures.
+    """The absolute path for a path from the user, which is relative to the working directory or to the fixtures.
 
-    Raises UsageError when neither exists.
+    Raises UsageError if neither exists.
     """
     try:
         for candidate in (Path(path).expanduser(), FIXTURES / path):
             if candidate.exists():
                 return candidate.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, no such user, a name that is too long
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, an unknown user, a name that is too long
         raise UsageError(f"{shown(path)} cannot be used as a path: {one_line(error)}") from None
     raise UsageError(f"there is no {shown(path)}, neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})")

@@ -1,10 +1,10 @@
-"""Pytest plugin: the options of ``pytest --pyargs conformance.suite``, and one report from what its workers wrote.
+"""Pytest plugin: the options of ``pytest --pyargs conformance.suite``, and one report for all pytest-xdist workers.
 
-Serves claim 8: the folder lists every cell as not run before the first one runs, and the report is made from what is on
-disk, so a worker that crashes or a run that is stopped leaves a summary that is incomplete, never green.
+Serves claim 8: before the first cell runs, the output folder lists every cell as not run, and the report is made from
+the files in this folder. So if a worker crashes or the run is stopped, the summary is incomplete, never green.
 
-Everybody who has the package installed loads this module in every pytest run. So it imports nothing that is slow, and
-without the suite among the tests it does nothing.
+Pytest loads this module in every run wherever the package is installed. So it imports nothing slow, and does nothing
+unless the suite is among the tests.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ import pytest
 from conformance.plan.selection import Demands, Selection
 
 OUT = pytest.StashKey[Path]()
-USAGE = pytest.StashKey[str]()  # why the options cannot be used, found where the cells are collected
+USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 LINES = pytest.StashKey[list[str]]()
 
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decide on the output folder, once per run; it is made when a cell is about to run."""
+    """Choose the output folder, once per run. It is created when the first cell is about to run."""
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         config.stash[OUT] = Path(worker["parity_out"])
@@ -48,13 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """xdist, for each worker that starts: all write into the controller's folder."""
+    """Called by xdist for each worker that starts: the worker gets the controller's output folder."""
     node.workerinput["parity_out"] = str(node.config.stash[OUT])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """End the run when the options cannot be used. A worker cannot; it runs nothing and tells the controller."""
+    """End the run if the options cannot be used. An xdist worker runs nothing then, and reports the message."""
     if USAGE in config.stash:
         items.clear()
         if not is_worker(config):
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """xdist, for each worker that ends; one that crashed has no output."""
+    """Called by xdist for each worker that ends: keep its usage error. A worker that crashed has no output."""
     message = getattr(node, "workeroutput", {}).get("parity_usage")
     if message:
         node.config.stash[USAGE] = message
@@ -72,7 +72,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)  # after xdist has ended its workers
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the summary and the reports, if cells were to be run. What could not be judged is no success."""
+    """Write the summary and the reports, if there were cells to run. The run fails if it is incomplete."""
     config = session.config
     if is_worker(config):
         return
@@ -105,12 +105,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def merge(out: Path) -> dict[str, Any]:
-    """Write ``summary.json`` anew from the verdicts of all cells that it lists, whoever wrote them, and return it.
-
-    Only now is there a record of every cell, so backends are compared with each other here.
+    """Write ``summary.json`` anew from the verdicts that all workers wrote, compare the backends with each other, and
+    return the summary. The comparison is made here because it needs the records of all cells.
     """
     from conformance.peers.side_by_side import write_side_by_side
-    from conformance.record.results import SUMMARY, cell_summary, read_json, read_verdicts, write_summary
+    from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_verdicts, write_summary
     from conformance.record.states import NOT_STARTED
 
     run, entries = read_verdicts(out)
@@ -121,7 +120,7 @@ def merge(out: Path) -> dict[str, Any]:
     seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
     write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
     write_side_by_side(out)
-    return read_json(out / SUMMARY)
+    return read_output_json(out / SUMMARY)
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -1,7 +1,7 @@
-"""Reading: files of users, of which nothing is expected.
+"""Reading: reads users' files, without any assumption about what they contain.
 
-Any of them may be a pipe, a device, a folder, no text, or nested without end. Whatever it is, the answer is a value of
-the promised type or one UsageError with the file's name.
+A path may lead to a pipe, a device or a folder; a file may be binary or deeply nested. In all cases the result is a
+value of the declared type or one UsageError that names the file.
 """
 
 import json
@@ -17,9 +17,9 @@ MIB = 2**20
 
 
 def check_file(path: Path) -> None:
-    """Raises UsageError for anything but a file: a pipe waits for its writer, and a device never ends.
+    """Raises UsageError for anything but a readable regular file: reading a pipe or a device might never end.
 
-    Raises FileNotFoundError where there is nothing.
+    Raises FileNotFoundError if ``path`` does not exist.
     """
     try:
         mode = path.stat().st_mode
@@ -36,12 +36,12 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """The text of a file of at most ``limit`` bytes. Raises UsageError, and FileNotFoundError where there is none."""
+    """The text of a UTF-8 file of at most ``limit`` bytes. Raises UsageError; FileNotFoundError if it is missing."""
     check_file(path)
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise UsageError(f"{path} has more than {limit // MIB} MiB, which no file of its kind needs")
+        raise UsageError(f"{path} has more than {limit // MIB} MiB, more than any file of this kind needs")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,12 +50,12 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with bytes that are no text, and what to do."""
+    """The message for bytes that are not UTF-8: what is wrong, and what to do."""
     return f"not UTF-8 ({error.reason}, byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises UsageError, and FileNotFoundError where there is none."""
+    """The tables of a TOML file. Raises UsageError, and FileNotFoundError if it is missing."""
     text = read_text(path, limit=MIB)
     try:
         return tomllib.loads(text)
@@ -66,18 +66,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UsageError, and FileNotFoundError where there is none."""
+    """The object in a user's JSON file. Raises UsageError, and FileNotFoundError if it is missing."""
     values = parse_json(read_text(path, limit=64 * MIB), str(path))
     if not isinstance(values, dict):
-        raise UsageError(f"{path} holds {shown(values)} where a JSON object ({{...}}) is due")
+        raise UsageError(f"{path} holds {shown(values)}, but it has to hold a JSON object ({{...}})")
     return values
 
 
 def parse_json(text: str, source: str) -> Any:
-    """A JSON value. Raises UsageError that names ``source``."""
+    """Parse JSON. Raises UsageError, which names ``source``, for other text."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise UsageError(f"{source} is not JSON that can be read: it is nested too deeply") from None
+        raise UsageError(f"{source} cannot be read: its JSON is nested too deeply") from None
     except ValueError as error:  # also of a number with thousands of digits
         raise UsageError(f"{source} is not JSON: {one_line(error)}") from None

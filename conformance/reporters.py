@@ -1,7 +1,8 @@
-"""Reporters: what turns an output folder into files for a reader, found by entry point as backends are.
+"""Reporters: functions that turn an output folder into files for readers, found by entry point as backends are.
 
-conformance knows none of them. Each is a function that takes the output folder: those under ``parity.reporters`` write
-a file and return its path, those under ``parity.comparisons`` return a text about the backends side by side.
+conformance depends on none of them. A function in the entry-point group ``parity.reporters`` takes the output folder,
+writes a file and returns its path. A function in ``parity.comparisons`` takes the output folder and returns a text that
+compares the backends.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,9 @@ REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
 
 
 def write_reports(out: Path) -> list[str]:
-    """Have all reporters write; returns a line for the user about each, the report to open last.
+    """Call all reporters; returns one line for the user about each, the HTML report last.
 
-    Raises Unwritable, after the others, for one whose file cannot be written.
+    If files cannot be written, raises Unwritable after all reporters were called.
     """
     lines, failed = [], []
     for entry in sorted(entry_points(group=REPORTERS), key=lambda entry: (entry.name == "html", entry.name)):
@@ -36,9 +37,7 @@ def write_reports(out: Path) -> list[str]:
 
 
 def compare_backends(out: Path) -> str:
-    """The comparison of the run's backends as text, by the first installed comparison. Raises LookupError without
-    one.
-    """
+    """The text of the first installed comparison of backends. Raises LookupError if none is installed."""
     for entry in entry_points(group=COMPARISONS):
         compare: Callable[[Path], str] = entry.load()
         return compare(out)

@@ -1,16 +1,17 @@
 """Reinforcement learning: GRPO and PPO as configuration, with the names and the defaults of verl.
 
-Serves claim 1 for the losses that are near zero whatever the gradient is. A roll-out is frozen: prompts, responses,
-rewards and the log-probs of the engine that sampled them come from a file. What follows is computed twice and apart
-(impl/rl and conformance/oracle/rl.py), as frameworks do it: log-probs and values of the whole roll-out before its first
-update, rewards and advantages from these, then ``ppo_epochs`` passes over its ``mini_batches``, an update each.
+Serves claim 1 for losses that are near zero whatever the gradient is. A roll-out is frozen: prompts, responses, rewards
+and the log-probs of the inference engine that sampled the responses come from a file. Everything else is computed
+twice, independently (impl/rl and conformance/oracle/rl.py), in the order of the frameworks: log-probs and values of the
+whole roll-out before its first update, rewards and advantages from these, then ``ppo_epochs`` passes over the
+``mini_batches`` of the roll-out, with one update per mini-batch.
 
 Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the table):
 
-* Denominators are those of the whole mini-batch, on all ranks and in all micro-batches, never means of means.
-* A response without tokens belongs to its group, and to no mean over tokens or sequences.
-* Statistics over tokens (whitening) are those of the whole roll-out.
-* No model runs with dropout, in updates neither: a ratio is of two policies, and not of two draws of dropped numbers.
+* Denominators count the whole mini-batch, over all ranks and micro-batches; there are no means of means.
+* A response without tokens counts in the statistics of its group, but in no mean over tokens or sequences.
+* Statistics over tokens (whitening) are computed over the whole roll-out.
+* No model runs with dropout, not even in updates: the ratio has to compare two policies, not two dropout masks.
 """
 
 from dataclasses import replace
@@ -35,22 +36,22 @@ Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
-    """A number of each response token that every rank which holds the row has."""
+    """An observable with one number per response token; all ranks that hold a row hold the same numbers."""
     return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
 
 
 def scalar(key: str, stage: str) -> Observable:
-    """A number of the whole step."""
+    """An observable with one number for the whole step."""
     return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
 
 
 def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
-    """A number of the whole step that reports draw. ``printed``: the name that verl prints, where it is not the key."""
+    """A scalar that reports draw. ``words``: its name in words. ``printed``: verl's name for it, if not ``key``."""
     title = f"{words} ({printed or key})"
     return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
 
 
-# Metrics as verl prints them.
+# The metrics that verl prints.
 METRICS = (
     replace(curve("ppo_kl", "policy metrics", "KL to the old policy"), mean_of="approx_kl"),
     replace(curve("ratio_mean", "policy metrics", "mean ratio"), mean_of="ratio"),
@@ -64,24 +65,26 @@ METRICS = (
 class PolicyGradient:
     """What GRPO and PPO have in common: how a policy is updated from advantages.
 
-    temperature: by which logits are divided for log-probs and entropy, of the policy and of the reference.
-    mini_batches, ppo_epochs: a roll-out is cut into so many updates, and gone through so many times.
-    recompute_old_logprobs: the policy computes the old log-probs of a roll-out before its first update; else they are
-        those of the engine that sampled it.
+    temperature: logits are divided by it for log-probs and entropy, in the policy and in the reference.
+    mini_batches: number of updates into which one pass over a roll-out is divided.
+    ppo_epochs: number of passes over each roll-out.
+    recompute_old_logprobs: if true, the policy computes the old log-probs of a roll-out before its first update.
+        Otherwise the old log-probs are those of the inference engine that sampled it.
     clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high] (Schulman et al., arXiv 1707.06347;
-        two of them: DAPO, arXiv 2503.14476).
+        with different bounds: DAPO, arXiv 2503.14476).
     clip_ratio_c: dual clip (Ye et al., arXiv 1912.09729): with a negative advantage A the loss is at most -A c; None
         for no such bound.
     loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
         the token variant of section 4.3), without dual clip.
-    loss_agg_mode: how losses of tokens become one number: their mean over all tokens; the mean over sequences of their
-        sum, of their mean, or of their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
+    loss_agg_mode: how the losses of tokens become one number: their mean over all tokens, or the mean over sequences
+        of their sum, their mean, or their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
     entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
     kl_loss_coef, kl_loss_type: a KL estimate against the reference is added to the loss (Schulman,
         http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).
-    kl_coef, kl_penalty: a KL estimate of the old log-probs against the reference is taken off each token's reward.
-    rollout_is_threshold: weights exp(old - sampled log-prob), at most this, are multiplied with the policy loss
-        (truncated importance sampling); None for none.
+    kl_coef, kl_penalty: a KL estimate of the old log-probs against the reference is subtracted from each token's
+        reward.
+    rollout_is_threshold: each token's policy loss is multiplied by the weight exp(old - sampled log-prob), truncated
+        at this threshold (truncated importance sampling); None: no weights.
     """
 
     temperature: Positive = 1.0
@@ -125,7 +128,7 @@ class PolicyGradient:
     def observables(self) -> tuple[Observable, ...]:
         old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
-        # A policy loss cancels: its error is relative to what it is made of.
+        # The terms of a policy loss cancel out, so its error is relative to the size of the terms, not of the sum.
         kl_loss = [curve("kl_loss", "loss", "KL to the reference")] if self.kl_loss_coef else []
         parts = [replace(part, scale="loss_scale", made_of="ratio") for part in (scalar("pg_loss", "loss"), *kl_loss)]
         entropy = curve("entropy_loss", "loss", "entropy")
@@ -133,7 +136,7 @@ class PolicyGradient:
         return (
             *old,
             *reference,
-            *self.estimates(),
+            *self.estimate_observables(),
             rows("advantage", "advantages", column="advantages"),
             replace(LOGPROBS, required=True),
             rows("entropy", "entropy"),
@@ -145,15 +148,15 @@ class PolicyGradient:
             replace(entropy, mean_of="entropy") if is_mean else replace(entropy, made_of="entropy"),
             replace(LOSS, scale="loss_scale", made_of="ratio"),
             *METRICS,
-            *self.of_critic(),
+            *self.critic_observables(),
         )
 
-    def estimates(self) -> tuple[Observable, ...]:
-        """What a critic says of a roll-out before its first update."""
+    def estimate_observables(self) -> tuple[Observable, ...]:
+        """The observables of a critic's pass over a roll-out before its first update."""
         return ()
 
-    def of_critic(self) -> tuple[Observable, ...]:
-        """What is observed of a critic's update."""
+    def critic_observables(self) -> tuple[Observable, ...]:
+        """The observables of a critic's update."""
         return ()
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
@@ -181,8 +184,9 @@ class Ppo(PolicyGradient):
     """Proximal policy optimisation (arXiv 1707.06347) with a critic and generalised advantage estimation
     (Schulman et al., arXiv 1506.02438).
 
-    gamma, lam: discount, and the weight between one step and the whole return.
-    cliprange_value: the loss of a value is the larger one of itself and of the value clipped to the old value +- this.
+    gamma, lam: the discount, and the lambda of generalised advantage estimation (0: one step, 1: the whole return).
+    cliprange_value: the loss of a value is the larger of two losses: of the value, and of the value clipped to
+        [old value - cliprange_value, old value + cliprange_value].
     """
 
     kind: Literal["ppo"] = "ppo"
@@ -194,12 +198,12 @@ class Ppo(PolicyGradient):
     def roles(self) -> tuple[Role, ...]:
         return (*super().roles, CRITIC)
 
-    def estimates(self) -> tuple[Observable, ...]:
+    def estimate_observables(self) -> tuple[Observable, ...]:
         explained = curve("critic.explained_var", "returns", "explained variance", printed="vf_explained_var")
         explained = replace(explained, explains="return", made_of="critic.old_value")
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
-    def of_critic(self) -> tuple[Observable, ...]:
+    def critic_observables(self) -> tuple[Observable, ...]:
         loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
         clipped = curve("critic.clipfrac", "critic metrics", "critic clip fraction", printed="vf_clipfrac")
         return (rows("critic.value", "values"), loss, clipped)

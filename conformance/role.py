@@ -1,4 +1,4 @@
-"""Role: one model of a cell, and what it is there for."""
+"""Role: the purpose of one model of a cell: policy, critic or reference."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,10 @@ Head = Literal["causal", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One model of a cell. ``head``: logits over the vocabulary, or one value per token. Frozen unless ``trained``."""
+    """The role of one model. ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token.
+
+    A model that is not ``trained`` is frozen.
+    """
 
     name: str
     head: Head = "causal"
@@ -16,7 +19,7 @@ class Role:
 
     @property
     def prefix(self) -> str:
-        """In front of the keys of its observables; the policy's have none."""
+        """The prefix of the keys of this model's observables; empty for the policy."""
         return "" if self == POLICY else self.name
 
 

@@ -1,4 +1,4 @@
-"""Validation: what is wrong with a user's input, in words that say what to change."""
+"""Validation: errors about a user's input, with messages that say what to change."""
 
 from pydantic import ConfigDict, ValidationError
 
@@ -7,11 +7,11 @@ STRICT = ConfigDict(extra="forbid")
 
 
 class UsageError(ValueError):
-    """The user asked for something that cannot be done; the message says what to change."""
+    """The user asked for something that cannot be done. The message says what to change."""
 
 
 def explain(error: ValidationError, *, source: str, what: str) -> UsageError:
-    """One UsageError that names every wrong field of ``source``, which should have been a valid ``what``."""
+    """A UsageError that names every wrong field of ``source`` (a file or table), which should be a valid ``what``."""
     lines = [
         f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {shown(e['input'])})" for e in error.errors()
     ]
@@ -19,7 +19,7 @@ def explain(error: ValidationError, *, source: str, what: str) -> UsageError:
 
 
 def shown(value: object) -> str:
-    """A value in a message, and of a long one its beginning."""
+    """The repr of a value for a message, cut after 120 characters."""
     try:
         text = repr(value)
     except ValueError:  # a number of thousands of digits
@@ -28,6 +28,6 @@ def shown(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of a library says, in one line, and of a long one its beginning."""
+    """The message of a library's error in one line, cut after 300 characters; its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,7 +1,7 @@
-"""Grid: what the page shows of one group of backends side by side, when it is opened.
+"""Grid: the tables that the page shows for one group of the comparison of backends.
 
-Up to MATRIX members, every pair has a square. Of more, nobody reads the squares: then each two backends have a line
-with their furthest pair, and all pairs are in ``side_by_side.json``.
+A group of at most MATRIX members has a square for every pair. A larger group has instead one line for every two
+backends, with their furthest pair; all pairs are in ``side_by_side.json``.
 """
 
 from itertools import combinations_with_replacement
@@ -41,19 +41,19 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
 
 
 def furthest(group: Group) -> Quantity | None:
-    """Of all pairs and columns the difference that is nearest to, or furthest beyond, what two may show."""
-    return max(filter(None, map(group.apart, group.columns)), key=lambda q: q.ratio, default=None)
+    """The difference with the highest ratio of observed to allowed, over all pairs and columns."""
+    return max(filter(None, map(group.worst_over_pairs, group.columns)), key=lambda q: q.ratio, default=None)
 
 
 def _square(group: Group, pair: Pair) -> list[Any]:
-    """The two members, and their difference in each column; none of two that were not compared in all of them."""
+    """The two members and their difference in each column; None instead if they were not compared in all columns."""
     compared = not any(group.members[number].problem for number in (pair.a, pair.b))
     columns = [_difference(pair.worst.get(column)) for column in group.columns]
     return [pair.a, pair.b, columns if compared and pair.worst else None]
 
 
 def _between(group: Group) -> list[list[Any]]:
-    """For each two backends, and for the layouts of each, the pair that is furthest apart."""
+    """One line for every two backends, and for the layouts of each backend, with the pair that is furthest apart."""
     lines: list[list[Any]] = []
     for one, other in combinations_with_replacement(group.backends, 2):
         pairs = [
@@ -74,7 +74,7 @@ def _names(group: Group, pair: Pair) -> str:
 
 
 def _difference(quantity: Quantity | None) -> dict[str, Any] | None:
-    """The fields of a quantity, as everywhere in the page; its stage is the column."""
+    """The fields of a quantity as JSON values; ``stage`` is the name of the column."""
     if quantity is None:
         return None
     fields = ("stage", "tensor", "step", "observed", "allowed")

@@ -1,7 +1,7 @@
-"""Handover: cells that save in one layout or backend and go on in another, as tables from row to column (claim 5).
+"""Handover: tables of cells that save in one layout or backend and continue in another one (claim 5).
 
-One table holds what differs in nothing but where it was saved and where it was loaded. Cells that are in none of them
-stay in the matrix of all cells.
+The cells of one table differ only in where they saved (the row) and where they loaded (the column). Cells that are in
+no such table are only in the matrix of all cells.
 """
 
 from collections import defaultdict
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from conformance.record.coverage import TO
 from reports.load import Cell, Report
 
-LEAST = 4  # cells; fewer are read in the matrix
+LEAST = 4  # fewest cells of a table; fewer cells are only in the matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """``rows`` and ``columns``: backends, or layouts, that saved and that loaded. ``cells``: by both, as far as run."""
+    """A table of handovers. ``rows``, ``columns``: the backends or layouts that saved, and that loaded. ``cells``: by
+    (row, column); combinations that were not planned are missing."""
 
     title: str
     rows: tuple[str, ...]
@@ -28,7 +29,8 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """One table for each program, scenario, model and precision, of backends and of the layouts of each backend."""
+    """The tables from backend to backend, and from layout to layout within each backend, for each program, scenario,
+    model and precision. Tables of fewer than LEAST cells, or without a change of backend or layout, are left out."""
     groups: dict[str, dict[tuple[str, str], Cell]] = defaultdict(dict)
     for cell in report.cells:
         entry = cell.entry
@@ -43,7 +45,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _ends(chain: str) -> tuple[str, str] | None:
-    """Where two legs save and load; None for more legs."""
+    """The backend or layout that saved and the one that loaded; None for more than two legs."""
     parts = chain.split(TO)
     return (parts[0], parts[-1]) if len(parts) <= 2 else None
 

@@ -1,14 +1,14 @@
-"""Where in the network a parameter is: the row and the column of its square in a heat map, which the page draws.
+"""Heat map: the row (kind of parameter) and the column (layer) of a parameter's square in the page's heat maps.
 
-Serves claim 1: gradients are judged per parameter, so a dropped bias of one projection is one square, and a wrong norm
-in front of a layer is a column. Columns run from the embedding through the layers to the head.
+Serves claim 1: gradients are judged per parameter, so a missing bias of one projection shows as one square, and a wrong
+norm before a layer as a column. The columns are the embedding, the layers, and the head.
 """
 
 import math
 import re
 
-# In the order of a decoder layer; a kind that is not listed comes last, under its own name.
-KINDS = (
+# In the order of a decoder layer. A kind that is not in this list comes last, under its own name.
+PARAMETER_KINDS = (
     "embed",
     "attn norm",
     *("q", "q bias", "q norm", "k", "k bias", "k norm", "v", "v bias", "qkv", "qkv bias", "o", "o bias"),
@@ -28,11 +28,12 @@ _NAMES = {
     "norm": "final norm",
 }
 SHADES = (0.01, 0.1, 0.5, 1.0, 10.0)
-"""Upper ends of the classes of colour h1, h2, ... of observed / allowed. The tolerance, 1, is the change of hue."""
+"""Upper bounds of observed / allowed for the colour classes h1, h2, ... The hue changes at the tolerance, 1."""
 
 
 def shade(error: float, ratio: float) -> str:
-    """The number of the class of colour of an error; ``n`` for NaN and ``i`` for an infinite one."""
+    """The colour class of an error: its number, ``n`` for NaN, ``i`` for an infinite error. ``ratio``: of the error to
+    its bound."""
     if not math.isfinite(error):
         return "n" if math.isnan(error) else "i"
     if error == 0:
@@ -43,7 +44,7 @@ def shade(error: float, ratio: float) -> str:
 def locate(name: str) -> tuple[str, str]:
     """(column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``.
 
-    A remark in brackets after the name, such as ``(missing)``, is not part of it.
+    A remark in brackets after the name, such as ``(missing)``, is ignored.
     """
     layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
     module, _, leaf = name.partition(" (")[0].rpartition(".")

@@ -1,8 +1,8 @@
-"""The report a person acts on: one HTML file that opens offline, verdict first, every cell one click away.
+"""HTML: one file that opens offline, begins with the verdict, and shows every cell after one click.
 
-Serves claims 1 and 9: gradients and updates are shown before curves are believed, and every state has its own symbol
-and words, so that nothing that stopped half-way looks green. Verdict, counts, matrix and reasons are readable without
-JavaScript; the script (templates/*.js) unpacks and draws what a reader opens, and adds filter, keyboard, read-outs,
+Serves claims 1 and 9: gradients and updates are shown, not only loss curves, and every state has its own symbol and
+words, so that a cell that stopped half-way never looks green. Verdict, counts, matrix and reasons are readable without
+JavaScript. The script (templates/*.js) unpacks and draws what a reader opens, and adds filter, keyboard, read-outs,
 copy and download.
 """
 
@@ -31,7 +31,8 @@ SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "cell", "side
 
 
 def write_html(out: Path) -> Path:
-    """Write ``out/report.html`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
+    """Write ``out/report.html`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    Unwritable."""
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     title, text = words.headline(report)
@@ -74,12 +75,13 @@ def _template() -> jinja2.Template:
 
 
 def anchor(cell: str) -> str:
-    """A cell's id as the target of a link; readable, so that it can be typed."""
+    """The HTML id of a cell, from the cell's id; readable, so that users can type links to it."""
     return "cell-" + re.sub(r"[^A-Za-z0-9._/-]", "-", cell)
 
 
 def matrix(report: Report) -> dict[str, Any]:
-    """Rows of (backend, layout), columns of (scenario, model, variant), both in order of first appearance."""
+    """The matrix of all cells. Rows are (backend, layout) and columns (scenario, model, variant), both in the order of
+    first appearance."""
     cells = [(cell.entry, cell) for cell in report.cells]
     scenarios, models = (list(dict.fromkeys(getattr(e, part) for e, _ in cells)) for part in ("scenario", "model"))
     backends = list(dict.fromkeys(entry.backend for entry, _ in cells))
@@ -104,14 +106,14 @@ def matrix(report: Report) -> dict[str, Any]:
 
 
 def linked(text: str) -> Markup:
-    """``text``, escaped, with its web addresses as links."""
+    """``text`` as escaped HTML in which web addresses are links."""
     parts = re.split(r"(https?://[^\s<>\"']*[^\s<>\"'.,;:)])", text)
     links = [Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(part) for part in parts[1::2]]
     return Markup("").join([*(x for pair in zip(parts[::2], links, strict=False) for x in pair), parts[-1]])
 
 
 def _side(group: side_by_side.Group, report: Report) -> dict[str, Any]:
-    """What the page says of one group, and what it draws when the group is opened."""
+    """The template's values for one group, with the packed data that the page draws when the group is opened."""
     return {
         "group": group,
         "words": side_by_side.WORDS[group.state],

@@ -1,9 +1,9 @@
 """JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
 
-Serves claim 9: a cell that gave no answer is an error, never a pass. A difference is a failure with its findings in
-causal order; what a backend does not offer, and what is known to differ, is skipped with the reason; what is observed
-in part passes and says so. A run that is incomplete without a cell to blame, or that judged less than was demanded, has
-one test case more.
+Serves claim 9: a cell that could not be judged is an error, never a pass. A cell that differs is a failure with its
+findings in causal order. Unsupported cells and expected differences are skipped, with the reason. A partly observed
+cell passes and says so. A run that is incomplete although no cell is an error, or that judged less than was demanded,
+has one additional test case.
 """
 
 import re
@@ -13,13 +13,14 @@ from pathlib import Path
 from conformance.record.files import write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports.load import Cell, Report, read_report
-from reports.words import explain, headline, number, place, ratio
+from reports.words import explain, headline, number, ratio, tensor_at_step
 
 FINDINGS = 50  # per cell; the rest is in verdict.json
 
 
 def write_junit(out: Path) -> Path:
-    """Write ``out/junit.xml`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
+    """Write ``out/junit.xml`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    Unwritable."""
     report = read_report(out)
     cases = [_case(cell) for cell in report.cells]
     if report.unmet or (report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases)):
@@ -64,7 +65,7 @@ def _case(cell: Cell) -> ET.Element:
 
 
 def _whole_run(report: Report) -> ET.Element:
-    """An error that belongs to no cell: a run that did not finish, or in which less was judged than was demanded."""
+    """The additional test case: an error for a run that did not finish, or that judged less than was demanded."""
     case = ET.Element("testcase", classname="parity", name="the whole run", time="0.000")
     title, text = headline(report)
     text = "\n".join([text, *report.unmet])
@@ -74,8 +75,8 @@ def _whole_run(report: Report) -> ET.Element:
 
 def _findings(cell: Cell) -> str:
     lines = [
-        f"{f.stage}: {place(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, ratio {ratio(f.ratio)}"
-        + (f" ({f.hint})" if f.hint else "")
+        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, "
+        f"ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
         for f in cell.findings[:FINDINGS]
     ]
     if len(cell.findings) > FINDINGS:
@@ -92,5 +93,5 @@ def _seconds(value: float) -> str:
 
 
 def _clean(value: object) -> str:
-    """Text without the characters that XML cannot hold."""
+    """The text with U+FFFD in the place of characters that XML does not allow."""
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(value))

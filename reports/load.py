@@ -1,7 +1,7 @@
-"""Reads the output folder of a run: what ``conformance.record`` reads, and beside it what only a reader wants to see.
+"""Load: reads the output folder of a run with ``conformance.record``, and additionally the ends of the logs.
 
-Serves claim 9 (what could not be judged is never green): cells are read as far as they can be believed
-(conformance.record.cells). Only JSON and logs are read here, never a tensor.
+Serves claim 9 (what could not be judged is never green): verdicts that cannot be trusted are replaced by infrastructure
+failures (conformance.record.cells). Only JSON and logs are read, no tensors.
 """
 
 import re
@@ -13,17 +13,17 @@ from typing import Any
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.coverage import Change
 from conformance.record.files import Unreadable, read_end
-from conformance.record.results import SUMMARY, Run, inside, read_json, states_of
+from conformance.record.results import SUMMARY, Run, inside, read_output_json, states_of
 from conformance.record.states import STATES, RunVerdict, State
 from conformance.record.verdict import Quantity
 
-LOG_LINES = 40  # of each rank, counted from the end
+LOG_LINES = 40  # last lines of each rank's log
 LOG_BYTES = 6000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(BelievedCell):
-    """One cell as a reader sees it. ``logs``: the last lines of each rank, of a cell that does not conform."""
+    """One cell in a report. ``logs``: the last lines of each rank's log, if the cell does not conform."""
 
     logs: dict[str, str] = field(default_factory=dict)
 
@@ -51,15 +51,15 @@ class Cell(BelievedCell):
 
     @cached_property
     def worst(self) -> Quantity | None:
-        """The quantity with the highest ratio of all."""
+        """The quantity with the highest ratio; None if there are no quantities."""
         return max(self.entry.verdict.quantities, key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run: what is said about it, and its cells in the order in which they were planned.
+    """A whole run, and its cells in the order in which they were planned.
 
-    version: of the suite that wrote the folder.
+    version: the version of the suite that wrote the folder.
     """
 
     run: Run
@@ -77,24 +77,24 @@ class Report:
 
     @property
     def verdict(self) -> RunVerdict:
-        """One word for the run, worked out from the cells as they are shown."""
+        """The verdict of the run, computed from the cells as the report shows them."""
         return self.run.verdict(states_of([cell.entry for cell in self.cells]))
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """What was demanded of the run and is missing, a sentence each."""
+        """One sentence for each demand on the run that is not met."""
         return self.run.floor.unmet(states_of([cell.entry for cell in self.cells]))
 
     @property
     def changes(self) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-        """Coverage that was lost and that was gained since the earlier run that it was compared with."""
+        """(lost, gained): cells that are covered less, and more, than in the earlier run given with ``--against``."""
         return self.run.floor.changes(states_of([cell.entry for cell in self.cells]))
 
 
 def read_report(out: Path) -> Report:
-    """Read the output folder ``out`` of ``parity run``. Raises UsageError for one that cannot be trusted."""
+    """Read the output folder ``out`` of ``parity run``. Raises UsageError for a folder that cannot be trusted."""
     run, cells = read_cells(out)
-    version = str(read_json(out / SUMMARY).get("suite_version", ""))
+    version = str(read_output_json(out / SUMMARY).get("suite_version", ""))
     return Report(run=run, version=version, cells=tuple(_with_logs(out, cell) for cell in cells))
 
 
@@ -104,9 +104,9 @@ def _with_logs(out: Path, cell: BelievedCell) -> Cell:
 
 
 def _read_logs(out: Path, folder: Path) -> dict[str, str]:
-    """The last lines of each rank's log, without terminal colours; of several legs, by leg and rank.
+    """The last lines of each rank's log, without terminal colours, by rank; if there are several legs, by leg and rank.
 
-    Those of a repetition in fresh ranks come last.
+    The logs of a second attempt in fresh ranks come last.
     """
     files = sorted(folder.glob("legs/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))
     files += sorted(folder.glob("fresh/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))

@@ -1,6 +1,6 @@
-"""Markdown of a run, for a job summary: verdict, counts, then failures first, then everything else.
+"""Markdown of a run, for a job summary: verdict and counts, then failures, then everything else.
 
-GitHub drops a summary of more than 1024 kB whole, so this one stops before LIMIT, at the end of a block, and says so.
+GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, after a complete block, and says so.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ LIST_HEAD = "| cell | worst ratio | |\n| :-- | --: | :-- |\n"
 
 
 def write_markdown(out: Path) -> Path:
-    """Write ``out/report.md`` from the output folder ``out``; raises UsageError for one that cannot be trusted."""
+    """Write ``out/report.md`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    Unwritable."""
     report = read_report(out)
     text, left_out = "", 0
     groups = side_by_side.read_groups(out, report) or ()
@@ -36,7 +37,7 @@ def write_markdown(out: Path) -> Path:
 
 
 def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[str]:
-    """Pieces that are kept or left out whole; the most urgent first."""
+    """Yield blocks of Markdown, the most important first; each block is written completely or left out."""
     title, text = headline(report)
     symbol = {"conforms": "✅", "partly_observed": "◐", "differs": "❌", "incomplete": "⚠️"}[report.verdict]
     yield f"## {symbol} {plain(title)}\n\n{plain(text)}\n\n"
@@ -63,7 +64,7 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
 
 
 def _handed(table: handover.Table) -> str:
-    """A table of cells that save and load, a symbol for each."""
+    """A table of handovers, with the symbol of each cell's state."""
     lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} conform\n"]
     lines.append(f"| saved / loaded | {' | '.join(map(plain, table.columns))} |")
     lines.append(f"|{' :-- |' * (len(table.columns) + 1)}")
@@ -74,7 +75,7 @@ def _handed(table: handover.Table) -> str:
 
 
 def _coverage(report: Report) -> Iterator[str]:
-    """What was demanded and is missing, and what has changed since the earlier run; nothing where there is neither."""
+    """Blocks about unmet demands, and about coverage that was lost or gained since the earlier run."""
     if report.unmet:
         yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
     for word, changes in zip(("lost", "gained"), report.changes, strict=True):

@@ -1,8 +1,8 @@
-"""What the page draws of each cell, packed: gzipped JSON in base64, a block per cell and one of what they share.
+"""Packing: the data of each cell for the page, as gzipped JSON in base64: one block per cell, and one shared block.
 
-A page with thousands of cells stays small and opens at once, because a cell is unpacked and drawn when it is opened.
-Strings and columns that repeat from cell to cell (tensor names, bounds, configurations) are stored once; a block refers
-to them by number.
+A page with thousands of cells stays small and opens fast, because a cell is only unpacked and drawn when a reader opens
+it. Strings and columns that many cells have in common (tensor names, bounds, configurations) are stored once in the
+shared block; the blocks of cells refer to them by number.
 """
 
 import base64
@@ -16,16 +16,16 @@ from typing import Any
 from conformance.record.format import Line, dumps
 from conformance.record.states import STATES
 from conformance.record.verdict import Quantity, Verdict
-from reports.heatmap import KINDS, SHADES, locate, shade
+from reports.heatmap import PARAMETER_KINDS, SHADES, locate, shade
 from reports.load import Cell
 from reports.words import first_finding
 
-FINDINGS = 10  # of the first stage that differs, shown with their place
-NO_CONFIGURATION = ("type", "schema", "observables")  # of a record's header
+FINDINGS = 10  # most findings that are shown of the first stage that differs
+NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
 
 def pack(text: str) -> str:
-    """JSON text as the page unpacks it."""
+    """Pack JSON text: gzip, then base64. The page's script unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
@@ -44,7 +44,7 @@ class Shared:
         return self._values.setdefault(dumps(value), len(self._values))
 
     def tensor(self, name: str) -> int:
-        """A tensor's name, with its place in the network if it is a parameter's."""
+        """The number of a tensor's name. For a parameter, its position in the network is stored as well."""
         number = self.string(name)
         if "." in name and number not in self._places:
             self._places[number] = locate(name)
@@ -56,7 +56,7 @@ class Shared:
         head = {
             "strings": list(self._strings),
             "places": self._places,
-            "kinds": KINDS,
+            "kinds": PARAMETER_KINDS,
             "shades": SHADES,
             "states": states,
         }
@@ -81,7 +81,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "maps": shared.value(tensors),
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
-        "first": _first(cell),
+        "first": _first_difference(cell),
         "series": _series(cell.steps, numbers),
         "legs": [
             {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs
@@ -97,10 +97,10 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
 
 
 def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
-    """Of each stage its name and columns: tensors, steps, what is allowed and what was observed.
+    """For each stage: its name, and columns with the tensors, the steps, the bounds and the observed errors.
 
-    ``numbers``: keys of what is a number and no tensor. Bounds belong to a scenario and its precision, so all but the
-    last column repeat from cell to cell.
+    ``numbers``: keys of scalars and settings, which have no position in the network. All columns but the last depend
+    only on the scenario and its precision, so they are shared between cells.
     """
     by_stage: dict[str, list[Quantity]] = {}
     for quantity in quantities:
@@ -109,13 +109,13 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
     for stage, found in by_stage.items():
         names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
         steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
-        tables.append([shared.string(stage), names, steps, allowed, [_short(q) for q in found]])
+        tables.append([shared.string(stage), names, steps, allowed, [_rounded(q) for q in found]])
     return tables
 
 
 def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
-    """Of each strip what and where it is, which repeats from cell to cell, the classes of colour of its bins, and its
-    largest difference with its place.
+    """For each strip: its names and bins (shared between cells), the colour classes of its bins, its largest absolute
+    difference, and the token of this difference.
     """
     judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
     strips = []
@@ -128,16 +128,19 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     return strips
 
 
-def _short(quantity: Quantity) -> float:
-    """The observed error in four significant digits, or in all where rounding would carry it across its tolerance."""
+def _rounded(quantity: Quantity) -> float:
+    """The observed error with four significant digits, or unrounded if rounding would move it across its bound."""
     if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
         return quantity.observed
     short = float(f"{quantity.observed:.3e}")
     return short if (short / quantity.allowed <= 1) == (quantity.ratio <= 1) else quantity.observed
 
 
-def _first(cell: Cell) -> dict[str, Any] | None:
-    """The stage and step that differ first: the worst of their findings, all their hints, and what differs later."""
+def _first_difference(cell: Cell) -> dict[str, Any] | None:
+    """The first stage and step that differ: their worst findings, all their hints, and the stages that differ later.
+
+    None for a cell without findings.
+    """
     first = first_finding(cell)
     if not first:
         return None
@@ -155,7 +158,7 @@ def _first(cell: Cell) -> dict[str, Any] | None:
 
 
 def _series(lines: Sequence[Line], keys: Sequence[str]) -> dict[str, Any]:
-    """The values of each step, by key; None where a step has none, or none that is a number."""
+    """The steps, and by key the value at each step; None if a step has no such value, or one that is not a number."""
     values = [line.get("values") for line in lines]
     tables = [value if isinstance(value, dict) else {} for value in values]
     columns = {key: [_number(table.get(key)) for table in tables] for key in keys}
@@ -168,7 +171,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _config(header: Line, shared: Shared) -> list[int]:
-    """A record's header as flat keys and values, in the parts that cells share: environment, scenario, ..."""
+    """A record's header as flat keys and values, divided into parts that cells share: environment, scenario, ..."""
     shown = {key: value for key, value in header.items() if key not in NO_CONFIGURATION}
     parts = [{key: value for key, value in shown.items() if not isinstance(value, dict)}]
     parts += [{key: value} for key, value in shown.items() if isinstance(value, dict)]

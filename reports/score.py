@@ -1,8 +1,8 @@
-"""Mutation score: which planted faults the suite caught, at which stage, and what the usual gates would have seen.
+"""Mutation score: which planted faults the suite caught, at which stage, and what the usual gates would have caught.
 
-Serves claim 8. benchmarks/mutation_score.py runs the cells; here their rows are counted and printed. The usual gates
-compare a loss, or a loss and a gradient norm, of two runs. A gate that raises its alarm at the same cell without the
-fault has seen nothing, so every cell is run once without one; that is also the control.
+Serves claim 8. benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates
+compare the loss, or the loss and the gradient norm, of two runs. Every cell is also run without a fault, as a control:
+a gate that raises an alarm for this cell as well has not detected the fault.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from conformance.record.files import read_file, write_file
-from conformance.record.format import LONGEST, dumps, parse_json
+from conformance.record.format import LONGEST, dumps, parse_strict_json
 
-QUICK = "quick"  # in the place of a tier: in some cell of the quick profile
-BLANK = "blank"  # in the place of a state: the fault changes nothing in this tier
+QUICK = "quick"  # instead of a tier: the fault was planted in cells of the quick profile
+BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
 ANY = "any"
 ORDER = ("exact", "fp32", "bf16", "fp16", QUICK)
 JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
@@ -24,11 +24,13 @@ JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fault in one cell, or no fault (``fault`` is empty).
+    """One fault in one cell, or one cell without a fault (``fault`` is empty).
 
-    predicted, stage: the stage at which it should be, and was, seen first. state: of the cell's verdict, or BLANK.
-    reason: of the verdict, in one line, or why it is blank. loss, norm: relative errors of the loss and of the gradient
-    norm, the larger of policy and critic, at the first and the last step; None if there is no record of them.
+    predicted, stage: the stage at which the fault should be found first, and at which it was.
+    state: the state of the cell's verdict, or BLANK. reason: the reason of the verdict in one line, or why the fault
+        changes nothing.
+    loss, norm: relative errors of the loss and of the gradient norm at the first and at the last step; the larger of
+        policy and critic. None if they were not recorded.
     """
 
     fault: str
@@ -53,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The usual check: relative errors within ``limit``, of the loss and, ``with_norm``, of the gradient norm."""
+    """A usual check: relative errors of the loss and, ``with_norm``, of the gradient norm are at most ``limit``."""
 
     name: str
     limit: float
@@ -72,22 +74,22 @@ GATES = (
 
 
 class Score:
-    """All rows of a run of the mutation score."""
+    """All rows of one mutation score, and what follows from them."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        every = sorted(rows, key=_place)
+        every = sorted(rows, key=_sort_key)
         self.planted = [row for row in every if row.fault and row.state != BLANK]
         self.blank = [row for row in every if row.state == BLANK]
         self.honest = {row.cell: row for row in every if not row.fault}
 
     @property
     def in_tiers(self) -> list[Row]:
-        """Faults in the cells that were chosen for them."""
+        """Rows of faults in the cells that were chosen for them, without those of the quick profile."""
         return [row for row in self.planted if row.tier != QUICK]
 
     @property
     def never_caught(self) -> list[tuple[str, str]]:
-        """(fault, backend) of faults that no tier catches at the predicted stage."""
+        """(fault, backend) pairs for which no tier catches the fault at the predicted stage."""
         pairs = dict.fromkeys((row.fault, row.backend) for row in self.in_tiers)
         caught = {(row.fault, row.backend) for row in self.in_tiers if row.as_predicted}
         return [pair for pair in pairs if pair not in caught]
@@ -104,17 +106,17 @@ class Score:
 
     @property
     def holds(self) -> bool:
-        """Whether every fault is caught in some tier on every backend, and nothing else is."""
+        """Whether every fault is caught in some tier on every backend, and every cell without a fault conforms."""
         return self.is_complete and not self.never_caught and not self.false_alarms
 
     def sees(self, gate: Gate, row: Row) -> bool:
-        """Whether the gate tells the faulty cell from the one without a fault."""
+        """Whether the gate raises an alarm for the cell with the fault, and none for the same cell without it."""
         honest = self.honest.get(row.cell.removesuffix(f"/fault-{row.fault}"))
         return gate.alarms(row) and not (honest and gate.alarms(honest))
 
 
 def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Score:
-    """Write ``mutation-score.json`` and ``mutation-score.md`` into ``out``. ``facts``: of machine and versions."""
+    """Write ``mutation-score.json`` and ``mutation-score.md`` into ``out``. ``facts``: the machine and versions."""
     values = {"facts": facts, "rows": [vars(row) for row in rows]}
     write_file(out / JSON, dumps(values, indent=1))
     score = Score(rows)
@@ -123,14 +125,14 @@ def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Sco
 
 
 def read_score(file: Path) -> tuple[Score, dict[str, object]]:
-    """What ``write_score`` wrote, and the facts."""
-    values = parse_json(read_file(file, limit=LONGEST))
+    """Read the score and the facts that ``write_score`` wrote."""
+    values = parse_strict_json(read_file(file, limit=LONGEST))
     return Score(TypeAdapter(list[Row]).validate_python(values["rows"])), values["facts"]
 
 
 def to_markdown(score: Score, facts: dict[str, object]) -> str:
-    """The totals, what was missed, and every row."""
-    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _all(score))
+    """The score as Markdown: totals, faults that were missed, and every row."""
+    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _every_fault(score))
     return "\n".join([*chain.from_iterable(parts), ""])
 
 
@@ -165,7 +167,7 @@ def _totals(score: Score) -> Iterator[str]:
 
 
 def _pairs(rows: Iterable[Row]) -> int:
-    """Pairs of fault and backend: in ``any`` tier, each counts once."""
+    """The number of different (fault, backend) pairs of the rows."""
     return len({(row.fault, row.backend) for row in rows})
 
 
@@ -208,13 +210,13 @@ def _blank(score: Score) -> Iterator[str]:
     yield ""
 
 
-def _all(score: Score) -> Iterator[str]:
+def _every_fault(score: Score) -> Iterator[str]:
     yield "## Every fault\n"
     yield "Errors are relative, at the first and at the last step. A dash: see above.\n"
     errors = ("loss", "loss, last", "norm", "norm, last")
     yield _line("fault", "backend", "tier", "caught", "first stage", "predicted", *errors, *(g.name for g in GATES))
     yield "|" + " :-- |" * 6 + " --: |" * 4 + " :-- |" * len(GATES)
-    for row in sorted([*score.planted, *score.blank], key=_place):
+    for row in sorted([*score.planted, *score.blank], key=_sort_key):
         names = (f"`{row.fault}`", row.backend, row.tier)
         if row.state == BLANK:
             yield _line(*names, *"-" * (7 + len(GATES)))
@@ -226,7 +228,7 @@ def _all(score: Score) -> Iterator[str]:
             yield _line(*names, *told, *_errors(row.loss), *_errors(row.norm), *gates)
 
 
-def _place(row: Row) -> tuple[str, str, int]:
+def _sort_key(row: Row) -> tuple[str, str, int]:
     return row.fault, row.backend, ORDER.index(row.tier)
 
 

@@ -1,8 +1,8 @@
-"""Side by side: the backends of a run against the oracle and against each other, read from ``side_by_side.json``.
+"""Side by side: reads ``side_by_side.json``, the comparison of a run's backends with the oracle and with each other.
 
-Serves claim 1 across backends: the table that shows loss, gradients, norms and updates of one scenario on every
-backend. The numbers and the words on who agrees with whom come from conformance.peers.side_by_side; here they are read
-and, for a job summary or a README, put into Markdown. No record is needed, so a published run can be shown as well.
+Serves claim 1 across backends: a table shows loss, gradients, norms and updates of one scenario on every backend. The
+numbers and texts come from conformance.peers.side_by_side; this module reads them and formats them as Markdown for a
+job summary or a README. It needs no records, so it works for a published run as well.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.record.results import SUMMARY, Listed, read_json
+from conformance.record.results import SIDE_BY_SIDE, SUMMARY, Listed, read_output_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
 from conformance.record.verdict import Quantity
@@ -21,7 +21,6 @@ from conformance.validation import UsageError
 from reports.load import Report
 from reports.words import code, number, plain, plural, ratio
 
-FILE = "side_by_side.json"
 WORDS: dict[State, str] = {
     "conforms": "all agree",
     "differs": "not all agree",
@@ -33,7 +32,7 @@ NOTE = (
     "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor; in the last "
     "row, the largest difference between two; in brackets, the part of what is allowed."
 )
-PAIRS = 10  # that are outside, per group
+PAIRS = 10  # most pairs per group that are listed as outside their tolerance
 STALE = (
     "This comparison is not of the verdicts and records that lie here now. Run `parity judge` on the folder to compare "
     "them again."
@@ -44,8 +43,9 @@ STALE = (
 class Member:
     """One cell of a group.
 
-    records: digests of the records that were compared. problem: why it is not compared with the others, or not in all
-    columns. worst: its worst difference from the oracle in each column.
+    records: digests of the records that were compared.
+    problem: why it is not compared with the others, or not in all columns; empty if it is compared in all columns.
+    worst: its worst difference from the oracle in each column.
     """
 
     cell: str
@@ -76,7 +76,7 @@ class Pair:
 
     @property
     def furthest(self) -> Quantity | None:
-        """The column in which they come nearest to, or are furthest beyond, what the two may show."""
+        """The difference with the highest ratio of observed to allowed over all columns; None without differences."""
         return max(self.worst.values(), key=lambda q: q.ratio, default=None)
 
 
@@ -84,7 +84,7 @@ class Pair:
 class Group:
     """The cells of one scenario, model and precision.
 
-    text: who agrees with whom. columns: what was compared, in causal order.
+    text: which members agree with which, in sentences. columns: the names of what was compared, in causal order.
     """
 
     name: str
@@ -100,18 +100,18 @@ class Group:
 
     @property
     def outside(self) -> list[Pair]:
-        """Pairs further apart than the two may be, the worst first."""
+        """The pairs that exceed their tolerance, the worst first."""
         beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
         return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
 
-    def apart(self, column: str) -> Quantity | None:
-        """The worst of a column over all pairs."""
+    def worst_over_pairs(self, column: str) -> Quantity | None:
+        """The difference with the highest ratio in one column, over all pairs; None if no pair has the column."""
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What is told of the run itself. A published one may be of an earlier version, whose summary held less."""
+    """The fields of the summary that are shown. Only these are read, because a published run may have fewer fields."""
 
     command: str
     device: str
@@ -123,24 +123,25 @@ _GROUP, _RUN = TypeAdapter(Group), TypeAdapter(_Run)
 
 
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
-    """The groups, those in which not all agree first; None where the backends have not been compared.
+    """Read the groups, those in which not all members agree first; None if the backends have not been compared.
 
-    With the ``report`` of the folder, a group that was compared before its cells were judged or changed says so.
-    Raises UsageError for a file that cannot be trusted.
+    If the ``report`` of the folder is given, a group whose comparison does not belong to the present verdicts and
+    records gets the state ``infrastructure`` and the text STALE. Raises UsageError for a file that cannot be trusted.
     """
-    file = out / FILE
+    file = out / SIDE_BY_SIDE
     if not os.path.lexists(file):
         return None
-    groups = _groups(read_json(file).get("groups"), file)
+    groups = _groups(read_output_json(file).get("groups"), file)
     if report:
         groups = [
-            group if _is_of(group, report) else replace(group, state="infrastructure", text=STALE) for group in groups
+            group if _is_current(group, report) else replace(group, state="infrastructure", text=STALE)
+            for group in groups
         ]
     return tuple(sorted(groups, key=lambda group: list(STATES).index(group.state)))
 
 
 def to_markdown(out: Path) -> str:
-    """All groups as Markdown, and what was run; raises UsageError where there is nothing to set side by side."""
+    """All groups as Markdown, with command and environment. Raises UsageError if there is nothing to compare."""
     groups, run = read_groups(out), _read_run(out / SUMMARY)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")
@@ -162,7 +163,7 @@ def to_markdown(out: Path) -> str:
 
 
 def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
-    """Markdown of each group, to be kept or left out whole."""
+    """Yield one block of Markdown per group."""
     for group in groups:
         lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
         heads = " | ".join(plain(column) for column in group.columns)
@@ -170,7 +171,7 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
         for member in group.members:
             squares = [_square(member.worst.get(column)) for column in group.columns]
             lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
-        squares = [_square(group.apart(column)) for column in group.columns]
+        squares = [_square(group.worst_over_pairs(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
         if group.outside:
             lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
@@ -193,7 +194,7 @@ def _square(quantity: Quantity | None) -> str:
     return f"{number(quantity.observed)} ({plain(ratio(quantity.ratio))})" if quantity else "not compared"
 
 
-def _is_of(group: Group, report: Report) -> bool:
+def _is_current(group: Group, report: Report) -> bool:
     cells = {cell.id: cell for cell in report.cells}
     for member in group.members:
         cell = cells.get(member.cell)
@@ -206,14 +207,14 @@ def _is_of(group: Group, report: Report) -> bool:
 
 def _read_run(file: Path) -> _Run:
     try:
-        return _RUN.validate_python(read_json(file))
+        return _RUN.validate_python(read_output_json(file))
     except ValidationError as error:
         raise UsageError(f"{file} is not as the suite wrote it ({first_error(error)}): it was edited") from None
 
 
 def _groups(values: Any, file: Path) -> list[Group]:
     try:
-        groups = [_GROUP.validate_python(_named(group)) for group in values]
+        groups = [_GROUP.validate_python(_with_own_names(group)) for group in values]
         for group in groups:
             _check(group)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -222,13 +223,13 @@ def _groups(values: Any, file: Path) -> list[Group]:
     for group in groups:
         if group.state == "conforms" and group.outside:
             raise UsageError(
-                f"all of {group.name} are said to agree, yet a pair is outside: {FILE} was edited; judge again"
+                f"all of {group.name} are said to agree, yet a pair is outside: {SIDE_BY_SIDE} was edited; judge again"
             )
     return groups
 
 
-def _named(group: dict[str, Any]) -> dict[str, Any]:
-    """The values of a group under the names that they have here."""
+def _with_own_names(group: dict[str, Any]) -> dict[str, Any]:
+    """The JSON values of a group, renamed to the fields of Group, Member and Pair."""
     members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
     pairs = [
         {"a": a, "b": b, "worst": _worst(pair["columns"])} for pair in group["pairs"] for a, b in [pair["members"]]
@@ -241,7 +242,7 @@ def _worst(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _check(group: Group) -> None:
-    """Raises ValueError for what no type says."""
+    """Raises ValueError for an unknown state, a pair of members that do not exist, or an id that is not a cell's."""
     if group.state not in WORDS:
         raise ValueError(f"{group.name} is {group.state}")
     if not all(0 <= number < len(group.members) for pair in group.pairs for number in (pair.a, pair.b)):

@@ -1,4 +1,4 @@
-"""The words and the number formats that every report shares, so that HTML, Markdown and JUnit say the same thing."""
+"""Words: sentences and number formats that all reports share, so that HTML, Markdown and JUnit agree."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def ratio(value: float) -> str:
 
 
 def times(quantity: Quantity) -> str:
-    """How far beyond its tolerance, in prose: ``3.4 × allowed``."""
+    """How far a quantity exceeds its tolerance, in words: ``3.4 × allowed``."""
     value = quantity.ratio
     if math.isinf(value):
         return "beyond any tolerance"
@@ -55,30 +55,30 @@ def times(quantity: Quantity) -> str:
     return f"{text} \N{MULTIPLICATION SIGN} allowed"
 
 
-def place(quantity: Quantity) -> str:
-    """Where a quantity was seen, as a phrase: ``model.norm.weight at step 3``, ``as loaded`` for step -1."""
+def tensor_at_step(quantity: Quantity) -> str:
+    """The tensor and the step of a quantity: ``model.norm.weight, at step 3``; step -1 is ``as loaded``."""
     when = "as loaded" if quantity.step < 0 else f"at step {quantity.step}"
     return f"{quantity.tensor}, {when}"
 
 
 def first_finding(cell: Cell) -> Quantity | None:
-    """The finding to begin with: the worst of the first stage and step, for findings come in causal order."""
+    """The worst finding of the first stage and step that differ; None without findings (which are in causal order)."""
     first = [f for f in cell.findings if (f.stage, f.step) == (cell.findings[0].stage, cell.findings[0].step)]
     return max(first, key=lambda f: f.ratio, default=None)
 
 
 def explain(cell: Cell) -> str:
-    """One sentence on a cell: its reason, or what differs first, or how near it came to its tolerance."""
+    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict."""
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
-        return f"{finding.stage}: {place(finding)}, {times(finding)}"
+        return f"{finding.stage}: {tensor_at_step(finding)}, {times(finding)}"
     if cell.state == "conforms" and cell.worst:
         return f"worst {ratio(cell.worst.ratio)} of what is allowed, in {cell.worst.stage}"
     return cell.reason or STATES[cell.state].meaning
 
 
 def attention(report: Report) -> list[Cell]:
-    """Cells that a person has to look at: earliest difference first, then those that gave no answer."""
+    """The cells that need attention: those that differ, the earliest stage first, then those that were not judged."""
 
     def urgency(cell: Cell) -> tuple[int, int, float]:
         finding, stages = first_finding(cell), cell.entry.stages
@@ -89,7 +89,7 @@ def attention(report: Report) -> list[Cell]:
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """The verdict as a title, and as a sentence that says what to do next."""
+    """(title, text): the verdict of the run, and one or two sentences that say what to do next."""
     said = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
     return said[report.verdict](report)
 
@@ -124,7 +124,7 @@ def _partly(report: Report) -> tuple[str, str]:
 
 
 def _sentence(text: str) -> str:
-    """``text`` with a capital and a full stop."""
+    """``text`` with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
@@ -144,12 +144,12 @@ def _unanswered(report: Report) -> int:
 
 
 def plain(value: str) -> str:
-    """Markdown of plain text: nothing in it is markup, and it stays on one line of a table."""
+    """Plain text as Markdown: markup is escaped, and line breaks become spaces, so that it fits into a table."""
     flat = re.sub(r"\s+", " ", value)
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def code(value: str) -> str:
-    """Markdown of a code span, which cannot hold a backtick, nor a bar inside a table."""
+    """Text as a Markdown code span. Backticks become apostrophes, and bars are escaped for tables."""
     flat = re.sub(r"\s+", " ", value).replace("`", "'").replace("|", "\\|")
     return f"`{flat}`" if flat.strip() else ""

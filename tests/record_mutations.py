@@ -21,7 +21,7 @@ import torch
 from run_sample import CELLS, EXACT, FOLDERS, FP32, JUDGED, ORACLE, OTHER, RESUMED, record_folders
 from safetensors.torch import load_file, save_file
 
-from conformance.record.format import FILE, record_digest
+from conformance.record.format import RECORD_FILE, record_digest
 
 Values = dict[str, Any]
 NOISE = f"{ORACLE}/fp32"
@@ -227,9 +227,9 @@ def endless(out: Path, rng: random.Random) -> Mutation:
         file = _any_result(out, rng)
         file.write_bytes(nested(rng))
         return Mutation(what=f"{file.relative_to(out)} is nested")
-    lines = (out / folder / FILE).read_bytes().splitlines(keepends=True)
+    lines = (out / folder / RECORD_FILE).read_bytes().splitlines(keepends=True)
     lines[rng.randrange(len(lines))] = nested(rng) + b"\n"
-    (out / folder / FILE).write_bytes(b"".join(lines))
+    (out / folder / RECORD_FILE).write_bytes(b"".join(lines))
     return Mutation(what=f"a line of {folder} is nested", spoils=spoiled, isolated=True)
 
 
@@ -302,7 +302,7 @@ def _bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def _lines(folder: Path) -> list[Values]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / RECORD_FILE).read_text().splitlines()]
 
 
 def _mend(folder: Path, lines: list[Values]) -> None:
@@ -316,7 +316,7 @@ def _mend(folder: Path, lines: list[Values]) -> None:
     if "sha256" in lines[-1]:
         with contextlib.suppress(RecursionError):
             lines[-1]["sha256"] = record_digest(body.encode(), lines[-1])
-    (folder / FILE).write_text(body + json.dumps(lines[-1]) + "\n")
+    (folder / RECORD_FILE).write_text(body + json.dumps(lines[-1]) + "\n")
 
 
 def _edit(values: Values, rng: random.Random) -> tuple[tuple[str | int, ...], str]:

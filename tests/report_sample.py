@@ -302,7 +302,7 @@ def write_record(
     first_step: int = 0,
 ) -> None:
     """A record's lines; the tensor files are left out, no report reads them."""
-    schema = {"type": "header", "schema": record_format.SCHEMA, "first_step": first_step}
+    schema = {"type": "header", "schema": record_format.RECORD_SCHEMA, "first_step": first_step}
     lines: list[dict[str, Any]] = [{**schema, **header, "observables": observables_to_json(observables)}]
     lines.append({"type": "step", "step": first_step - 1, "values": {}})
     lines += [{"type": "step", "step": step, "values": values} for step, values in enumerate(steps, start=first_step)]
@@ -310,7 +310,7 @@ def write_record(
     footer: dict[str, Any] = {"type": "footer", "steps": len(steps)}
     footer["sha256"] = record_format.record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / record_format.FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
+    (folder / record_format.RECORD_FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
 
 
 def write_logs(folder: Path) -> None:

@@ -19,7 +19,7 @@ from conformance import cli
 from conformance.judge import verdict
 from conformance.judge.belongs import check_start
 from conformance.observable import Observable
-from conformance.record.format import FILE, RecordError, record_digest
+from conformance.record.format import RECORD_FILE, RecordError, record_digest
 from conformance.record.tensors import Record, RecordWriter, read_record
 
 Values = dict[str, Any]
@@ -55,11 +55,11 @@ def swap(out: Path, one: str, other: str) -> None:
 
 def change_lines(record: Path, change: Callable[[list[Values]], object]) -> None:
     """Change the lines of a record, and mend its digest."""
-    lines = [json.loads(line) for line in (record / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (record / RECORD_FILE).read_text().splitlines()]
     change(lines)
     body = "".join(json.dumps(line) + "\n" for line in lines[:-1])
     lines[-1]["sha256"] = record_digest(body.encode(), lines[-1])
-    (record / FILE).write_text(body + json.dumps(lines[-1]) + "\n")
+    (record / RECORD_FILE).write_text(body + json.dumps(lines[-1]) + "\n")
 
 
 def test_a_run_that_nobody_touched_conforms(out: Path) -> None:

@@ -17,7 +17,7 @@ from conformance.layout import Layout
 from conformance.paths import FIXTURES, resolve
 from conformance.plan.cell import Cell, Handover, Leg
 from conformance.plan.selection import Demands
-from conformance.record.results import SCHEMA
+from conformance.record.results import OUTPUT_SCHEMA
 from conformance.run.refusal import Refusals
 from conformance.scenario import load_scenario
 
@@ -118,7 +118,7 @@ def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
         Leg(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
     ]
     cell = Cell(scenario=scenario, legs=tuple(legs), program="mine")
-    refused = Refusals("cpu").of(cell, resolve(scenario.model))
+    refused = Refusals("cpu").refusal(cell, resolve(scenario.model))
     assert refused
     assert refused.state == state
     assert refused.reason.startswith(reason)
@@ -171,7 +171,7 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
 def earlier(path: Path, **states: str) -> str:
     """The published list of an earlier run: its summary alone."""
     cells = [{"id": f"tiny/llama/picky/{layout}/fp32", "state": state} for layout, state in states.items()]
-    path.write_text(json.dumps({"schema": SCHEMA, "cells": cells}))
+    path.write_text(json.dumps({"schema": OUTPUT_SCHEMA, "cells": cells}))
     return str(path)
 
 
@@ -218,7 +218,7 @@ def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_p
     ("demand", "words"),
     [
         (("--require", "typo*"), "no cell matches 'typo*'"),
-        (("--min_judged", "3"), "--min_judged 3, and 2 cells are selected"),
+        (("--min_judged", "3"), "--min_judged 3, but only 2 cells are selected"),
         (("--against", "nowhere"), "there is no nowhere"),
     ],
 )

@@ -13,7 +13,7 @@ from run_sample import EXACT, FOLDERS, record_folders, write_sample_run
 
 from conformance import cli
 from conformance.record.files import Unreadable, Unwritable, encoded, read_end, read_file, write_file
-from conformance.record.format import RecordError, parse_json, read_lines
+from conformance.record.format import RecordError, parse_strict_json, read_lines
 from conformance.record.tensors import read_record
 
 
@@ -130,12 +130,14 @@ def test_the_name_of_a_folder_in_another_encoding_can_be_written(tmp_path: Path)
 )
 def test_what_is_no_json_or_has_no_end_is_one_error(text: str) -> None:
     with pytest.raises(ValueError):
-        parse_json(text.encode())
+        parse_strict_json(text.encode())
 
 
 def test_json_that_the_suite_writes_is_read() -> None:
-    assert parse_json(b'{"a": [1, 2.5, null, true, "nan", {"b": []}]}') == {"a": [1, 2.5, None, True, "nan", {"b": []}]}
-    assert parse_json(b"1") == 1
+    assert parse_strict_json(b'{"a": [1, 2.5, null, true, "nan", {"b": []}]}') == {
+        "a": [1, 2.5, None, True, "nan", {"b": []}]
+    }
+    assert parse_strict_json(b"1") == 1
 
 
 # --- a whole folder --------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def test_nothing_is_written_outside_of_the_folder(out: Path, change: str, capsys
         where = str(victim / "planted") if change == "absolute" else "../victim/planted"
         edit(folder / "verdict.json", folder=where)
         if change == "folder of both":
-            summary = parse_json((out / "summary.json").read_bytes())
+            summary = parse_strict_json((out / "summary.json").read_bytes())
             summary["cells"][0]["folder"] = where
             edit(out / "summary.json", **summary)
     assert cli.main(["judge", str(out)]) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conformance.backend import find_backend
-from conformance.inputs.folder import SHIPPED_CODE, check_folder, folder_code, runs_code
+from conformance.inputs.folder import SHIPPED_CODE, check_model_folder, folder_code, runs_code
 from conformance.inputs.prepare import prepare_inputs
 from conformance.inputs.tokenizer import load_tokenizer
 from conformance.layout import Layout
@@ -41,7 +41,7 @@ def copy(family: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plain_folder_is_accepted(family: str) -> None:
-    check_folder(MODELS / family)
+    check_model_folder(MODELS / family)
 
 
 def pipe(folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_snapshot_in_hugging_faces_cache_may_link_to_its_blobs(tmp_path: Path)
     assert (model / "config.json").read_bytes() == (MODELS / "llama" / "config.json").read_bytes()
     (snapshot / "other.json").symlink_to("../../../secret.json")
     with pytest.raises(UsageError, match=r"other.json is a link that leaves the folder"):
-        check_folder(snapshot)
+        check_model_folder(snapshot)
 
 
 def test_nothing_is_copied_into_the_model_folder_itself(tmp_path: Path) -> None:

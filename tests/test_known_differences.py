@@ -71,7 +71,7 @@ def test_a_difference_behind_an_expected_one_is_found_again(tmp_path: Path) -> N
     assert "but not like this: gradients, step 0: " in json.loads(file.read_text())["reason"]
     group = group_of(out)
     assert group["state"] == "differs"
-    assert "Not compared: deepspeed dp2, it differs from the oracle with its expected defect, too" in group["text"]
+    assert "Not compared: deepspeed dp2, it also differs from the oracle with its expected defect" in group["text"]
 
 
 @pytest.mark.parametrize("defects", [None, (), (RoundedMasters(precision="fp16"),)])

@@ -35,8 +35,11 @@ def cell(*legs: Leg, program: str = "mine") -> Cell:
             "legs of program 'mine' have 4 steps and scenario sft-warmup has 5; change one of them, or leave out",
         ),
         ([leg(2, "checkpoint"), leg(4)], "have 6 steps and scenario sft-warmup has 5"),
-        ([leg(5, "checkpoint")], "the last leg of program 'mine' saves for nobody; add a leg, or leave out its save"),
-        ([leg(2, "export"), leg(3, "export")], "the last leg of program 'mine' saves for nobody"),
+        (
+            [leg(5, "checkpoint")],
+            "the last leg of program 'mine' saves, but no leg follows; add a leg, or leave out its save",
+        ),
+        ([leg(2, "export"), leg(3, "export")], "the last leg of program 'mine' saves, but no leg follows"),
         ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
         (
             [leg(2, "checkpoint"), leg(3, backend="megatron")],

@@ -57,11 +57,11 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "file is not JSON: Expecting"),
-        ("[" * 100_000, "file is not JSON that can be read: it is nested too deeply"),
-        ('{"a": ' * 100_000, "file is not JSON that can be read: it is nested too deeply"),
+        ("[" * 100_000, "file cannot be read: its JSON is nested too deeply"),
+        ('{"a": ' * 100_000, "file cannot be read: its JSON is nested too deeply"),
         ("9" * 5000, "file is not JSON: Exceeds the limit"),
-        ("[1]", r"file holds \[1\] where a JSON object \({...}\) is due"),
-        ("null", "file holds None where a JSON object"),
+        ("[1]", r"file holds \[1\], but it has to hold a JSON object \({...}\)"),
+        ("null", "file holds None, but it has to hold a JSON object"),
     ],
 )
 def test_json_that_is_no_object_is_told(content: str, message: str, tmp_path: Path) -> None:

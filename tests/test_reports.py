@@ -209,7 +209,7 @@ def _summary(**changes: Any) -> Callable[[Path], None]:
 
 
 WRONG_TYPES = [
-    (_verdict(layout="dp9"), "names other parts of it: it was edited or comes from another run"),
+    (_verdict(layout="dp9"), "but names other parts of this id: it was edited or comes from another run"),
     (_verdict(folder="cells/elsewhere"), "was edited or comes from another run"),
     (_verdict(state=["conforms"]), "has state ['conforms']"),
     (_verdict(world_size="many"), "(world_size: Input should be a valid integer"),

@@ -170,10 +170,10 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         ({"logprobs": [-1.0, True]}, "'logprobs' has to be a list of 2 numbers"),
         ({"logprobs": [-1.0, -(10**400)]}, "'logprobs' has to be a list of 2 numbers"),
         ({"logprobs": None}, "'logprobs' has to be a list of 2 numbers"),
-        ({"group": -1}, "'group' has to be a number from 0 on, got -1"),
-        ({"group": 1.5}, "'group' has to be a number from 0 on, got 1.5"),
-        ({"group": True}, "'group' has to be a number from 0 on, got True"),
-        ({"group": 2**53}, "'group' has to be a number from 0 on"),
+        ({"group": -1}, "'group' has to be an integer from 0 to .*, got -1"),
+        ({"group": 1.5}, "'group' has to be an integer from 0 to .*, got 1.5"),
+        ({"group": True}, "'group' has to be an integer from 0 to .*, got True"),
+        ({"group": 2**53}, "'group' has to be an integer from 0 to "),
         ({"reward": "1"}, "'reward' has to be a number between -1e6 and 1e6, got '1'"),
         ({"reward": True}, "'reward' has to be a number"),
         ({"reward": 2e6}, "'reward' has to be a number"),
@@ -195,11 +195,11 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [
-        ([line(0), line(1), line(0)], {}, "mine.jsonl: lines of one group have to follow one another; sort the file"),
+        ([line(0), line(1), line(0)], {}, "mine.jsonl: the lines of one group have to be consecutive; sort the file"),
         (
             [line(group) for group in (0, 0, 0, 1, 1, 1)],
             {},
-            "a roll-out of 4 rows .* cuts a group of .*mine.jsonl; use data.rows that whole groups fill",
+            "a roll-out of 4 rows .* cuts a group of .*mine.jsonl; choose data.rows so that whole groups fill",
         ),
         (
             [line(group, 20) for group in range(12)],
@@ -233,12 +233,14 @@ def test_every_mini_batch_needs_tokens(tmp_path: Path) -> None:
 
 
 def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> None:
-    wanted = "word_problems.jsonl, line 1: no roll-out, which the objective 'grpo' reads; found .*; give --data .*'sft'"
+    wanted = "line 1: not a roll-out, but the objective 'grpo' reads roll-outs; found .*; give --data .*'sft'"
     with pytest.raises(UsageError, match=wanted) as error:
         build_rollouts(scenario_of("data/word_problems.jsonl"), LLAMA)
     assert "'question', 'answer'" in str(error.value)
     sft = dataclasses.replace(shipped("sft-sgd"), data=scenario_of("data/rollouts/llama.jsonl", rows=6).data)
-    with pytest.raises(UsageError, match=r"llama.jsonl, line 1: a roll-out, and this objective reads pairs.*'grpo'"):
+    with pytest.raises(
+        UsageError, match=r"llama.jsonl, line 1: this is a roll-out, but the objective reads pairs.*'grpo'"
+    ):
         build_batches(sft, LLAMA)
 
 
@@ -290,7 +292,7 @@ def test_a_file_of_the_users_own_reaches_the_command_line(
     assert {reach["longest"] for reach in coverage["documents"]} == {6}
     bad = written(tmp_path, [line(logprobs=[])])
     out = tmp_path / "out"
-    for data, words in ((bad, "mine.jsonl, line 1: 'logprobs'"), ("data/word_problems.jsonl", "no roll-out, which")):
+    for data, words in ((bad, "mine.jsonl, line 1: 'logprobs'"), ("data/word_problems.jsonl", "not a roll-out, but")):
         assert cli.main(["run", *known, "--data", data, "--out", str(out)]) == 2
         assert words in capsys.readouterr().err
         assert not out.exists()

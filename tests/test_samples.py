@@ -38,8 +38,8 @@ def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:
     ("line", "message"),
     [
         (b'{"question": "caf\xe9"}', r"line 3: not UTF-8 \(.*byte 0xe9\)"),
-        (b'{"question": "a", "answer": "\\ud800"}', r"line 3: 'answer' holds U\+D800, half of a character"),
-        (b"[" * 100_000, r"line 3 is not JSON that can be read: it is nested too deeply"),
+        (b'{"question": "a", "answer": "\\ud800"}', r"line 3: 'answer' holds U\+D800, half of a surrogate pair"),
+        (b"[" * 100_000, r"line 3 cannot be read: its JSON is nested too deeply"),
         (b'{"question": ' + b"9" * 5000 + b"}", r"line 3 is not JSON: Exceeds the limit"),
         (b'{"question": "' + b"x" * (LONGEST_TEXT + 1) + b'", "answer": "b"}', r"line 3: 'question' has 1048577 char"),
         (b'"' + b"x" * LONGEST_LINE, r"line 3 has more than 8 MiB; give every sample a line of its own"),
@@ -111,7 +111,7 @@ def with_template(template: str) -> Any:
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{{ 'a' * 10 ** 7 }}", "the chat template makes 10000000 characters of it"),
+        ("{{ 'a' * 10 ** 7 }}", "the chat template renders 10000000 characters"),
         ("{{ messages[0]['content'] }}", "the chat template leaves out the answer '5.'"),
         ("", "nothing comes before the first token of the answer"),
     ],
@@ -119,7 +119,7 @@ def with_template(template: str) -> Any:
 def test_a_template_that_does_not_serve_is_told_with_the_sample(template: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(GOOD)
     with pytest.raises(
-        UsageError, match=rf"the tokenizer in .*llama does not serve for sample 1 of .*mine.jsonl: .*{message}"
+        UsageError, match=rf"the tokenizer in .*llama cannot encode sample 1 of .*mine.jsonl: .*{message}"
     ) as error:
         load_documents(DataConfig(path=str(tmp_path / "mine.jsonl")), with_template(template))
     one_line(error)
@@ -149,8 +149,8 @@ def test_the_limit_of_time_is_one_of_computing_and_leaves_nothing_behind() -> No
         ("tokenizer.json", "{}", "has no tokenizer that transformers can load"),
         ("tokenizer.json", "[" * 100_000, "has no tokenizer that transformers can load"),
         ("tokenizer.json", '{"version": "1.0", "model": {"type": "X"}}', "has no tokenizer that transformers can load"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds \[\] where a JSON object"),
-        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON that can be read"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds \[\], but it has to hold a JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json cannot be read: its JSON is"),
         ("tokenizer_config.json", '{"eos_token": 5}', "has no tokenizer that transformers can load"),
         ("config.json", '{"model_type": "llama", "hidden_size": "x"}', "config.json cannot be used by transformers"),
     ],

@@ -63,7 +63,7 @@ def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
         ({"schedule": {"total_steps": 10**8}}, "schedule.total_steps: Input should be less than or equal"),
         ({"trust_remote_code": "yes"}, "trust_remote_code: Input should be a valid boolean"),
         ({"objective": {"kind": []}}, r"unknown objective \[\]; known: sft"),
-        ({"objective": {"kind": "os:system"}}, "objective 'os:system' is no class of an objective"),
+        ({"objective": {"kind": "os:system"}}, "'os:system' is not the class of an objective"),
         ({"objective": {"kind": ":Sft"}}, "unknown objective ':Sft'"),
         ({"objective": {"kind": "..x:Sft"}}, "objective '..x:Sft' cannot be imported"),
     ],

@@ -295,7 +295,7 @@ def test_where_tensors_are_missing_that_is_said_and_nothing_is_guessed(out: Path
     group = group_of(out)
     assert group["state"] == "infrastructure"
     assert (
-        "Not compared: deepspeed dp2, only its loss and gradient norm were, for its tensors are not there"
+        "Not compared: deepspeed dp2, only its scalars were compared, because its tensors cannot be read"
         in (group["text"])
     )
     assert list(pair_of(group, DEEPSPEED, FSDP2)) == ["loss", "gradient norm"]

@@ -11,9 +11,9 @@ from cells import BACKENDS, HONEST, ROWS, STEPS, assert_honest, cell_of, exhaust
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
-from conformance.peers.side_by_side import FILE, write_side_by_side
+from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
-from conformance.record.results import read_json
+from conformance.record.results import SIDE_BY_SIDE, read_output_json
 from conformance.reporters import write_reports
 from conformance.run.session import Session, SessionConfig
 
@@ -58,7 +58,7 @@ def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(
     with Session(SessionConfig(out=tmp_path / "out")) as session:
         session.run_all(cells, progress=lambda judged: None)
     write_side_by_side(tmp_path / "out")
-    groups = {group["group"]: group for group in read_json(tmp_path / "out" / FILE)["groups"]}
+    groups = {group["group"]: group for group in read_output_json(tmp_path / "out" / SIDE_BY_SIDE)["groups"]}
     assert groups.keys() == {"toy/llama/exact"}
     group = groups["toy/llama/exact"]
     assert (group["state"], len(group["members"])) == ("conforms", len(backends))

@@ -9,7 +9,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A planted bug. ``needs`` says in words when it changes anything (an equivalent mutant otherwise)."""
+    """A bug that can be planted.
+
+    summary: what the bug does. source: a public report of such a bug. seam: the name of the function that it wraps.
+    stage: the stage at which it is expected to be found first. loss_blind: whether the loss of step 0 is still exact.
+    needs: in words, the conditions under which the fault changes anything at all.
+    wrap: returns the faulty function, from the original one.
+    """
 
     name: str
     summary: str
@@ -22,7 +28,7 @@ class Fault:
 
 
 def not_called(function: Function) -> Function:
-    """A fault's ``wrap`` for what has no result: it is left out."""
+    """A ``wrap`` for functions without a result: the faulty function does nothing."""
 
     def faulty(*args: Any, **kwargs: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Planting a fault: wrap a seam for as long as a cell runs, and put everything back."""
+"""Planting a fault: wrap a seam while a cell runs, and restore it afterwards."""
 
 import contextlib
 from collections import Counter
@@ -17,13 +17,13 @@ ENTRY_POINT_GROUP = "parity.faults"
 
 @cache
 def catalogue() -> dict[str, Fault]:
-    """All faults by name, from the tuples announced under the entry-point group ``parity.faults``."""
+    """All faults by name. Each entry point of the group ``parity.faults`` is a tuple of faults."""
     found = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
     return {fault.name: fault for entry in found for fault in entry.load()}
 
 
 def find_fault(name: str) -> Fault:
-    """Look up a fault; UsageError that lists the known ones."""
+    """Look up a fault by its name. Raises UsageError, which lists the known faults, for any other name."""
     if name not in catalogue():
         raise UsageError(f"unknown fault {name!r}; known: {', '.join(catalogue())}")
     return catalogue()[name]
@@ -31,9 +31,9 @@ def find_fault(name: str) -> Fault:
 
 @contextlib.contextmanager
 def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]]:
-    """Wrap the seams that the faults ask for; undone on exit. UsageError where the backend lacks a seam.
+    """Plant the named faults: wrap the seams that they need, and restore them on exit.
 
-    Gives how often each fault was called so far in this process.
+    Yields a counter of the calls of each fault in this process. Raises UsageError if the backend lacks a seam.
     """
     calls: Counter[str] = Counter()
     seams: dict[str, str] = getattr(adapter, "seams", {})

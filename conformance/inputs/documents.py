@@ -1,11 +1,12 @@
-"""Data: from questions and answers in a file to the frozen batches of every optimizer step.
+"""Documents: turns the questions and answers of a file into the frozen batches of every optimizer step.
 
-Serves claim 1: batches are made so that the usual bugs cannot cancel out. Documents keep their ragged lengths, and some
-rows carry no target token at all, whatever the data set:
+Serves claim 1: batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and
+for every data set the following rows have no target token:
 
-* step 0: the last sixth of the rows (of 24 rows: 20..23), so that the last of 8 ranks has nothing to learn, nor has a
-  micro-batch of dp 2 or 4 with accumulation 3;
-* step 1: the last third (of 24 rows: 16..23), so that a micro-batch of a single rank with accumulation 3 has nothing.
+* step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, and neither has
+  one micro-batch of dp 2 or 4 with accumulation 3;
+* step 1: the last third of the rows (of 24 rows: 16..23). So one micro-batch of a single rank with accumulation 3 has
+  no target token.
 """
 
 import random
@@ -23,17 +24,17 @@ from conformance.oracle.architecture import read_architecture
 from conformance.scenario import DataConfig, Scenario
 from conformance.validation import UsageError, one_line
 
-SAMPLE_LIMIT_S = 5.0  # of computing; a template can loop for ever
+SAMPLE_LIMIT_S = 5.0  # CPU time for one sample; a chat template can loop for ever
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
-    """``scenario.steps`` batches, tokenized for the Hugging Face folder ``model``.
+    """Build ``scenario.steps`` batches, tokenized with the tokenizer of the Hugging Face folder ``model``.
 
-    ``scenario.seed`` shuffles the documents once; they come round again when they run out. Unpacked, a row is one
-    document. Packed, it holds two documents or more, taken in order for as long as they fit into ``max_len``, or a long
-    one by itself.
-    Target tokens are taken from the rows that the module's docstring names. Raises UsageError where the data, the
-    tokenizer or ``max_len`` do not allow this.
+    ``scenario.seed`` shuffles the documents once; when they run out, they are used again from the start. Without
+    packing, a row is one document. With packing, a row holds as many documents as fit into ``max_len``, in order:
+    usually two or more, or a single long one. The rows that the module's docstring names lose their target tokens.
+
+    Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
     documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
@@ -50,20 +51,21 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
 
 
 def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
-    """All samples of a data set as documents of at most ``max_len`` tokens; longer ones are cut at the end.
+    """Load all samples of a data set as documents of at most ``max_len`` tokens; longer documents are cut at the end.
 
-    The input is the user's turn and the output the assistant's turn of the tokenizer's chat template; the tokens that
-    the output adds are targets, with the end token that the template writes and without white space behind it. A
-    tokenizer without a template: input, output and end-of-sequence token, one after the other.
+    The input is the user's turn of the tokenizer's chat template, and the output is the assistant's turn. The tokens
+    that the output adds are targets, including the template's end token but not the white space after it. If the
+    tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
+    Raises UsageError if the tokenizer cannot encode a sample, or if a prompt leaves no room for a target token.
     """
     encoded = []
     for number, (question, answer) in enumerate(read_samples(config), start=1):
         try:
             with computing_at_most(SAMPLE_LIMIT_S):
                 encoded.append(encode(question, answer, tokenizer))
-        except Exception as error:  # whatever somebody's template does
+        except Exception as error:  # a user's template may raise anything
             raise UsageError(
-                f"the tokenizer in {tokenizer.name_or_path} does not serve for sample {number} of {config.path}: "
+                f"the tokenizer in {tokenizer.name_or_path} cannot encode sample {number} of {config.path}: "
                 f"{one_line(error)}"
             ) from None
     longest = max(prompt for _, prompt in encoded)
@@ -80,10 +82,10 @@ def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
 
 
 def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document, ...]]:
-    """Rows without end: documents in order for as long as they fit, going round.
+    """Yield rows of documents without end: documents are taken in order while they fit, and reused from the start.
 
-    Where the second document does not fit beside the first, the next one that does is preferred to a row of one.
-    Raises UsageError where no other fits beside half of the documents, which would be no packing.
+    If the second document does not fit beside the first, the next document that fits is taken instead, so that a row
+    of a single document is rare. Raises UsageError if for half of the documents no second document fits in a row.
     """
     lengths = [len(document.tokens) for document in documents]
     alone = sum(length + min(lengths) > max_len for length in lengths)
@@ -94,20 +96,20 @@ def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document,
         )
     queue = deque(documents)
 
-    def take(place: int) -> Document:
-        document = queue[place]
-        del queue[place]
+    def move_to_end(index: int) -> Document:
+        document = queue[index]
+        del queue[index]
         queue.append(document)
         return document
 
     while True:
-        row = [take(0)]
+        row = [move_to_end(0)]
         room = max_len - len(row[0].tokens)
-        place = next((i for i, document in enumerate(queue) if len(document.tokens) <= room), None)
-        while place is not None:
-            row.append(take(place))
+        index = next((i for i, document in enumerate(queue) if len(document.tokens) <= room), None)
+        while index is not None:
+            row.append(move_to_end(index))
             room -= len(row[-1].tokens)
-            place = 0 if len(queue[0].tokens) <= room else None
+            index = 0 if len(queue[0].tokens) <= room else None
         yield tuple(row)
 
 

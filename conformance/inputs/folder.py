@@ -1,7 +1,7 @@
-"""A model folder of somebody else: what it may hold, and whether its code may be run.
+"""Checks of a user's model folder: what it may contain, and whether its Python code may be run.
 
-Serves claim 9: what cannot be used is refused in one line before anything is copied, loaded or run. Every place that
-hands a folder to transformers asks ``runs_code`` what to say for ``trust_remote_code``, and none says it by itself.
+Serves claim 9: a folder that cannot be used is refused in one line, before anything is copied, loaded or run. Every
+call of transformers with a folder gets its ``trust_remote_code`` from ``runs_code``.
 """
 
 import fnmatch
@@ -16,15 +16,15 @@ from conformance.validation import UsageError
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*")
-# What folder_code() gives for the shipped openPangu: a copy with other Python, or other references to it, is not it.
+# folder_code() of the shipped openPangu model. A copy with other Python code or another auto_map has another digest.
 SHIPPED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
 
 
-def check_folder(model: Path) -> None:
-    """Raises UsageError for what is no Hugging Face folder, or has something in it that cannot be copied.
+def check_model_folder(model: Path) -> None:
+    """Raises UsageError if ``model`` is not a Hugging Face model folder, or contains something that cannot be copied.
 
-    Links may only lead to files of the folder, or of the same repository in Hugging Face's cache: nothing else of the
-    machine gets into the output.
+    Symbolic links may only lead to files of the folder, or of the same repository in Hugging Face's cache, so that no
+    other file of this machine gets into the output.
     """
     if not (model / CONFIG).exists():
         raise UsageError(f"{model} is not a Hugging Face model folder: it has no {CONFIG}")
@@ -41,7 +41,7 @@ def check_folder(model: Path) -> None:
 
 
 def _files(model: Path) -> Iterator[Path]:
-    """All that is copied or linked, folders aside."""
+    """All files and symbolic links of the folder that are copied or linked."""
     left_out = [pattern for pattern in NOT_COPIED if pattern != "*.safetensors"]
     for folder, folders, files in os.walk(model):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -64,9 +64,9 @@ def _check_link(link: Path, roots: list[Path]) -> None:
 
 
 def runs_code(folder: Path, *, trusted: bool) -> bool:
-    """Whether transformers has to run Python of the folder, and may: what it gets as ``trust_remote_code``.
+    """The value of ``trust_remote_code`` for transformers: whether it has to run Python code of the folder.
 
-    ``trusted`` is what the user said. Raises UsageError where there is code that nobody trusts.
+    ``trusted``: the user has allowed it. Raises UsageError if the folder has code that the user has not allowed.
     """
     references = _references(folder)
     if not references:
@@ -80,7 +80,7 @@ def runs_code(folder: Path, *, trusted: bool) -> bool:
 
 
 def folder_code(folder: Path) -> str:
-    """A digest of a folder's Python files and of what its configuration names of them."""
+    """SHA-256 (hexadecimal) of a folder's Python files and of the ``auto_map`` entries of its configuration files."""
     digests = {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.rglob("*.py"))
@@ -90,7 +90,7 @@ def folder_code(folder: Path) -> str:
 
 
 def _references(folder: Path) -> dict[str, object]:
-    """``auto_map`` of each file in which transformers looks for it, where it is there."""
+    """The ``auto_map`` of each configuration file that has one, by the file's name."""
     files = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
     found = {name: read_json(folder / name).get("auto_map") for name in files}
     return {name: references for name, references in found.items() if references}

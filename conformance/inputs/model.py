@@ -1,8 +1,8 @@
-"""The folders from which every backend and the oracle load the models of a cell.
+"""Model folders: every backend and the oracle load the models of a cell from them.
 
-Serves claim 6: weights come from a file, never from a seed per rank. With seed 0 the policy is the model as it is; with
-another seed, and in every other role, it is another model of the same shape, so that nothing holds for one set of
-weights only and no role can stand in for another.
+Serves claim 6: weights come from a file, never from a random seed on each rank. With seed 0 the policy is the given
+model. For another seed, and for every other role, the weights are perturbed. So no result depends on one set of weights
+only, and a backend that confuses two roles computes different numbers.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.inputs.folder import NOT_COPIED, check_folder
+from conformance.inputs.folder import NOT_COPIED, check_model_folder
 from conformance.paths import resolve
 from conformance.reading import read_json
 from conformance.role import Head, Role
@@ -29,17 +29,18 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
-    """Fill the new or empty folder ``out`` with the model that a role of the scenario's objective has, and return it.
+    """Write the model of one role of the scenario's objective into the new or empty folder ``out``; returns ``out``.
 
-    Configuration, tokenizer and code are copied. The policy's weights are linked for seed 0; for other seeds and roles
-    every floating-point number is multiplied by 1 + noise, at most 5 % and decided by seed, role and the tensor's name,
-    and keeps its dtype. A value model has ``score.weight`` (1, hidden) instead of the output embedding, and the
-    configuration of transformers' sequence classification with one label.
-    Raises UsageError for a folder that cannot be used (see ``check_folder``), for one without safetensors weights, and
+    Configuration, tokenizer and code are copied. For the policy with seed 0, the weight files are symbolic links. For
+    other seeds and roles, every weight is multiplied by 1 + noise and keeps its dtype; the noise is uniform in
+    [-0.05, 0.05] and depends on the seed, the role and the name of the tensor. A value model has ``score.weight``
+    (1, hidden) instead of the output embedding, and the configuration of transformers' sequence classification with
+    one label.
+    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, and
     where ``out`` has files in it.
     """
     model = resolve(scenario.model)
-    check_folder(model)
+    check_model_folder(model)
     files = weight_files(model)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -79,9 +80,9 @@ def _make_value_model(folder: Path, *, key: str) -> None:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The safetensors files that hold a Hugging Face folder's weights.
+    """The safetensors files with the weights of a Hugging Face folder.
 
-    Raises UsageError when it has none, and for an index that names what is no file of the folder.
+    Raises UsageError if there are none, or if the index names something that is not a safetensors file of the folder.
     """
     index = model / INDEX
     if not index.exists():
@@ -97,7 +98,7 @@ def weight_files(model: Path) -> list[Path]:
         raise UsageError(f"{index} has no weight_map from names of tensors to files; download the folder again")
     for name in where.values():
         if not isinstance(name, str) or Path(name).name != name or not re.fullmatch(r"[^.].*\.safetensors", name):
-            raise UsageError(f"{index} names {shown(name)} where the name of a safetensors file of the folder is due")
+            raise UsageError(f"{index} names {shown(name)}, but it has to name safetensors files of the folder")
     names = sorted(set(where.values()))
     if missing := [name for name in names if not (model / name).is_file()]:
         raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
@@ -105,9 +106,9 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a folder's tensors; only the heads of the files are read.
+    """The shape of each tensor of a Hugging Face folder, by name; only the headers of the files are read.
 
-    Raises UsageError for a file that is broken, a tensor that is no floating-point number, and one that is there twice.
+    Raises UsageError for a broken file, a tensor that is not floating-point, and a tensor that is in two files.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(model):
@@ -121,15 +122,15 @@ def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
             if dtype not in FLOATS:
                 raise UsageError(f"{file} holds {name} as {dtype}; weights have to be one of {', '.join(FLOATS)}")
             if name in shapes:
-                raise UsageError(f"{file} holds {name}, which another file of the folder holds, too; remove one")
+                raise UsageError(f"{file} holds {name}, and so does another file of the folder; remove one of them")
             shapes[name] = shape
     return shapes
 
 
 def _twins(files: list[Path]) -> dict[str, str]:
-    """Output embedding -> input embedding, where the files store both although the model ties them.
+    """{output embedding: input embedding} if the files store both tensors with equal values, else an empty dict.
 
-    They must stay equal: transformers does not tie a pair that differs in the file.
+    Such a pair has to stay equal, because transformers does not tie two tensors that differ in the file.
     """
     where = {name: file for file in files for name in _names(file)}
     head = next((name for name in where if name.endswith(HEAD)), None)

@@ -1,4 +1,4 @@
-"""Prepare: the frozen inputs of a scenario, made once per output folder and shared by its cells and the oracle."""
+"""Prepare: makes the frozen inputs of a scenario, once per output folder; all cells and the oracle share them."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.batch import Batch, write_batches
 from conformance.inputs.documents import build_batches
-from conformance.inputs.folder import check_folder, runs_code
+from conformance.inputs.folder import check_model_folder, runs_code
 from conformance.inputs.model import prepare_model, weight_shapes
 from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
@@ -26,24 +26,25 @@ from conformance.validation import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenInputs:
-    """What every backend and the oracle get: a Hugging Face folder for each role, and the file of frozen batches."""
+    """The inputs of every backend and of the oracle: a Hugging Face folder for each role, by the role's name, and the
+    file of frozen batches."""
 
     models: dict[str, Path]
     batches: Path
 
 
 def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
-    """Make the scenario's inputs under ``root/inputs``, or find them there.
+    """Make the scenario's inputs under ``root/inputs``, unless they are there already.
 
-    Raises UsageError for a model or data set that cannot be used, before any code of the model's folder is run and
-    before any of it is copied, and for a ``root`` inside the model's folder.
+    Raises UsageError for a model or data set that cannot be used, and for a ``root`` inside the model's folder. The
+    model's folder is checked before any of its code is run and before any of its files is copied.
     """
     source, folder = resolve(scenario.model), root / "inputs"
-    check_folder(source)
+    check_model_folder(source)
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)
-    # What the oracle does not know cannot be judged.
+    # A model that the oracle does not implement cannot be judged, so it is refused here.
     architecture = read_architecture(source, disable_dropout=scenario.objective.disable_dropout)
     check_frozen(scenario)
     models = {}
@@ -66,13 +67,13 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
 
 
 def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
-    """The batches of a scenario for the Hugging Face folder ``model``, from what its objective reads."""
+    """Build the batches of a scenario for the Hugging Face folder ``model``, from samples or roll-outs."""
     build = {"samples": build_batches, "rollouts": build_rollouts}[scenario.objective.reads]
     return build(scenario, model)
 
 
 def check_frozen(scenario: Scenario) -> None:
-    """Raises UsageError where a pattern of frozen parameters means none, or nothing is left to train."""
+    """Raises UsageError if a pattern of frozen parameters matches no parameter, or if no parameter is left to train."""
     disable = scenario.objective.disable_dropout
     architecture = read_architecture(resolve(scenario.model), disable_dropout=disable)
     for role in scenario.objective.roles:
@@ -90,13 +91,13 @@ def check_frozen(scenario: Scenario) -> None:
 
 
 def short_key(*parts: object) -> str:
-    """A short name for JSON values: different values have different names."""
+    """Ten hexadecimal digits of a digest of JSON values, for the names of files and folders."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the file stays, locks end with their process."""
+    """Hold an exclusive lock on ``path`` between processes. The lock file is kept; a lock ends with its process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -105,7 +106,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def complete_or_nothing(path: Path) -> Iterator[Path]:
-    """A path to write to, which gets its name only when all is written."""
+    """Yield a temporary path to write to, and rename it to ``path`` when the block ends without an exception."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     yield unfinished

@@ -1,13 +1,13 @@
-"""Roll-outs: responses that a policy has sampled, with their rewards, as users keep them in files.
+"""Roll-outs: responses that a policy has sampled, with their rewards, read from users' files.
 
-Serves claim 1 for reinforcement learning: what was sampled is frozen, so that two backends that differ cannot blame the
-sampler. A line of a JSONL file, or a record of a Parquet file or of a data set on disk, is one response::
+Serves claim 1 for reinforcement learning: the samples are frozen, so a difference between two backends cannot come from
+sampling. A line of a JSONL file, or a record of a Parquet file or of a Hugging Face dataset on disk, is one response::
 
     {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
 
-Responses of one prompt have the same ``group`` and stand on lines that follow one another. ``logprobs`` are those of
-the engine that sampled, at the objective's temperature. A response may be empty, and one that was cut has no
-end-of-sequence token.
+Responses to one prompt have the same ``group`` and are on consecutive lines. ``logprobs`` are the log-probs of the
+inference engine that sampled the response, at the objective's temperature. A response may be empty, and a truncated
+response has no end-of-sequence token.
 """
 
 import random
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from conformance.batch import Batch, Document, Row, with_rollouts
-from conformance.inputs.samples import read_records
+from conformance.inputs.samples import read_dataset
 from conformance.oracle.architecture import read_architecture
 from conformance.paths import resolve
 from conformance.reading import MIB
@@ -27,31 +27,32 @@ from conformance.scenario import Scenario
 from conformance.validation import UsageError, shown
 
 Group = list[Document]
-MOST_TOKENS = MIB  # of one response; nothing that is trained on in one piece is longer
-FILLED = 0.8  # share of the room in packed rows that roll-outs are to take, so that whole groups fit
+MOST_TOKENS = MIB  # of one prompt or response; nobody trains on a longer one
+FILLED = 0.8  # share of the tokens of packed rows that a roll-out should fill, so that whole groups fit
 
 
 def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
-    """Batches for ``scenario.steps`` optimizer steps, and the rest of a last roll-out of which only some are made.
+    """Build batches for ``scenario.steps`` optimizer steps. If the last step lies in the first epoch of a roll-out, the
+    rest of that epoch's mini-batches follow.
 
-    A roll-out is ``mini_batches`` batches, gone through ``ppo_epochs`` times; it begins with the batch that has them as
-    its ``rollout``. It is made of whole groups, which ``scenario.seed`` shuffles once, and its documents are dealt out
-    so that the responses of one prompt lie in different rows. Groups come round again when they run out. Unpacked, a
+    A roll-out consists of ``mini_batches`` batches, which are trained on ``ppo_epochs`` times; its first batch has all
+    of them in its field ``rollout``. A roll-out is made of whole groups. ``scenario.seed`` shuffles the groups once;
+    when they run out, they are used again. Responses to one prompt are spread over different rows. Without packing, a
     row is one document.
     Raises UsageError for data that do not allow this, and for tokens beyond the model's vocabulary.
     """
     objective = scenario.objective
-    assert isinstance(objective, PolicyGradient), "only these read roll-outs"
+    assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read roll-outs"
     count, data = objective.mini_batches, scenario.data
     architecture = read_architecture(model, disable_dropout=objective.disable_dropout)
     groups = read_groups(scenario, vocabulary=architecture.vocab_size)
     random.Random(scenario.seed).shuffle(groups)
-    endless = _endless(groups)
+    endless = _repeated_groups(groups)
     rows = count * data.rows
     batches: list[Batch] = []
     begins: list[int] = []
     while len(batches) < scenario.steps:
-        dealt = _packed(endless, rows, scenario) if data.packed else _single(endless, rows, scenario)
+        dealt = _packed_rows(endless, rows, scenario) if data.packed else _unpacked_rows(endless, rows, scenario)
         mini_batches = [dealt[start : start + data.rows] for start in range(0, rows, data.rows)]
         _check_tokens(mini_batches, data.path)
         for epoch in range(objective.ppo_epochs):
@@ -59,31 +60,31 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
                 made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
                 batches.append(Batch(len(batches), data.max_len, made))
                 begins.append(count if epoch == number == 0 else 0)
-    # Of the last roll-out, the first epoch is needed as a whole.
+    # The first epoch of the last roll-out is kept as a whole: advantages need all its mini-batches.
     last = (scenario.steps - 1) // objective.steps_per_rollout * objective.steps_per_rollout
     kept = max(scenario.steps, last + count)
     return with_rollouts(batches[:kept], begins[:kept])
 
 
 def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
-    """The responses of the scenario's data set as documents with columns ``group``, ``reward`` and, of each token,
-    ``rollout_logprob``; a list for each group.
+    """Read the responses of the scenario's data set, one list of documents per group.
 
-    Raises UsageError that names the file and the line.
+    The documents have the columns ``group`` and ``reward`` (one number each) and ``rollout_logprob`` (one number per
+    token, 0 for tokens of the prompt). Raises UsageError, which names the file and the line, for a wrong response.
     """
     path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
-    records = read_records(path)
+    records = read_dataset(path)
     place, first = records[0]
     if not first.keys() & {"prompt_ids", "completion_ids"}:
         raise UsageError(
-            f"{place}: no roll-out, which the objective {scenario.objective.kind!r} reads; found "
+            f"{place}: not a roll-out, but the objective {scenario.objective.kind!r} reads roll-outs; found "
             f"{shown([*first])}; give --data (data.path) a file of responses with group, "
             f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
         )
     found = [_document(r, place, scenario.data.max_len, vocabulary) for place, r in records]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
     if len({key for key, _ in grouped}) < len(grouped):
-        raise UsageError(f"{path}: lines of one group have to follow one another; sort the file by group")
+        raise UsageError(f"{path}: the lines of one group have to be consecutive; sort the file by group")
     return [group for _, group in grouped]
 
 
@@ -94,7 +95,7 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
     if len(prompt) + len(completion) > max_len:
         raise UsageError(
             f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and data.max_len is {max_len}; "
-            f"raise it, or leave the response out: cut, it would have another reward"
+            f"raise it, or leave the response out (a response that is cut would have another reward)"
         )
     logprobs = record.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
@@ -104,7 +105,7 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
         )
     group, reward = record.get("group"), record.get("reward")
     if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
-        raise UsageError(f"{place}: 'group' has to be a number from 0 on, got {shown(group)}")
+        raise UsageError(f"{place}: 'group' has to be an integer from 0 to 2**53 - 1, got {shown(group)}")
     if not _is_number(reward, -1e6, 1e6):
         raise UsageError(f"{place}: 'reward' has to be a number between -1e6 and 1e6, got {shown(reward)}")
     return Document(
@@ -136,17 +137,17 @@ def _is_number(value: Any, lowest: float, highest: float) -> TypeGuard[float]:
 
 
 def _is_logprob(value: Any) -> bool:
-    return _is_number(value, -1e4, 1e-3)  # an engine's own rounding may be above 0
+    return _is_number(value, -1e4, 1e-3)  # an inference engine may round to slightly more than 0
 
 
-def _endless(groups: list[Group]) -> Iterator[Group]:
-    """Round and round, and numbered as they come: a group that comes again is not compared with itself."""
+def _repeated_groups(groups: list[Group]) -> Iterator[Group]:
+    """Yield the groups again and again, with new group numbers, so that a repeated group counts as another group."""
     for number, group in enumerate(cycle(groups)):
         yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
 
 
 def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> None:
-    """Advantages are whitened, and a critic's explained variance is taken, over tokens: of one there is no variance."""
+    """Raises UsageError for a mini-batch of fewer than two target tokens: whitening and explained variance need two."""
     for number, chosen in enumerate(mini_batches, start=1):
         count = sum(sum(document.targets) for documents in chosen for document in documents)
         if count < 2:
@@ -156,36 +157,39 @@ def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> 
             )
 
 
-def _single(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
-    """Whole groups, a row for each response, spread so that a group lies in different parts of the roll-out."""
+def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+    """Take whole groups, one row per response, and shuffle the rows so that a group is spread over the roll-out."""
     taken: list[Document] = []
     while len(taken) < rows:
         taken += next(groups)
     if len(taken) > rows:
         raise UsageError(
             f"a roll-out of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
-            f"{scenario.data.path}; use data.rows that whole groups fill"
+            f"{scenario.data.path}; choose data.rows so that whole groups fill the roll-out"
         )
     random.Random(len(taken)).shuffle(taken)
     return [(document,) for document in taken]
 
 
-def _packed(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
-    """Whole groups in rows, the longest first, each into the row with most room; every row holds two or more."""
+def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+    """Pack whole groups into rows: the longest response first, each into the row with the most room left.
+
+    Raises UsageError if a response does not fit, or if a row would hold fewer than two responses.
+    """
     max_len = scenario.data.max_len
     room = rows * max_len
     taken: list[Document] = []
     while sum(len(d.tokens) for d in taken) < FILLED * room - max_len or len(taken) < 2 * rows:
         taken += next(groups)
-    held: list[list[Document]] = [[] for _ in range(rows)]
+    packed: list[list[Document]] = [[] for _ in range(rows)]
     free = [max_len] * rows
     for document in sorted(taken, key=lambda d: -len(d.tokens)):
-        place = max(range(rows), key=lambda r: (free[r], -r))
-        held[place].append(document)
-        free[place] -= len(document.tokens)
-    if min(free) < 0 or min(map(len, held)) < 2:
+        row = max(range(rows), key=lambda r: (free[r], -r))
+        packed[row].append(document)
+        free[row] -= len(document.tokens)
+    if min(free) < 0 or min(map(len, packed)) < 2:
         raise UsageError(
             f"data.max_len={max_len} does not pack whole groups of {scenario.data.path} into {rows} rows with two "
             f"responses or more in each; raise data.max_len, or use data.packed=false"
         )
-    return [tuple(row) for row in held]
+    return [tuple(documents) for documents in packed]

@@ -1,6 +1,7 @@
-"""Samples: pairs of texts, as users keep them in files.
+"""Samples: pairs of texts, read from users' files.
 
-Serves claim 9: a data set that cannot be used ends the run before it begins, with the place of the first wrong sample.
+Serves claim 9: a data set that cannot be used ends the run before it begins, and the message names the first wrong
+sample.
 """
 
 from collections.abc import Iterable
@@ -12,27 +13,27 @@ from conformance.reading import MIB, check_file, not_utf8, parse_json
 from conformance.scenario import DataConfig
 from conformance.validation import UsageError, one_line, shown
 
-LONGEST_TEXT = MIB  # characters; nothing that is trained on in one piece is longer
-LONGEST_LINE = 8 * MIB  # bytes; JSON may write a character in six
+LONGEST_TEXT = MIB  # characters; nobody trains on a longer text
+LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
-Place = str  # of a record, in words
+Place = str  # where a record was found, for messages: "FILE, line 3"
 
 
 def read_samples(config: DataConfig) -> list[tuple[str, str]]:
-    """(input, output) texts of a JSONL or Parquet file or of a Hugging Face dataset saved on disk.
+    """Read (input, output) texts from a JSONL file, a Parquet file, or a Hugging Face dataset on disk.
 
-    Raises UsageError that names the file, and the line or the number of the sample.
+    Raises UsageError, which names the file and the line or the number of the sample, for a wrong sample.
     """
     return [
         (_text(record, config.input_key, place), _text(record, config.output_key, place))
-        for place, record in read_records(resolve(config.path))
+        for place, record in read_dataset(resolve(config.path))
     ]
 
 
-def read_records(path: Path) -> list[tuple[Place, dict[str, Any]]]:
-    """The records of a data set, and where each of them stands. Raises UsageError that names the file."""
+def read_dataset(path: Path) -> list[tuple[Place, dict[str, Any]]]:
+    """Read the records of a data set as (place, record). Raises UsageError, which names the file, if it cannot."""
     if path.is_dir():
-        records = _numbered(path, _read_dataset(path))
+        records = _numbered(path, _read_saved_dataset(path))
     elif path.suffix == ".jsonl":
         records = _read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -51,8 +52,8 @@ def _text(record: dict[str, Any], key: str, place: Place) -> str:
     if key not in record:
         if record.keys() >= {"prompt_ids", "completion_ids"}:
             raise UsageError(
-                f"{place}: a roll-out, and this objective reads pairs of texts; give --data (data.path) such a file, "
-                f"or use a scenario whose objective is 'grpo' or 'ppo'"
+                f"{place}: this is a roll-out, but the objective reads pairs of texts; give --data (data.path) a file "
+                f"of such pairs, or use a scenario whose objective is 'grpo' or 'ppo'"
             )
         raise UsageError(
             f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
@@ -69,7 +70,9 @@ def _text(record: dict[str, Any], key: str, place: Place) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(f"{place}: {key!r} holds {half}, half of a character; mend or remove the sample") from None
+        raise UsageError(
+            f"{place}: {key!r} holds {half}, half of a surrogate pair; mend or remove the sample"
+        ) from None
     return text
 
 
@@ -108,12 +111,12 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
     try:
         records: list[dict[str, Any]] = parquet.ParquetFile(path).read().to_pylist()
-    except Exception as error:  # pyarrow raises what it likes at a broken file
+    except Exception as error:  # pyarrow raises errors of many types for a broken file
         raise UsageError(f"{path} is no Parquet file that can be read: {one_line(error)}") from None
     return records
 
 
-def _read_dataset(path: Path) -> list[dict[str, Any]]:
+def _read_saved_dataset(path: Path) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk  # an optional package, slow to import
     except ImportError:
@@ -126,7 +129,7 @@ def _read_dataset(path: Path) -> list[dict[str, Any]]:
         records = dataset.to_list() if isinstance(dataset, Dataset) else []
     except FileNotFoundError:
         raise UsageError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
-    except Exception as error:  # datasets and pyarrow raise what they like at broken files
+    except Exception as error:  # datasets and pyarrow raise errors of many types for broken files
         raise UsageError(f"{path} is no dataset that can be read: {one_line(error)}") from None
     if not isinstance(dataset, Dataset):
         raise UsageError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")

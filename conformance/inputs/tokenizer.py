@@ -1,7 +1,7 @@
-"""Tokenizer: the tokens of a sample, by the tokenizer and the chat template of somebody's model folder.
+"""Tokenizer: encodes samples with the tokenizer and the chat template of a user's model folder.
 
-A template is a program of its author's. transformers keeps it from files and modules, but not from running for ever.
-So what is made of a sample is measured, in seconds and in characters.
+A chat template is a program. transformers denies it files and modules, but does not keep it from running for ever. So
+the CPU time and the number of characters that a template may use for one sample are limited.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from conformance.inputs.folder import CONFIG, runs_code
 from conformance.reading import MIB
 from conformance.validation import UsageError, one_line
 
-LONGEST_TEXT = 4 * MIB  # characters that a template may make of a sample
+LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render for one sample
 
 
 def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
-    """The tokenizer of a Hugging Face folder, without looking at the network.
+    """Load the tokenizer of a Hugging Face folder; nothing is downloaded.
 
-    ``trusted``: code of the folder may be run. Raises UsageError where it would have to be and is not trusted, and for
-    a configuration or a tokenizer that transformers cannot load.
+    ``trusted``: Python code of the folder may be run. Raises UsageError if the tokenizer needs such code and it is not
+    trusted, and for a configuration or a tokenizer that transformers cannot load.
     """
     options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
     config = None
     try:
         if (model / CONFIG).is_file():
             config = AutoConfig.from_pretrained(model, **options)
-    except Exception as error:  # whatever transformers raises for values that it did not expect
+    except Exception as error:  # transformers raises errors of many types for unexpected values
         raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
     try:
         return AutoTokenizer.from_pretrained(model, config=config, **options)
-    except Exception as error:  # of the tokenizers library, for one, a bare Exception
+    except Exception as error:  # the tokenizers library, for example, raises a bare Exception
         raise UsageError(
             f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
             f"model into the folder (tokenizer.json, tokenizer_config.json)"
@@ -43,9 +43,9 @@ def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
 
 
 def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:
-    """Tokens of a sample, and how many of them are the prompt.
+    """The tokens of a sample, and how many of these tokens are the prompt.
 
-    Raises UsageError where there is no prompt or no answer among them, and whatever template and tokenizer raise.
+    Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer are passed on.
     """
     end: list[int] = []
     if tokenizer.chat_template is not None:
@@ -53,8 +53,10 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
         assistant = {"role": "assistant", "content": answer}
         prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
-        if (longer := max(len(prompt), len(whole))) > LONGEST_TEXT:
-            raise UsageError(f"the chat template makes {longer} characters of it; {LONGEST_TEXT} at most are allowed")
+        if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
+            raise UsageError(
+                f"the chat template renders {longer} characters; {LONGEST_RENDERED_TEXT} at most are allowed"
+            )
     else:
         if tokenizer.eos_token_id is None:
             raise UsageError(
@@ -81,10 +83,10 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
 
 @contextlib.contextmanager
 def computing_at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError when the process has computed for so long inside the block, Python code permitting.
+    """Raises TimeoutError when the process has used this much CPU time inside the block.
 
-    Seconds of waiting for a busy machine do not count. Outside the main thread, which alone gets signals, there is no
-    limit.
+    The error is raised between two Python instructions, so not inside a long call of C code. Waiting for a busy machine
+    does not count. Outside the main thread, which alone receives signals, there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

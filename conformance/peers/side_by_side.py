@@ -1,8 +1,8 @@
-"""Side by side: the cells of one scenario on several backends, against the oracle and against each other.
+"""Side by side: compares the cells of one scenario on several backends with the oracle and with each other.
 
-Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/architecture.md has its fields); needs no
-GPU, no backend and no ranks. Whoever has no complete record is listed with the reason and takes part in nothing that
-would need one.
+Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/architecture.md has its fields). Needs no
+GPU, no backend and no ranks. A cell without a complete record is listed with the reason, and is left out of the
+comparisons that need the missing part.
 """
 
 import os
@@ -18,17 +18,18 @@ from conformance.peers.agreement import ORACLE, Member, agreement
 from conformance.peers.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle
-from conformance.record.results import SCHEMA, Entry, inside, read_run, write_json
+from conformance.record.results import OUTPUT_SCHEMA, SIDE_BY_SIDE, Entry, inside, read_run, write_output_json
 from conformance.record.tensors import Record, read_record
 from conformance.validation import UsageError
-
-FILE = "side_by_side.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Observed:
-    """The records of a cell's legs as far as they can be read: the lines of all steps, and the records with tensors
-    only if the files are intact; ``problem`` says what is missing."""
+    """The records of a cell's legs, as far as they can be read.
+
+    lines: the lines of all steps. records: the records with their tensors; empty unless all files are intact.
+    problem: what is missing; empty if nothing is.
+    """
 
     observables: tuple[Observable, ...] = ()
     digests: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ def write_side_by_side(out: Path) -> None:
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
     values = [_group(out, name, entries) for name, entries in several.items()]
-    write_json(out / FILE, {"schema": SCHEMA, "groups": values}, indent=None)
+    write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
 
 
 def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
         for entry in entries
         if not _is_of_a_defect(entry)
         for q in entry.verdict.quantities
-    }  # the same for all: the rule, and the noise that it measures, belong to the scenario and its precision
+    }  # all members have the same bounds, because these depend only on the scenario and its precision
     with_lines = [number for number, one in enumerate(observed) if one.lines]
     pairs: dict[tuple[int, int], dict[str, Difference]] = {}
     lines = [observed[number].lines for number in with_lines]
@@ -100,7 +101,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _is_of_a_defect(entry: Entry) -> bool:
-    """Whether the quantities are those against the oracle with a defect (conformance.judge.expected)."""
+    """Whether the verdict's quantities come from the oracle with a defect (conformance.judge.expected)."""
     return bool(entry.defective) and entry.verdict.state == "differs"
 
 
@@ -109,13 +110,13 @@ def _oracle(out: Path, entry: Entry) -> Path | None:
 
 
 def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed) -> _Observed:
-    """Only what was judged is compared: the judge has found that such records hold what they should."""
+    """Read the records of a cell, only if it was judged, because the judge has checked that they are complete."""
     if not entry.records or not entry.completed or not entry.verdict.quantities:
         return _Observed(problem=entry.verdict.reason.partition("\n")[0])
     if _is_of_a_defect(entry):
-        return _Observed(problem="it differs from the oracle with its expected defect, too, and was judged by that")
+        return _Observed(problem="it also differs from the oracle with its expected defect, and was judged by that one")
     if _oracle(out, entry) != oracle:
-        return _Observed(problem="it is of another scenario with the same name")
+        return _Observed(problem="it belongs to another scenario with the same name")
     folder = out / entry.folder
     one = _read(out, [folder / record for record in entry.records], partial(check_cell, cell=entry.cell))
     if one.problem or not reference.problem:
@@ -142,7 +143,7 @@ def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None])
     try:
         return replace(observed, records=tuple(read_record(path) for path in paths))
     except RecordError as error:
-        problem = f"only its loss and gradient norm were, for its tensors are not there: {error}"
+        problem = f"only its scalars were compared, because its tensors cannot be read: {error}"
         return replace(observed, problem=problem)
 
 

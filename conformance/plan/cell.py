@@ -1,7 +1,7 @@
-"""Cell: a scenario run as a program of legs. What is to be run, as data; conformance/run runs it.
+"""Cell: a scenario and the legs in which it is run, as data; conformance/run runs it.
 
-Most cells have one leg. More legs save and go on: in the same layout, in another one, or on another backend, each leg
-in processes that never saw the one before. Serves claim 5.
+Most cells have one leg. With several legs, each leg but the last saves, and the next goes on from there: in the same
+layout, in another layout or on another backend, and always in new processes. Serves claim 5.
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ Handover = Literal["checkpoint", "state", "export"]
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """A part of a cell: load what the leg before saved, look at the weights, train ``steps`` steps, save.
+    """A part of a cell: load what the leg before saved, record the weights, train ``steps`` steps, save.
 
-    save: ``checkpoint`` is the backend's own format, with the optimizer; the next leg goes on as if nothing had
-    happened. ``state`` is the same in the form that all backends read.
-    ``export`` is one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
+    save: ``checkpoint``: the full training state in the backend's own format; the next leg continues from it.
+        ``state``: the same in the format that all backends read.
+        ``export``: one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
+        None: nothing is saved, in the last leg only.
     """
 
     backend: BackendEntry
@@ -36,9 +37,12 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``program`` names the legs where there are several. ``faults`` are planted on purpose; an ordinary cell has none.
+    """A scenario and the legs in which it is run.
 
-    Raises UsageError where the legs do not add up to the scenario's steps, or cannot hand over to each other.
+    program: the name of the sequence of legs in the profile; empty for a cell of one leg.
+    faults: names of the faults that are planted; an ordinary cell has none.
+
+    Raises UsageError if the legs' steps do not add up to the scenario's, or if a leg cannot go on from the one before.
     """
 
     scenario: Scenario
@@ -57,7 +61,7 @@ class Cell:
     def __post_init__(self) -> None:
         assert self.legs
         name = f"program {self.program!r}" if self.program else "the cell"
-        if self.legs[-1].steps < 0:  # what was left for it
+        if self.legs[-1].steps < 0:  # the earlier legs have more steps than the scenario
             raise UsageError(
                 f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and "
                 f"scenario {self.scenario.name} has {self.scenario.steps}; give them fewer"
@@ -77,7 +81,7 @@ class Cell:
                         f"times ppo_epochs"
                     )
         if self.legs[-1].save:
-            raise UsageError(f"the last leg of {name} saves for nobody; add a leg, or leave out its save")
+            raise UsageError(f"the last leg of {name} saves, but no leg follows; add a leg, or leave out its save")
         for before, after in pairwise(self.legs):
             if before.save is None:
                 raise UsageError(
@@ -96,40 +100,40 @@ class Cell:
 
     @property
     def backend(self) -> str:
-        """Names of the legs' backends, once if they are all the same."""
+        """The names of the legs' backends, joined by ``-to-``; a single name if they are all the same."""
         return _chain([leg.backend.name for leg in self.legs])
 
     @property
     def layout(self) -> str:
-        """The legs' layouts, once if they are all the same."""
+        """The legs' layouts, joined by ``-to-``; a single layout if they are all the same."""
         return _chain([str(leg.layout) for leg in self.legs])
 
     @property
     def variant(self) -> str:
-        """What follows the layout in the id: precision, and program, seed and faults where there are any."""
+        """The part of the id after the layout: the precision, and the program, seed and faults if there are any."""
         program = [self.program] if self.program else []
         seed = [f"seed{self.scenario.seed}"] if self.scenario.seed else []
         return "/".join([self.scenario.precision, *program, *seed, *(f"fault-{name}" for name in self.faults)])
 
     @property
     def world_size(self) -> int:
-        """Ranks of the largest leg."""
+        """The number of ranks of the largest leg."""
         return max(leg.layout.world_size for leg in self.legs)
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """Number of the first optimizer step of each leg."""
+        """The number of the first optimizer step of each leg."""
         return tuple(accumulate((leg.steps for leg in self.legs[:-1]), initial=0))
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """Steps at which optimizer and schedule begin anew, because the leg starts from exported weights."""
+        """The steps at which optimizer and schedule start anew, because their leg starts from exported weights."""
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save == "export")
 
     @property
     def plain(self) -> "Cell":
-        """The same cell without seed and faults."""
+        """The same cell with seed 0 and without faults."""
         return dataclasses.replace(self, scenario=dataclasses.replace(self.scenario, seed=0), faults=())
 
     def __str__(self) -> str:

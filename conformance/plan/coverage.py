@@ -1,8 +1,8 @@
-"""Coverage: what the data of a profile reaches, measured on the very batches that its cells train on.
+"""Coverage of the data: which positions, tokens and shards the batches of a profile's cells reach.
 
-Serves claim 6: no data hides a bug. A wrong row of an embedding, a wrong position or a branch of a mask that no
-document ever reaches would conform in every tier, so the reach is printed (``parity list --coverage``), and a test
-asserts that of the built-in profiles.
+Serves claim 6: no data hides a bug. If no document reaches a wrong row of an embedding, a wrong position or a wrong
+branch of a mask, the cell conforms in every tier. So ``parity list --coverage`` prints what is reached, and a test
+asserts it for the built-in profiles.
 """
 
 import dataclasses
@@ -21,16 +21,20 @@ from conformance.plan.cell import Cell
 from conformance.scenario import Scenario
 
 VOCABULARY_MULTIPLE = 128  # Megatron-LM pads a vocabulary to a multiple of this number times tp
-WHOLE = 2**20  # tokens: longer than any document
+WHOLE = 2**20  # tokens; longer than any document, so that none is cut
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentReach:
-    """Documents of all steps of a scenario, in tokens. ``longest`` is that of a document, after it was cut.
+    """The documents of all steps of a scenario.
 
-    beyond_N: positions from N on. window: the shortest attention window of the model, 0 without one; beyond_window:
-    documents longer than that. cut: documents that were longer than max_len. inputs, targets: percentage of the
-    vocabulary that occurs as one. pad_inputs, pad_targets: how often the padding token does, inside documents.
+    longest: tokens of the longest document, after documents were cut to max_len.
+    beyond_N: number of tokens at positions >= N.
+    window: the shortest attention window of the model in tokens, 0 without one. beyond_window: number of documents
+        longer than this window.
+    cut: number of documents that were longer than max_len.
+    inputs, targets: percentage of the vocabulary that occurs as an input, and as a target.
+    pad_inputs, pad_targets: how often the padding token occurs inside documents, as an input and as a target.
     """
 
     scenario: str
@@ -51,10 +55,11 @@ class DocumentReach:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReach:
-    """One shard of the vocabulary: how many of its ``rows`` occur as an input and as a target in some step.
+    """One of the ``tp`` shards of the vocabulary.
 
-    padded: the vocabulary is padded to a multiple of 128 x tp first, as Megatron does; ``padding`` rows are none of its
-    tokens, and every softmax has to leave them out.
+    padded: whether the vocabulary is padded to a multiple of 128 x tp first, as in Megatron.
+    rows: number of tokens in the shard. padding: number of padding rows, which every softmax has to leave out.
+    inputs, targets: how many of the ``rows`` occur in some step as an input, and as a target.
     """
 
     scenario: str
@@ -70,9 +75,10 @@ class ShardReach:
 
 @dataclass(frozen=True, kw_only=True)
 class CutReach:
-    """The micro-batches of all steps and data ranks, where a row is padded to the longest of its micro-batch.
+    """The micro-batches of all steps and data ranks. Each row is padded to the longest row of its micro-batch.
 
-    rows_masked, micro_batches_masked, ranks_masked: without a target (of a rank: in a whole step). padding: tokens.
+    rows_masked, micro_batches_masked: number of rows and of micro-batches without a target token.
+    ranks_masked: how often a data rank has no target token in a whole step. padding: number of padding tokens.
     """
 
     scenario: str
@@ -89,14 +95,14 @@ class CutReach:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """What the cells of a profile reach, by scenario and model."""
+    """What the data of a profile's cells reaches, by scenario and model."""
 
     documents: tuple[DocumentReach, ...]
     shards: tuple[ShardReach, ...]
     cuts: tuple[CutReach, ...]
 
     def __str__(self) -> str:
-        """Three tables in columns of plain text."""
+        """Three plain-text tables."""
         tables = {
             "Documents": pd.DataFrame(self.documents),
             "Shards of the vocabulary": pd.DataFrame(self.shards),
@@ -106,7 +112,7 @@ class Coverage:
 
 
 def measure_coverage(cells: Iterable[Cell]) -> Coverage:
-    """Measure what the documents of these cells reach, on all their layouts; backends and precisions do not matter.
+    """Measure what the data of these cells reaches in all their layouts. Backends and precisions do not matter.
 
     Raises UsageError for a model or data set that cannot be used.
     """
@@ -209,7 +215,7 @@ def _masked(rows: Sequence[Row]) -> bool:
 
 
 def _inputs(batches: Sequence[Batch]) -> list[int]:
-    """Tokens whose embedding is read for a target; the last of a document predicts nothing."""
+    """The input tokens of all documents with targets, without the last token of each, which predicts nothing."""
     documents = [document for batch in batches for document in batch.documents if any(document.targets)]
     return [token for document in documents for token in document.tokens[:-1]]
 

@@ -1,4 +1,4 @@
-"""Floor: what the user's options demand of the cells that they select."""
+"""Floor: how much the run has to judge at least, from the user's options."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,15 @@ from conformance.record.summary import read_states
 from conformance.validation import UsageError
 
 
-def floor_of(demands: Demands, selection: Selection, cells: Sequence[Cell]) -> Floor:
-    """What the cells have to reach. A backend that is asked for by name has to have a cell judged.
+def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[Cell]) -> Floor:
+    """The floor for a run of ``cells``. Each backend that the user selected by name needs at least one judged cell.
 
-    Raises UsageError for what these cells cannot reach, and for an earlier run that cannot be read.
+    Raises UsageError for a demand that these cells cannot meet, and for an earlier run that cannot be read.
     """
     select(cells, demands.require)
     if demands.min_judged > len(cells):
         raise UsageError(
-            f"--min_judged {demands.min_judged}, and {len(cells)} cells are selected; lower it or select more"
+            f"--min_judged {demands.min_judged}, but only {len(cells)} cells are selected; lower it or select more"
         )
     return Floor(
         require=demands.require,

@@ -1,11 +1,11 @@
 """Profiles (quick, full, ...) and how they become cells.
 
-A profile is a TOML file with ``[[cells]]`` tables; each table is a product of its lists. Every backend that is asked
-for gets the same cells and answers for itself which of them it supports, except for tables that name their backends:
-those are about what only one library has.
+A profile is a TOML file with ``[[cells]]`` tables; each table is the product of its lists. Every selected backend gets
+the same cells and decides itself which of them it supports. A table may also name its backends, for cells that only
+some libraries can run.
 
-A table may name a program, from the profile's ``[programs]``: the legs as which its cells run. Layouts and backends of
-several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single one is that of all legs.
+A table may name a program of the profile's ``[programs]``: the legs in which its cells run. Layouts and backends of
+several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single layout or backend is used for all legs.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ def _check_layouts(text: str) -> str:
     return text
 
 
-Layouts = Annotated[str, AfterValidator(_check_layouts)]  # of the legs, once if they all have the same
+Layouts = Annotated[str, AfterValidator(_check_layouts)]  # dp2-to-tp2, or a single layout for all legs
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class PlannedLeg:
-    """One leg of a program. ``steps``: None for all that are left, in the last leg. ``save``: see Leg."""
+    """One leg of a program. ``steps``: None, in the last leg only, means all remaining steps. ``save``: see Leg."""
 
     steps: Steps | None = None
     save: Handover | None = None
@@ -50,10 +50,13 @@ class PlannedLeg:
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
-    """One ``[[cells]]`` table. ``scenarios``: built-in names or .toml files; ``models``: of fixtures/models.
+    """One ``[[cells]]`` table of a profile.
 
-    ``backends``: the table is for these only; for all if it names none. ``program``: a name of the profile's programs.
-    ``to``: layouts of the last leg; each of ``layouts`` goes to each of them. ``steps``: in the place of the profile's.
+    scenarios: built-in names or .toml files. models: names of folders in fixtures/models.
+    backends: the backends, or chains of backends, that run these cells; empty: all.
+    program: the name of one of the profile's programs.
+    to: layouts of the last leg; every layout in ``layouts`` is combined with every layout in ``to``.
+    steps: at most this many steps, instead of the profile's ``steps``.
     """
 
     scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -68,9 +71,10 @@ class CellTable:
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """A named part of the matrix. ``description`` is shown by ``parity list``. ``programs``: legs by name.
+    """A named selection of cells.
 
-    ``steps``: of every scenario, the first steps at most; None for all of them.
+    description: shown by ``parity list``. programs: sequences of legs, by name.
+    steps: at most this many steps of every scenario; None: all steps.
     """
 
     description: str
@@ -81,7 +85,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the user puts in the place of the profile's own: a model folder, a data set, a seed, a ring's stride.
+    """Options of the user that replace values of the profile: model folder, fields of ``data``, seed, stride of a ring.
 
     ``trust_remote_code``: see Scenario.
     """
@@ -94,9 +98,9 @@ class Overrides:
 
 
 def select_cells(selection: Selection) -> list[Cell]:
-    """The cells of a selection, in an order that depends on nothing else.
+    """The cells of a selection, in an order that depends only on the selection.
 
-    Raises UsageError for an unknown backend, profile, fault, scenario, or a pattern without a cell.
+    Raises UsageError for an unknown backend, profile, fault or scenario, and for a pattern that matches no cell.
     """
     names = selection.backend or tuple(registered_backends())
     data = {"path": selection.data, **{k: getattr(selection, k) for k in ("input_key", "output_key", "max_len")}}
@@ -122,7 +126,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Read a built-in profile by name, or one of your own by path. Raises UsageError with what is wrong."""
+    """Read a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
     try:
         return TypeAdapter(Profile).validate_python(read_toml(path))
@@ -135,12 +139,12 @@ def load_profile(name: str) -> Profile:
 def expand(
     profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides, *, faults: tuple[str, ...] = ()
 ) -> list[Cell]:
-    """All cells of a profile on all backends, without repetition, in an order that lets worlds be used again.
+    """All cells of a profile on the given backends, without duplicates, sorted so that worlds can be reused.
 
     ``faults`` are planted in every cell.
 
-    Raises UsageError for a scenario, layout, program or data set that is not valid, and for two different cells of one
-    id, such as those of two scenario files of the same name.
+    Raises UsageError for a scenario, layout, program or data set that is not valid, and for two different cells with
+    the same id, for example from two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
     for table in profile.cells:
@@ -156,7 +160,7 @@ def expand(
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
             if first_steps := table.steps or profile.steps:
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
-            for layout, chain in itertools.product(_ways(table), chains):
+            for layout, chain in itertools.product(_leg_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 legs = _legs(_program(profile, table.program), chain, layouts, scenario)
                 cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
@@ -167,13 +171,13 @@ def expand(
     return sorted(cells.values(), key=lambda c: (c.backend, c.world_size, str(c)))
 
 
-def _ways(table: CellTable) -> list[str]:
-    """The layouts of the cells' legs."""
+def _leg_layouts(table: CellTable) -> list[str]:
+    """The layouts of the cells' legs: ``layouts`` combined with ``to``, or ``layouts`` alone."""
     return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 
 
 def _chains(table: CellTable, backends: Sequence[BackendEntry]) -> list[list[BackendEntry]]:
-    """The backends of the legs, as far as all of them are asked for."""
+    """The chains of backends for the legs of the table's cells; only chains whose backends are all selected."""
     asked = {backend.name: backend for backend in backends}
     if not table.backends:
         return [[backend] for backend in backends]
@@ -212,13 +216,16 @@ def _legs(
 
 
 def _layout(text: str, stride: int | None) -> Layout:
-    """``stride`` replaces that of layouts which can have one."""
+    """Parse a layout. ``stride``, if given, replaces the stride of a layout whose ring gathers keys and values."""
     layout = Layout.parse(text)
     return dataclasses.replace(layout, stride=stride) if stride is not None and layout.gathers else layout
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose id, with or without seed and faults, matches a shell pattern; UsageError for one without a cell."""
+    """The cells whose id, with or without seed and faults, matches one of the shell patterns; all without patterns.
+
+    Raises UsageError for a pattern that matches no cell.
+    """
 
     def matches(cell: Cell, pattern: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(cell.plain)))

@@ -1,7 +1,6 @@
-"""Selection: the cells that a user asks for and what is demanded of them, as options of ``parity run`` and of the
-pytest plugin alike.
+"""Selection: the options that select cells and demand results, for both ``parity run`` and the pytest plugin.
 
-Imports nothing that is slow: everybody who has the package installed loads the plugin in every pytest run.
+This module imports nothing slow, because pytest loads the plugin in every run wherever the package is installed.
 """
 
 from collections.abc import Iterator
@@ -14,17 +13,17 @@ def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
 
 
 class Options:
-    """A dataclass whose fields are options, named alike on the command line and in the pytest plugin."""
+    """Base of dataclasses whose fields are options, with the same names on the command line and in the plugin."""
 
     @classmethod
     def options(cls) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and argparse arguments of every option; an option that is not given is None or False."""
+        """Yield the name and the argparse arguments of every option. An option that is not given is None or False."""
         for option in fields(cls):  # type: ignore[arg-type]
             yield option.name, dict(option.metadata)
 
     @classmethod
     def from_options(cls, options: object, *, prefix: str = "") -> Self:
-        """From what a parser returns: an attribute per field, None where the option was not given."""
+        """Build from the namespace that a parser returns: one attribute per field, None if the option was not given."""
         names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {name: getattr(options, prefix + name) for name in names}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -33,7 +32,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Demands(Options):
-    """What a run has to judge at least, beyond that nothing differs; short of it, the run is incomplete."""
+    """What a run has to judge at least. If a run judges less, its verdict is ``incomplete`` even if nothing differs."""
 
     require: tuple[str, ...] = _option(
         "cells that have to conform, or to differ as expected; may be repeated",
@@ -49,10 +48,8 @@ class Demands(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Options):
-    """The fields are named as the options of ``parity run``, and mean the same.
-
-    No backend stands for all that are registered, no pattern in ``cells`` for all cells.
-    """
+    """The options of ``parity run`` that select cells. An empty ``backend`` selects all registered backends, and an
+    empty ``cells`` all cells of the profile."""
 
     profile: str = _option("name (parity list shows them) or .toml file (default: quick)", default="quick")
     backend: tuple[str, ...] = _option(
@@ -76,7 +73,7 @@ class Selection(Options):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The options of ``parity run`` that ask for the same, but for ``--cells``."""
+        """The arguments of ``parity run`` for this selection, without ``--cells``."""
         arguments: list[str] = []
         for option in fields(self):
             value = getattr(self, option.name)

@@ -1,8 +1,8 @@
-"""Cells: what an output folder says of its cells, as far as it can be believed; without torch.
+"""Cells: reads the cells of an output folder and checks whether their verdicts can be trusted; without torch.
 
-Serves claim 9 (what could not be judged is never green): a verdict that rests on no complete record of the cell and of
-its oracle, or on no quantity, is an infrastructure failure whatever its file says. The command line and the reports
-read cells here, so that an exit code and a page say the same. No tensor is read.
+Serves claim 9 (what could not be judged is never green): a verdict without complete records of the cell and of its
+oracle, or without quantities, is an infrastructure failure, whatever its file says. The command line and the reports
+both read cells with this module, so that the exit code and the report agree. No tensor is read.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,11 @@ CheckHeader = Callable[[Path, Line], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BelievedCell:
-    """One cell.
+    """One cell, after the check.
 
-    entry: what its verdict says; an infrastructure failure where that rests on nothing.
-    legs: the lines of its records, of each as much as could be read. oracle: those of the oracle's record.
+    entry: the cell with its verdict; the verdict is an infrastructure failure if the stored one cannot be trusted.
+    legs: the lines of the records of its legs, as far as they could be read.
+    oracle: the lines of the oracle's record; None if there are none.
     problem: what is wrong with these records; empty if nothing is.
     """
 
@@ -49,26 +50,26 @@ def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
 def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
-    found = [_read_own(out, folder / record, _read_lines, is_own) for record in entry.records]
+    found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
     legs = tuple(lines for lines, _ in found if lines)
-    problem = next((problem for _, problem in found if problem), "") or _gap(legs)
+    problem = next((problem for _, problem in found if problem), "") or _step_gap(legs)
     oracle = None
     if entry.oracle:
-        oracle, theirs = _read_own(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
-        problem = problem or (f"of the oracle: {theirs}" if theirs else "")
+        oracle, oracle_problem = _read_checked(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
+        problem = problem or (f"of the oracle: {oracle_problem}" if oracle_problem else "")
     if entry.defective:
         has_them = partial(check_oracle, precision=FLOAT64, defects=defects_of(entry.expected))
-        _, theirs = _read_own(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
-        problem = problem or (f"of the oracle with the expected defects: {theirs}" if theirs else "")
+        _, oracle_problem = _read_checked(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
+        problem = problem or (f"of the oracle with the expected defects: {oracle_problem}" if oracle_problem else "")
     verdict = entry.verdict
-    if verdict.state in NO_FAULT and (damage := problem or _nothing(entry)):
+    if verdict.state in NO_FAULT and (damage := problem or _why_unfounded(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
     return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem)
 
 
-def _read_own(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
-    """As ``read``; nothing of a record that lies outside of ``out``, or is somebody else's."""
+def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
+    """Call ``read``; returns (None, problem) for a record outside of ``out``, or one that ``check`` refuses."""
     try:
         lines, problem = read(inside(out, folder))
         if lines:
@@ -79,23 +80,24 @@ def _read_own(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> t
 
 
 def _read_lines(folder: Path) -> tuple[Lines | None, str]:
-    """The lines of a record; of a damaged one those that are left, and what is wrong with it."""
+    """The lines of a record and the problem with it; the problem is empty for an intact record, and of a damaged one
+    the readable lines are returned."""
     try:
         return read_lines(folder), ""
     except RecordError as error:
         return error.left, str(error)
 
 
-def _gap(legs: tuple[Lines, ...]) -> str:
-    """What is wrong with the order of complete legs: each goes on where the one before it ended."""
+def _step_gap(legs: tuple[Lines, ...]) -> str:
+    """The problem if the steps of the legs are not consecutive; empty if they are."""
     steps = [line["step"] for leg in legs for line in leg.steps]
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
         return ""
     return f"the steps of its legs, {steps}, do not follow one another. Run it again."
 
 
-def _nothing(entry: Entry) -> str:
-    """Why a verdict that is not a failure rests on nothing; empty when it is sound."""
+def _why_unfounded(entry: Entry) -> str:
+    """Why a verdict that passes cannot be trusted, in words; empty if it can."""
     if not entry.records:
         return "there is no record of the cell. Run it again."
     if not entry.completed:

@@ -1,9 +1,9 @@
-"""Coverage: what a run had to judge at least, what it did judge, and what was lost since an earlier run (claim 9).
+"""Coverage of a run: what it had to judge at least, what it judged, and what was lost since an earlier run (claim 9).
 
-A backend that refuses more than it did, an adapter that is not installed any more, a table that was taken out of a
-profile: none of these is a difference, and each makes a run green that shows less. So what a run has to judge can be
-demanded, and the list of what each backend claims and refuses is published with every run. Nothing here is read from a
-file as a result: all of it follows from the states of the cells.
+If a backend refuses more cells than before, if an adapter is no longer installed, or if a table is removed from a
+profile, nothing differs and the run is green, although it shows less. So users can demand what a run has to judge, and
+every run publishes which cells each backend claims and refuses. All results here are computed from the states of the
+cells; none is read from a file.
 """
 
 import fnmatch
@@ -13,19 +13,20 @@ from typing import Any
 
 from conformance.record.states import ANSWERED, STATES, State
 
-TO = "-to-"  # between the backends and between the layouts of consecutive legs, in a cell's id
-LISTED = 3  # cells that a sentence names
+TO = "-to-"  # joins the backends, and the layouts, of consecutive legs in a cell's id
+CELLS_LISTED = 3  # most cells that a sentence names
 
-States = Mapping[str, State]  # by the id of a cell
+States = Mapping[str, State]  # by cell id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What a run has to judge at least in order to pass; empty: anything.
+    """What a run has to judge at least in order to pass. The default demands nothing.
 
-    require: shell patterns of ids; each cell of one has to conform, or to differ as expected. min_judged: cells that
-    have to be judged. backends: names of backends; of each, a cell has to be judged. against: the earlier run whose
-    cells were in the states ``earlier``; none of their coverage may be lost.
+    require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
+    min_judged: the number of cells that have to be judged.
+    backends: names of backends; at least one cell of each has to be judged.
+    against: the path of an earlier run, and ``earlier`` the states of its cells by id. No cell may be covered less.
     """
 
     require: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class Floor:
     earlier: dict[str, State] = field(default_factory=dict)
 
     def unmet(self, states: States) -> tuple[str, ...]:
-        """What is missing, a sentence each; nothing if the run judged enough."""
+        """One sentence for each demand that is not met; empty if the run judged enough."""
         return tuple(sentence for sentence in self._unmet(states) if sentence)
 
     def _unmet(self, states: States) -> Iterator[str]:
@@ -43,18 +44,18 @@ class Floor:
             cells = {cell: state for cell, state in states.items() if fnmatch.fnmatchcase(cell, pattern)}
             short = [cell for cell, state in cells.items() if state not in ("conforms", "expected_difference")]
             yield "" if cells else f"required: no cell of the run matches {pattern!r}"
-            yield f"required: {pattern!r}, but {_named(short, states)}" if short else ""
+            yield f"required: {pattern!r}, but {_list_cells(short, states)}" if short else ""
         judged = sum(state in ANSWERED for state in states.values())
         yield f"judged: {judged} of at least {self.min_judged} cells" if judged < self.min_judged else ""
         for name in self.backends:
             cells = {cell: state for cell, state in states.items() if name in _backend(cell).split(TO)}
             if not any(state in ANSWERED for state in cells.values()):
-                yield f"asked for: backend {name}, and no cell of it was judged: {_named(list(cells), states)}"
+                yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
         if lost := self.changes(states)[0]:
-            yield f"coverage lost since {self.against}: {_named([change.cell for change in lost], states)}"
+            yield f"coverage lost since {self.against}: {_list_cells([change.cell for change in lost], states)}"
 
     def changes(self, states: States) -> tuple[tuple["Change", ...], tuple["Change", ...]]:
-        """Coverage that was lost and that was gained since the earlier run; none without one."""
+        """(lost, gained): the cells that are covered less, and more, than in the earlier run; empty without one."""
         if not self.against:
             return (), ()
         every = [
@@ -67,7 +68,7 @@ class Floor:
 
 
 def floor_from_json(values: Any) -> Floor:
-    """What ``dataclasses.asdict`` gave; raises KeyError, TypeError or ValueError for anything else."""
+    """A Floor from the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
     require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
     earlier = {str(cell): state for cell, state in dict(values["earlier"]).items()}
     if unknown := [state for state in earlier.values() if state not in STATES]:
@@ -83,7 +84,10 @@ def floor_from_json(values: Any) -> Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A cell that is covered less or more than in the earlier run; None: it was not part of that run."""
+    """A cell that is covered less or more than in the earlier run.
+
+    before, now: its state in the earlier run and in this one; None if the run does not have the cell.
+    """
 
     cell: str
     before: State | None
@@ -94,7 +98,7 @@ class Change:
 
 
 def _depth(state: State | None) -> int:
-    """How much is known of a cell: nothing, that it is claimed, a part, or all."""
+    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
     if state in (None, "unsupported"):
         return 0
     if state not in ANSWERED:
@@ -106,21 +110,21 @@ def _word(state: State | None) -> str:
     return STATES[state].name if state else "not in the run"
 
 
-def _named(cells: list[str], states: States) -> str:
-    """``cell (state)`` of the first cells, and how many more there are."""
-    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:LISTED])
-    return said + (f" and {len(cells) - LISTED} more" if len(cells) > LISTED else "") or "the run has none"
+def _list_cells(cells: list[str], states: States) -> str:
+    """``cell (state)`` for the first cells, and the number of further ones, in words."""
+    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
+    return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
 
 
 def _backend(cell: str) -> str:
-    """The backend of a cell, or the chain of them, as its id has it."""
+    """The backend in a cell's id, or the chain of backends."""
     return (*cell.split("/"), "", "", "")[2]
 
 
 def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
-    """By backend: the cells that it ``claimed``, and those ``refused`` with the reason; JSON values.
+    """By backend, as JSON values: ``claimed``, a list of cell ids, and ``refused``, the reasons by cell id.
 
-    ``cells``: state and reason by id. A chain of backends stands under its own name.
+    ``cells``: (state, reason) by cell id. A chain of backends has its own entry.
     """
     found: dict[str, dict[str, Any]] = {}
     for cell, (state, reason) in cells.items():

@@ -1,13 +1,14 @@
-"""Format: the lines of a record, read and verified without torch. Reports and the judge have no other reader.
+"""Format: reads and verifies the lines of a record, without torch. The judge and the reports both use this reader.
 
-A record is a folder with ``record.jsonl`` and one safetensors file per step. Lines: a header (who, what, where, and the
-observables), one line per optimizer step, a footer with a digest. Serves claim 9: a run that stopped half-way has no
-footer, a changed one a wrong digest; both are errors with a name, never a pass.
+A record is a folder with ``record.jsonl`` and one safetensors file per step. The lines are a header (cell, backend,
+scenario, environment and observables), one line per optimizer step, and a footer with a digest. Serves claim 9: the
+record of a run that stopped half-way has no footer, and a changed record has a wrong digest. Each raises its own error,
+never a pass.
 
-A step's line: ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, what ranks
-that should hold the same numbers held; ``seconds``; and its ``tensors`` file with a SHA-256. Step -1 (or, of a leg that
-goes on from a checkpoint, the step before its first) holds the weights as loaded. Numbers that are not finite are
-strings: ``"nan"``, ``"inf"``, ``"-inf"``.
+A step's line holds ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, the
+comparison of ranks that should hold the same numbers; ``seconds``; and ``tensors``, the name of the step's safetensors
+file with its SHA-256. The first of these lines (step -1, or the step before the first one of a later leg) holds the
+weights as loaded. Numbers that are not finite are strings: ``"nan"``, ``"inf"``, ``"-inf"``.
 """
 
 import hashlib
@@ -21,17 +22,17 @@ from conformance.observable import Observable, observables_from_json
 from conformance.record.files import Unreadable, is_link, read_file
 from conformance.record.schema import wrong_line
 
-SCHEMA = 3
-FILE = "record.jsonl"
-LONGEST = 2**28  # bytes of a file of lines or JSON; of thousands of cells they are some MiB
-MOST_NESTED = 64  # levels of JSON; what the suite writes has less than ten
+RECORD_SCHEMA = 3
+RECORD_FILE = "record.jsonl"
+LONGEST = 2**28  # bytes of a JSON or JSONL file; the files of thousands of cells have some MiB
+MOST_NESTED = 64  # levels of JSON; the suite writes fewer than ten
 AGAIN = "run the cell again"
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """The lines of a record. ``loaded`` is the line of the weights as loaded, ``steps`` those of optimizer steps."""
+    """The lines of a record. ``loaded``: the line of the weights as loaded. ``steps``: the lines of optimizer steps."""
 
     header: Line
     loaded: Line
@@ -40,26 +41,26 @@ class Lines:
 
     @property
     def observables(self) -> tuple[Observable, ...]:
-        """What the record says was observed, in causal order."""
+        """The observables of the record's header, in causal order."""
         return observables_from_json(self.header["observables"])
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything in the record; empty without a footer."""
+        """SHA-256 (hexadecimal) of the whole record, from the footer; empty without a footer."""
         return str(self.footer.get("sha256", ""))
 
 
 class RecordError(ValueError):
-    """A record that cannot be trusted; the message says which file, what is wrong, and what to do.
+    """A record cannot be trusted. The message says which file, what is wrong, and what to do.
 
-    ``left`` are the lines that could be read all the same, for a reader who wants to see how far it came.
+    ``left``: the lines that could be read nevertheless, so that reports can show how far the cell came.
     """
 
     left: Lines | None = None
 
 
 class MissingFooter(RecordError):
-    """The run stopped before it was complete."""
+    """The record has no footer, because the run stopped before it was complete."""
 
 
 class DigestMismatch(RecordError):
@@ -67,66 +68,66 @@ class DigestMismatch(RecordError):
 
 
 class WrongSchema(RecordError):
-    """Written by another version of the suite."""
+    """The record was written by another version of the suite, with another schema."""
 
 
 def read_lines(path: Path) -> Lines:
-    """Read and verify the lines of the record in folder ``path``; its tensors are not looked at.
+    """Read and verify the lines of the record in folder ``path``; its tensor files are not read.
 
-    Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
+    Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
-    file = path / FILE
-    raw = _raw(file)
+    file = path / RECORD_FILE
+    raw = _read_raw_lines(file)
     values: list[Any] = []
     problem: RecordError | None = None
     for number, line in enumerate(raw, start=1):
         try:
-            values.append(parse_json(line))
+            values.append(parse_strict_json(line))
         except ValueError as error:
             if number < len(raw):
                 problem = DigestMismatch(f"{file}:{number} is not JSON ({error}): the file was changed; {AGAIN}")
             break
-    if wrong := _first(file, values):
+    if wrong := _first_line_problem(file, values):
         raise problem or wrong
-    right, wrong = _right(file, values, complete=len(values) == len(raw))
-    lines = _sorted(right)
-    problem = problem or _ending(file, lines, values[-1], raw) or wrong or _order(file, lines)
+    right, wrong = _valid_lines(file, values, complete=len(values) == len(raw))
+    lines = _to_lines(right)
+    problem = problem or _footer_problem(file, lines, values[-1], raw) or wrong or _step_order_problem(file, lines)
     if problem:
         problem.left = lines
         raise problem
     return lines
 
 
-def _raw(file: Path) -> list[bytes]:
+def _read_raw_lines(file: Path) -> list[bytes]:
     if is_link(file.parent):
         raise RecordError(f"{file.parent} is a link; put the record itself there, or {AGAIN}")
     try:
         return read_file(file, limit=LONGEST).splitlines(keepends=True)
     except FileNotFoundError:
         raise RecordError(
-            f"{file.parent} holds no {FILE}: this is not a record, or its cell ended before it wrote anything"
+            f"{file.parent} holds no {RECORD_FILE}: this is not a record, or its cell ended before it wrote anything"
         ) from None
     except Unreadable as error:
         raise RecordError(str(error)) from None
 
 
-def _first(file: Path, values: list[Any]) -> RecordError | None:
-    """What is wrong with the first line as such, whatever it holds."""
+def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
+    """The error if the first line is not a header of this schema; None if it is."""
     header = values[0] if values else None
     if not isinstance(header, dict) or header.get("type") != "header":
         return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
-    if (schema := header.get("schema")) == SCHEMA:
+    if (schema := header.get("schema")) == RECORD_SCHEMA:
         return None
     environment = header.get("environment")
     writer = environment.get("backend-parity", "unknown") if isinstance(environment, dict) else "unknown"
     return WrongSchema(
-        f"{file} has schema {schema}, this version reads {SCHEMA}; run the cell again, or judge it with the version "
-        f"that wrote it (backend-parity {writer})"
+        f"{file} has schema {schema}, this version reads {RECORD_SCHEMA}; run the cell again, or judge it with the "
+        f"version that wrote it (backend-parity {writer})"
     )
 
 
-def _right(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
-    """The lines before the first one that is not as the suite writes it, and what is wrong with that one."""
+def _valid_lines(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
+    """The lines before the first malformed one, and the error of the malformed line; None if there is none."""
     for place, value in enumerate(values):
         kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
         kind = value.get("type") if isinstance(value, dict) else None
@@ -137,14 +138,14 @@ def _right(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line]
     return values, None
 
 
-def _sorted(values: list[Line]) -> Lines:
+def _to_lines(values: list[Line]) -> Lines:
     steps = [value for value in values if value["type"] == "step"]
     footer = values[-1] if values and values[-1]["type"] == "footer" else {}
     header = values[0] if values else {}
     return Lines(header=header, loaded=steps[0] if steps else {}, steps=tuple(steps[1:]), footer=footer)
 
 
-def _ending(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
+def _footer_problem(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
     if not isinstance(last, dict) or last.get("type") != "footer":
         step = lines.steps[-1]["step"] if lines.steps else "none"
         return MissingFooter(f"{file} has no footer: the cell stopped after step {step}; run it again")
@@ -153,7 +154,7 @@ def _ending(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordErro
     return None
 
 
-def _order(file: Path, lines: Lines) -> RecordError | None:
+def _step_order_problem(file: Path, lines: Lines) -> RecordError | None:
     first, count = lines.header.get("first_step", 0), lines.footer["steps"]
     seen = [line.get("step") for line in (lines.loaded, *lines.steps)]
     if len(seen) == count + 1 and all(step == first - 1 + place for place, step in enumerate(seen)):
@@ -164,15 +165,15 @@ def _order(file: Path, lines: Lines) -> RecordError | None:
 
 
 def record_digest(body: bytes, footer: Line) -> str:
-    """SHA-256 of all lines before the footer and of the footer's own values, apart from the digest itself."""
+    """SHA-256 (hexadecimal) of all lines before the footer and of the footer's values without the digest itself."""
     values = {key: value for key, value in footer.items() if key != "sha256"}
     return hashlib.sha256(body + dumps(values).encode()).hexdigest()
 
 
-def parse_json(data: bytes) -> Any:
-    """A JSON value, nested MOST_NESTED deep at most. Raises ValueError for anything else.
+def parse_strict_json(data: bytes) -> Any:
+    """Parse JSON that is nested at most MOST_NESTED deep. Raises ValueError for other text.
 
-    Not more than JSON: a number that is not finite is a string here, and no name like NaN.
+    The names NaN and Infinity, which Python's parser accepts, are errors: the suite writes such numbers as strings.
     """
     try:
         value = json.loads(data, parse_constant=_refuse)
@@ -187,24 +188,24 @@ def parse_json(data: bytes) -> Any:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def dumps(values: Any, *, indent: int | None = None) -> str:
-    """JSON text that every reader accepts: NaN and infinity, which JSON cannot say, become strings."""
-    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+    """JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
+    return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
 
 
 def number(value: Any) -> float:
-    """A number of a record or a verdict, which may be one of the strings that ``dumps`` writes; NaN for None."""
+    """A number from a record or a verdict as a float; ``dumps`` writes non-finite ones as strings. None gives NaN."""
     return math.nan if value is None else float(value)
 
 
-def _finite(value: Any) -> Any:
+def _without_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _without_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_without_non_finite(entry) for entry in value]
     return value

@@ -1,7 +1,7 @@
-"""Identity: whose record it is, as its header says; without torch, for the judge and the reports alike.
+"""Identity: checks from its header to which cell or oracle run a record belongs; without torch.
 
-Folders can be copied, swapped and given another name. So a record is taken for a cell's only if it says so itself, and
-for the oracle's only if it says that it is one, of the precision and with the defects that are asked for (claim 9).
+Folders can be copied, swapped and renamed. So a record counts as a cell's only if its header names this cell, and as
+the oracle's only if its header names the oracle with the wanted precision and defects (claim 9).
 """
 
 from pathlib import Path
@@ -11,12 +11,12 @@ from conformance.defect import Defect, defects_to_json
 from conformance.record.format import Line, RecordError
 from conformance.validation import shown
 
-ORACLE = "oracle"  # the cell and the backend in the header of the oracle's records
-FLOAT64 = "float64"  # the precision of the oracle that cells are compared with
+ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
+FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
 
 
 def check_cell(folder: Path, header: Line, *, cell: str) -> None:
-    """Raises RecordError where the record in ``folder`` is of another cell, or of none."""
+    """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
     if (found := header.get("cell")) != cell:
         raise RecordError(
             f"{folder} is a record of {found or 'nothing that has a name'} and not of {cell}: folders were mixed up; "
@@ -25,7 +25,7 @@ def check_cell(folder: Path, header: Line, *, cell: str) -> None:
 
 
 def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[Defect, ...] = ()) -> None:
-    """Raises RecordError where the record in ``folder`` is not the oracle's, of this precision, with these defects."""
+    """Raises RecordError if the record in ``folder`` is not the oracle's with this precision and these defects."""
     backend = header.get("backend", {})
     found = header.get("cell"), backend.get("name"), backend.get("precision")
     if found != (ORACLE, ORACLE, precision):
@@ -36,10 +36,10 @@ def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[D
         )
     if backend.get("defects", []) != (asked := defects_to_json(defects)):
         raise RecordError(
-            f"{folder} should be the oracle's record with {_named(asked)}, and is one with "
-            f"{_named(backend['defects'])}: folders were mixed up; run the cell again"
+            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with "
+            f"{_describe(backend['defects'])}: folders were mixed up; run the cell again"
         )
 
 
-def _named(defects: Any) -> str:
+def _describe(defects: Any) -> str:
     return shown(defects) if defects else "no defect"

@@ -1,8 +1,8 @@
-"""Results: verdicts and the summary of a run on disk; read and written here and nowhere else, without torch.
+"""Results: reads and writes the verdicts and the summary of a run; no other module does. Without torch.
 
-docs/architecture.md has the fields of ``summary.json`` and ``verdict.json``. What follows from quantities (findings,
-worst of a stage, the verdict of a run) is worked out when it is asked for and never read from a file, so that no file
-can claim more than it shows.
+docs/architecture.md has the fields of ``summary.json`` and ``verdict.json``. Everything that follows from quantities
+(findings, the worst of a stage, the verdict of a run) is computed on demand and never read from a file, so that a file
+cannot claim more than its quantities show.
 """
 
 import os
@@ -19,15 +19,15 @@ from conformance.defect import Known
 from conformance.observable import Observable, observables_to_json, stages
 from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.files import Unreadable, Unwritable, read_file, write_file
-from conformance.record.format import LONGEST, dumps, parse_json
+from conformance.record.format import LONGEST, dumps, parse_strict_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, RunVerdict, overall
 from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError, shown
 
-SUMMARY, VERDICT = "summary.json", "verdict.json"
-SCHEMA = 2
-_NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that JSON holds in another form
+SUMMARY, VERDICT, SIDE_BY_SIDE = "summary.json", "verdict.json", "side_by_side.json"
+OUTPUT_SCHEMA = 2
+_NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that are converted for JSON
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
 CellSummary = dict[str, Any]
@@ -35,10 +35,10 @@ CellSummary = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One of the times that a cell was run, and the verdict of that one alone; a file keeps no quantities of it.
+    """One of the two attempts at a cell that was run twice. ``verdict.json`` does not keep its quantities.
 
-    fresh: the ranks had seen no other cell. records: of its legs, in the cell's folder, as far as they came. completed:
-    all legs came to their end.
+    fresh: whether the ranks had run no other cell before. verdict: of this attempt alone.
+    completed: whether all legs came to their end. records: paths of the legs' records, relative to the cell's folder.
     """
 
     fresh: bool
@@ -49,13 +49,17 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One cell of a run, as it stands in the output folder.
+    """One cell of a run, as it is stored in the output folder.
 
-    cell: its id; scenario, model, backend, layout and variant (precision, program, seed, faults) are the parts of it.
-    folder: of the cell, in the output folder. records: of its legs, in the cell's folder, as far as they came. oracle:
-    the folder of the oracle's records, from the cell's folder. completed: all legs came to their end. expected: what
-    the backend says must differ. defective: as oracle, with the defects of that; None without any. reproduce:
-    a command. other: of a cell that was run once more, in fresh ranks, the attempt that the records are not of.
+    cell: the cell's id; its parts are scenario, model, backend, layout and variant (precision, program, seed, faults).
+    folder: the cell's folder, relative to the output folder.
+    records: paths of the records of the legs that were started, relative to the cell's folder.
+    completed: whether all legs came to their end.
+    oracle: the folder of the oracle's records, relative to the cell's folder; None if the cell was not run.
+    expected: the differences that the backend declares as expected.
+    defective: the folder of the records of the oracle with the expected defects; None if there are no such defects.
+    reproduce: the command that runs this cell again.
+    other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
     """
 
     cell: str
@@ -79,7 +83,7 @@ class Entry:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """All stages in causal order, whether anything of them was observed or not; those of a handover if it was."""
+        """All stages in causal order. Stages of a handover are included only if they were observed."""
         seen = {quantity.stage for quantity in self.verdict.quantities}
         absent = {o.stage for o in self.observables if o.when == "handover"} - seen
         return tuple(stage for stage in stages(self.observables) if stage not in absent)
@@ -87,8 +91,9 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What ``summary.json`` says of the run as a whole. ``finished`` is None while it goes on, or if it was cut
-    short.
+    """The fields of ``summary.json`` about the run as a whole.
+
+    started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
     """
 
     started: str
@@ -101,17 +106,17 @@ class Run:
     floor: Floor = field(default_factory=Floor)
 
     def verdict(self, states: States) -> RunVerdict:
-        """One word for the run, worked out from its cells."""
+        """The verdict of the run, computed from the states of its cells and from the floor."""
         return overall(states.values(), complete=self.finished is not None and not self.floor.unmet(states))
 
 
 def states_of(entries: Sequence[Entry]) -> States:
-    """The states of the cells, by id."""
+    """The states of the cells by id."""
     return {entry.cell: entry.verdict.state for entry in entries}
 
 
 def write_entry(out: Path, entry: Entry) -> None:
-    """Write the ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
+    """Write ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
     folder = inside(out, out / entry.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,17 +134,17 @@ def write_entry(out: Path, entry: Entry) -> None:
         "quantities": {"columns": _COLUMNS, "data": rows},
         "strips": [vars(strip) for strip in verdict.strips],
     }
-    write_json(folder / VERDICT, {"schema": SCHEMA, **values}, indent=None)
+    write_output_json(folder / VERDICT, {"schema": OUTPUT_SCHEMA, **values}, indent=None)
 
 
 def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
     """Write ``summary.json``. Raises Unwritable."""
-    head = {"schema": SCHEMA, "suite_version": conformance.__version__}
-    write_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
+    head = {"schema": OUTPUT_SCHEMA, "suite_version": conformance.__version__}
+    write_output_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
 
 
 def cell_summary(entry: Entry) -> CellSummary:
-    """What ``summary.json`` says of a cell: its verdict without the quantities."""
+    """The cell's part of ``summary.json``: its verdict without the quantities."""
     return {
         "id": entry.cell,
         "state": entry.verdict.state,
@@ -152,7 +157,7 @@ def cell_summary(entry: Entry) -> CellSummary:
 
 
 def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
-    """What ``summary.json`` says of a run and its cells."""
+    """The content of ``summary.json``, from the run and the summaries of its cells."""
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
     lost, gained = run.floor.changes(states)
@@ -173,7 +178,7 @@ def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A cell as ``summary.json`` lists it."""
+    """A cell in the list of ``summary.json``."""
 
     id: str
     folder: str
@@ -182,7 +187,7 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Quantities, as ``verdict.json`` holds them."""
+    """The table of quantities in ``verdict.json``: names of columns, and rows."""
 
     columns: tuple[str, ...]
     data: tuple[tuple[str, str, int, float, float, float | None, str, str], ...]
@@ -209,7 +214,8 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
 
 
 def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
-    """As ``read_run``, where the summary may be behind the verdicts: several processes write these, and none that."""
+    """A run and its cells, as ``read_run``, but the states in the summary may be out of date: during a run with several
+    processes, each writes verdicts, and none the summary. Raises UsageError."""
     run, listed = read_summary(out)
     entries = []
     for cell in listed:
@@ -217,8 +223,8 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
         entry = read_entry(file)
         if (entry.cell, entry.folder) != (cell.id, cell.folder):
             raise UsageError(
-                f"{file} is about {entry.cell} in {entry.folder}, the summary says {cell.id} in {cell.folder}: one of "
-                f"them was edited or comes from another run; run the cells again"
+                f"{file} is about {entry.cell} in {entry.folder}, but the summary says {cell.id} in {cell.folder}: one "
+                f"of them was edited or comes from another run; run the cells again"
             )
         others = entry.other.records if entry.other else ()
         for path in filter(None, (*entry.records, *others, entry.oracle, entry.defective)):
@@ -229,25 +235,25 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
 
 
 def read_summary(out: Path) -> tuple[Run, list[Listed]]:
-    """What ``summary.json`` says of the run, and the cells that it lists. Raises UsageError."""
+    """The run and the list of cells of ``summary.json``. Raises UsageError."""
     file = out / SUMMARY
-    values = read_json(file)
+    values = read_output_json(file)
     try:
         floor = floor_from_json(values["floor"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
     known = {f.name: values[f.name] for f in fields(Run) if f.name in values}
-    run = _typed(_RUN, {**known, "floor": floor}, file)
-    cells = _typed(_CELLS, values.get("cells"), file)
+    run = _validated(_RUN, {**known, "floor": floor}, file)
+    cells = _validated(_CELLS, values.get("cells"), file)
     if twice := [cell for cell, count in Counter(cell.id for cell in cells).items() if count > 1]:
         raise UsageError(f"{file} names {', '.join(twice)} twice; run into an empty folder")
     return run, list(cells)
 
 
 def read_entry(file: Path) -> Entry:
-    """The cell whose ``verdict.json`` is ``file``. Raises UsageError for a file that cannot be trusted."""
-    values = read_json(file)
-    table = _typed(_TABLE, values.get("quantities"), file)
+    """Read a cell from the ``verdict.json`` at ``file``. Raises UsageError for a file that cannot be trusted."""
+    values = read_output_json(file)
+    table = _validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
     rows: list[dict[str, Any]] = [dict(zip(_COLUMNS, row, strict=True)) for row in table.data]
@@ -255,11 +261,11 @@ def read_entry(file: Path) -> Entry:
     if isinstance(other := known.get("other"), dict):
         known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
     verdict = _verdict(values, tuple(Quantity(**row) for row in rows), values.get("strips", ()), file)
-    entry = _typed(_ENTRY, {**known, "verdict": verdict}, file)
+    entry = _validated(_ENTRY, {**known, "verdict": verdict}, file)
     if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
-            f"{file} is about {entry.cell}, and names other parts of it: it was edited or comes from another run; run "
-            f"the cells again"
+            f"{file} is about {entry.cell}, but names other parts of this id: it was edited or comes from another run; "
+            f"run the cells again"
         )
     if verdict.state in ("conforms", "partly_observed") and (outside := verdict.findings):
         raise UsageError(
@@ -271,7 +277,8 @@ def read_entry(file: Path) -> Entry:
 
 
 def _check_strips(verdict: Verdict, file: Path) -> None:
-    """Raises UsageError where a strip is of nothing that was judged, or says more than its quantity does."""
+    """Raises UsageError for a strip without a quantity, or with an error above the bound although the quantity's is
+    not."""
     judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
     for strip in verdict.strips:
         q = judged.get((strip.stage, strip.tensor, strip.step))
@@ -285,12 +292,12 @@ def _check_strips(verdict: Verdict, file: Path) -> None:
 def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: Any, file: Path) -> Verdict:
     if (state := values.get("state")) not in list(STATES):
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
-    held = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
-    return _typed(_VERDICT, held, file)
+    fields_of_verdict = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
+    return _validated(_VERDICT, fields_of_verdict, file)
 
 
-def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
-    """``values`` of ``file`` as a dataclass. Raises UsageError."""
+def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
+    """Convert ``values``, which were read from ``file``, with a pydantic adapter. Raises UsageError."""
     try:
         return adapter.validate_python(values)
     except ValidationError as error:
@@ -299,10 +306,10 @@ def _typed(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
         ) from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file of an output folder. Raises UsageError where it is missing, cut short, or of another version."""
+def read_output_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file of an output folder. Raises UsageError if it is missing, cut short, or of another version."""
     try:
-        values = parse_json(read_file(file, limit=LONGEST))
+        values = parse_strict_json(read_file(file, limit=LONGEST))
     except FileNotFoundError:
         raise UsageError(f"there is no {file}; give the complete --out folder of a parity run") from None
     except Unreadable as error:
@@ -311,25 +318,26 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again"
         ) from None
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+    if not isinstance(values, dict) or values.get("schema") != OUTPUT_SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else type(values).__name__
         raise UsageError(
-            f"{file} has schema {shown(found)}, this version reads {SCHEMA}; use the version of the suite that wrote it"
+            f"{file} has schema {shown(found)}, this version reads {OUTPUT_SCHEMA}; use the version of the suite "
+            f"that wrote it"
         )
     return values
 
 
 def inside(out: Path, path: Path) -> Path:
-    """``path``, provided that it lies in the output folder: nothing else of this machine is read, shown or written."""
+    """Return ``path``. Raises UsageError if it lies outside of ``out``: no other file of this machine may be read."""
     try:
         lies_inside = path.resolve().is_relative_to(out.resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # no name of a file, or links that lead in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # an invalid file name, or a circle of links
         raise UsageError(f"{path} cannot be a path ({error}): the folder was edited; run again") from None
     if not lies_inside:
         raise UsageError(f"{path} lies outside of {out}: the folder was edited; run again")
     return path
 
 
-def write_json(file: Path, values: Any, *, indent: int | None) -> None:
-    """Write a JSON file whole or not at all. Raises Unwritable."""
+def write_output_json(file: Path, values: Any, *, indent: int | None) -> None:
+    """Write a JSON file completely or not at all. Raises Unwritable."""
     write_file(file, dumps(values, indent=indent))

@@ -1,7 +1,7 @@
-"""Schema: what the lines of a record hold, by type; without torch.
+"""Schema: the fields of a record's lines and their types; without torch.
 
-Readers of lines rely on it, so that none of them has to ask whether a number is one (claim 9). Keys that are not named
-here are allowed and are not looked at.
+Every line is validated when it is read, so no reader has to check types again (claim 9). Other keys are allowed and
+ignored.
 """
 
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    lengths: tuple[StrictInt, ...] = ()  # records of before have none of these
+    lengths: tuple[StrictInt, ...] = ()  # older records have neither this field nor the next two
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held: tuple[tuple[Count, Count], ...] = ()
 
@@ -85,11 +85,11 @@ class _Footer:
     evidence: tuple[_Evidence, ...] = ()
 
 
-_KINDS = {"header": _Header, "step": _Step, "footer": _Footer}
+_LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}
 
 
 def wrong_line(line: dict[str, Any]) -> str:
-    """What is wrong with a line of a record; empty if nothing is. Its ``type`` is one of those that there are."""
+    """What is wrong with a line of a record; empty if nothing is. ``type`` has to be header, step or footer."""
     try:
         _adapter(line["type"]).validate_python(line)
         if line["type"] == "header":
@@ -102,7 +102,7 @@ def wrong_line(line: dict[str, Any]) -> str:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line."""
+    """The first error of a validation, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else first["msg"]
@@ -110,4 +110,4 @@ def first_error(error: ValidationError) -> str:
 
 @cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_KINDS[kind])
+    return TypeAdapter(_LINE_TYPES[kind])

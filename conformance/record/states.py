@@ -1,4 +1,4 @@
-"""States of a cell and the verdict of a run: the one place that says what counts as a pass (claim 9)."""
+"""States: the states of a cell, the verdicts of a run, and which of them count as a pass (claim 9)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +8,16 @@ State = Literal[
     "differs", "infrastructure", "not_run", "partly_observed", "expected_difference", "unsupported", "conforms"
 ]
 RunVerdict = Literal["conforms", "partly_observed", "differs", "incomplete"]
-NOT_STARTED = "the run ended before this cell"  # the reason of a cell that was planned, until it is run
+NOT_STARTED = "the run ended before this cell"  # the reason of every planned cell until it is run
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateInfo:
-    """How a state is called and drawn, never by colour alone. ``answered``: the cell was judged, whatever came out."""
+    """How reports and the terminal show a state, never by colour alone.
+
+    name: in reports. symbol: in matrices. word: in the lines of the terminal. meaning: one explaining phrase.
+    answered: whether the cell was judged.
+    """
 
     name: str
     symbol: str
@@ -65,9 +69,9 @@ PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
 
 
 def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
-    """One word for all cells of a run; what could not be judged makes it incomplete, never a pass.
+    """The verdict of a run from the states of its cells. A cell that could not be judged makes the run incomplete.
 
-    ``complete``: the run came to its end, and judged as much as was demanded of it.
+    ``complete``: the run came to its end and judged as much as its floor demands.
     """
     found = set(states)
     if "differs" in found:

@@ -1,7 +1,8 @@
-"""Record: what one leg of a cell observed, with its tensors. Immutable, on disk, readable without a GPU or a backend.
+"""Record: everything that was observed of one leg of a cell, with its tensors, on disk. It never changes, and reading
+it needs no GPU and no backend.
 
-conformance.record.format says what the lines hold. Every step has a safetensors file; a tensor in it is named
-``KEY/NAME`` by the key of its observable: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step),
+conformance.record.format describes the lines. Every step has a safetensors file, in which tensors are named
+``KEY/NAME`` by the key of their observable: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step),
 ``logprob/ROW``. The oracle writes its records in the same format.
 """
 
@@ -20,8 +21,8 @@ from conformance.observable import Observable, observables_to_json
 from conformance.record.files import Unreadable, file_size
 from conformance.record.format import (
     AGAIN,
-    FILE,
-    SCHEMA,
+    RECORD_FILE,
+    RECORD_SCHEMA,
     DigestMismatch,
     Line,
     Lines,
@@ -32,19 +33,19 @@ from conformance.record.format import (
     record_digest,
 )
 
-DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record: what weights, gradients and log-probs are held in
+DTYPES = ("F64", "F32", "BF16", "F16")  # the dtypes that tensors of a record may have
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, or the weights as loaded; tensors are read on demand."""
+    """The record of one optimizer step, or of the weights as loaded. Tensors are read on demand."""
 
     step: int
     line: Line
     path: Path
 
     def value(self, key: str) -> float | None:
-        """A scalar or setting by its key; None where it was not observed."""
+        """A scalar or setting by its key; None if it was not observed."""
         value = self.line.get("values", {}).get(key)
         return None if value is None else number(value)
 
@@ -54,23 +55,23 @@ class StepRecord:
         return tensors
 
     def open(self) -> contextlib.AbstractContextManager[Any]:
-        """The step's file as safetensors opens it: names with ``keys()``, one tensor with ``get_tensor(name)``."""
+        """Open the step's file with ``safetensors.safe_open``: ``keys()`` has the names, ``get_tensor(name)`` reads."""
         handle: contextlib.AbstractContextManager[Any] = safe_open(self.path, framework="pt")
         return handle
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of the step, by its name; no tensor is read."""
+        """The shape of every tensor of the step by name; no tensor is read."""
         with self.open() as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
 
     def names(self) -> list[str]:
-        """Names of all tensors of the step; none of them is read."""
+        """The names of all tensors of the step; no tensor is read."""
         return list(self.shapes())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A complete, verified record. ``loaded`` holds the weights as loaded, ``steps`` the optimizer steps in order."""
+    """A complete, verified record. ``loaded``: the weights as loaded. ``steps``: the optimizer steps in order."""
 
     path: Path
     lines: Lines
@@ -91,9 +92,9 @@ class Record:
 
 
 class RecordWriter:
-    """Writes a record line by line, flushed, so that what was seen before a crash stays on disk.
+    """Writes a record line by line, and flushes every line, so that the lines before a crash stay on disk.
 
-    ``first_step`` is the number of the first optimizer step; it is not 0 for a leg that goes on from another.
+    ``first_step``: the number of the first optimizer step; not 0 for a leg that follows another.
     """
 
     def __init__(
@@ -101,16 +102,18 @@ class RecordWriter:
     ) -> None:
         path.mkdir(parents=True, exist_ok=False)
         self._path = path
-        self._file = (path / FILE).open("w", encoding="utf-8")
+        self._file = (path / RECORD_FILE).open("w", encoding="utf-8")
         self._next = first_step - 1
         self._first = first_step
         declared = observables_to_json(observables)
-        self._line({"type": "header", "schema": SCHEMA, "first_step": first_step, "observables": declared, **header})
+        self._line(
+            {"type": "header", "schema": RECORD_SCHEMA, "first_step": first_step, "observables": declared, **header}
+        )
 
     def loaded(self, tensors: Mapping[str, torch.Tensor], *, generators: Sequence[Mapping[str, str]] = ()) -> None:
-        """The first entry: the weights before the first step; with the training state where it was handed over.
+        """Write the line of the weights before the first step, and of the training state if it was handed over.
 
-        ``generators``: digests of each rank's random generators then.
+        ``generators``: for each rank, digests of its random generators at this moment, by the generator's name.
         """
         self._entry("loaded.safetensors", {"generators": [*generators]} if generators else {}, tensors)
 
@@ -123,9 +126,9 @@ class RecordWriter:
         seconds: float,
         generators: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Add the next optimizer step. ``values`` by the key of their observable, ``replicas`` as JSON values.
+        """Write the line and the tensors of the next optimizer step.
 
-        ``generators``: see ``loaded``.
+        ``values``: by the key of their observable. ``replicas``: JSON values by key. ``generators``: see ``loaded``.
         """
         line: Line = {"values": dict(values), "replicas": replicas or {}, "seconds": seconds}
         if generators:
@@ -140,9 +143,9 @@ class RecordWriter:
         self._next += 1
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Write the footer, with the digest of all lines and of itself; the record is complete now."""
+        """Write the footer, with ``values`` and the digest of the record. The record is then complete."""
         footer = {"type": "footer", "steps": self._next - self._first, **values}
-        self._line({**footer, "sha256": record_digest((self._path / FILE).read_bytes(), footer)})
+        self._line({**footer, "sha256": record_digest((self._path / RECORD_FILE).read_bytes(), footer)})
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
@@ -151,9 +154,9 @@ class RecordWriter:
 
 
 def read_record(path: Path) -> Record:
-    """Read and verify the record in folder ``path``, tensor files included.
+    """Read and verify the record in folder ``path``, including its tensor files.
 
-    Raises RecordError (MissingFooter, DigestMismatch, WrongSchema) with what to do about it.
+    Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
     lines = read_lines(path)
     try:
@@ -166,11 +169,11 @@ def read_record(path: Path) -> Record:
 
 def _read_step(folder: Path, line: Line) -> StepRecord:
     if not (named := line.get("tensors")):
-        raise DigestMismatch(f"{folder / FILE} names no tensors of step {line['step']}: it was changed; {AGAIN}")
+        raise DigestMismatch(f"{folder / RECORD_FILE} names no tensors of step {line['step']}: it was changed; {AGAIN}")
     file = folder / named["file"]
     try:
-        file_size(file)  # refuses what is no file
-        _check_dtypes(file)  # and what is no safetensors file, before anything is read to its end
+        file_size(file)  # raises for anything but a regular file
+        _check_dtypes(file)  # raises for a file that is not safetensors, before the whole file is read
         if _sha256(file) != named["sha256"]:
             raise DigestMismatch(f"{file} was changed after the run; {AGAIN}")
     except FileNotFoundError:

@@ -1,21 +1,21 @@
-"""Verdict: what is said of one cell, and the numbers that it is said by. Without torch."""
+"""Verdict: the result for one cell, and the judged numbers behind it. Without torch."""
 
 import math
 from dataclasses import dataclass
 
 from conformance.record.states import State
 
-BINS = 48  # of a strip, at most
+BINS = 48  # most bins of a strip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One judged number: how far it is from the reference, and how far it may be.
+    """One judged number: its error against the reference, and the bound of this error.
 
-    observed: the relative error. allowed: its bound. tensor: what was compared, within its stage. step: -1 is as
-    loaded.
-    max_abs, where: the largest absolute difference and its place, where they are known. hint: a guess at the cause, of
-    a finding.
+    stage, tensor: what was compared; ``tensor`` is the name of a tensor or of a number. step: -1 means as loaded.
+    observed: the relative error. allowed: its bound.
+    max_abs, where: the largest absolute difference and its position in the tensor, if they are known.
+    hint: for a finding, a guess at the cause; may be empty.
     """
 
     stage: str
@@ -29,7 +29,7 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """Observed / allowed; infinite for NaN, and for any error where none is allowed."""
+        """Observed / allowed; infinite if ``observed`` is NaN, or if there is an error and none is allowed."""
         if self.observed == 0:
             return 0.0
         if math.isnan(self.observed) or not self.allowed > 0:
@@ -44,11 +44,12 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """The errors of all tokens of a step, of one quantity that has a number per token (judge/strips.py).
+    """The errors of a quantity with one number per token, over the tokens of a step, in bins (judge/strips.py).
 
-    tokens: how many there are. starts: of each bin, row and target of its first token. errors: the largest of each bin;
-    the worst finite one is the error of the quantity, and what is not finite is NaN or infinite. max_abs, where: the
-    largest absolute difference, and its token.
+    tokens: number of tokens. starts: for each bin, the row and the target index of its first token.
+    errors: the largest error of each bin. The largest finite one equals the error of the quantity; NaN and infinity
+        stand for numbers that are not finite.
+    max_abs, where: the largest absolute difference, and its token.
     """
 
     stage: str
@@ -69,8 +70,10 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of one cell. ``quantities``: all that was compared, by step and then in causal order. ``strips``: of
-    some of them the errors by token, in the same order; none of a cell that an earlier version judged.
+    """The result for one cell.
+
+    quantities: everything that was compared, sorted by step and then in causal order.
+    strips: the errors by token of some of these quantities, in the same order; empty if an earlier version judged.
     """
 
     state: State
@@ -80,17 +83,17 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Quantity, ...]:
-        """The quantities outside their tolerance."""
+        """The quantities that exceed their tolerance."""
         return tuple(q for q in self.quantities if not q.ratio <= 1)
 
     @property
     def first_stage(self) -> str:
-        """Stage of the first finding; empty if there is none."""
+        """The stage of the first finding; empty if there is none."""
         return self.findings[0].stage if self.findings else ""
 
     @property
     def worst(self) -> dict[str, Quantity]:
-        """The quantity with the highest ratio of each stage that was compared, in the order of their appearance."""
+        """For each stage that was compared, the quantity with the highest ratio, in the order of first appearance."""
         worst: dict[str, Quantity] = {}
         for q in self.quantities:
             if q.stage not in worst or q.ratio > worst[q.stage].ratio:

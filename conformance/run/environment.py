@@ -1,6 +1,4 @@
-"""Environment: what a reader needs in order to see the same numbers, and what a model's configuration says of its
-sizes.
-"""
+"""Environment: the versions and hardware that are needed to reproduce a run, and the sizes of a model."""
 
 import json
 import os
@@ -14,11 +12,11 @@ import torch
 from conformance.run.task import package_version
 from conformance.validation import UsageError
 
-PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # whose versions a summary keeps
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, as JSON values."""
+    """Versions and hardware as JSON values."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -30,7 +28,7 @@ def environment() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Name and driver of each GPU of the host, asked without creating a CUDA context in this process."""
+    """The name and driver of each GPU of the host, from nvidia-smi, so that this process creates no CUDA context."""
     if not torch.cuda.device_count():
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -38,7 +36,10 @@ def _gpus() -> list[str]:
 
 
 def model_sizes(model: Path) -> dict[str, int]:
-    """Attention heads, key-value heads and layers of a Hugging Face folder, as Layout.validate takes them."""
+    """Numbers of attention heads, key-value heads and layers of a Hugging Face folder, as arguments of Layout.validate.
+
+    Raises UsageError if the configuration does not have them.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     if "num_attention_heads" not in config:

@@ -1,8 +1,8 @@
-"""Evidence: what a rank really did in one training step, seen below every library, whatever the backend says of it.
+"""Evidence: what a rank really did in one training step, observed below all libraries, independent of the backend.
 
-Serves claim 4: what ran is what was asked. A dispatch mode sees each collective and each matrix product of the step, in
-Python and in the autograd engine, with its dtype, its group's size and the micro-batch. The judge holds that against
-the layout (conformance.judge.configuration). The suite's own reading is left out.
+Serves claim 4: what ran is what was asked for. A dispatch mode sees each collective and each matrix product of the
+step, in Python and in the autograd engine, with its dtype, the size of its group, and the pass. The judge compares this
+with the layout (conformance.judge.configuration). Operations of the suite itself are not counted.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensor
 
 from conformance.run.exact import PLAIN, EagerMode
 
-# Names of operators of torch.distributed, of its functional collectives and of their variants, by what they do.
-KINDS = {
+# The kind of a collective by the beginning of the operator's name, for torch.distributed and its functional variants.
+COLLECTIVE_KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
     "allgather": "all_gather",
@@ -38,14 +38,18 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 class Watch(EagerMode):
     """Counts collectives and matrix products inside its ``with`` block.
 
-    A pass is ``forward`` until the autograd engine is called first, ``backward N`` inside its N-th call, else
-    ``later``: forward passes of later micro-batches, clipping, the optimizer. ``collectives``: by kind, size of the
-    group, dtype and pass, for groups of two ranks or more. ``products``: by dtype and whether they are of a ``forward``
-    pass, of a ``backward`` one, or of a forward pass that is ``recomputed`` in a backward one: the engine runs, and a
-    graph is recorded. ``widths`` and ``lengths``: the last two dimensions of floating-point tensors (rows, length,
-    width), such as logits, outside of the engine. ``reduced``: by size of the group, elements that were summed over it.
-    ``held``: how many storages of how many bytes are alive when gradients of the first model have been read, of those
-    that an operator of the step was given or has made, without activations: what was ever seen with three dimensions.
+    The pass is ``forward`` before the first call of the autograd engine, ``backward N`` inside its call number N
+    (counted from 0), and ``later`` otherwise: forward passes of later micro-batches, clipping, the optimizer.
+
+    collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
+    products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
+        forward pass inside a backward pass, recognised by the autograd graph that it records.
+    widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
+        (rows, length, width), outside of the engine.
+    reduced: number of elements that were summed over a group, by size of the group.
+    held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
+        Counted are storages that were an input or output of an operator in this step, except activations: storages
+        that were ever seen as a tensor of three or more dimensions.
     """
 
     def __init__(self) -> None:
@@ -62,16 +66,16 @@ class Watch(EagerMode):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """What happens inside is the suite's."""
+        """Operations inside this block belong to the suite and are not counted."""
         self._reading = True
         try:
             yield
         finally:
             self._reading = False
 
-    def weigh(self) -> None:
-        """Gradients of a model are ready: see what is alive. Of several models only the first is told, because
-        afterwards the state of its optimizer is there as well."""
+    def count_live_storages(self) -> None:
+        """Fill ``held``, when the gradients of a model are complete. Only the first call counts: when the gradients of
+        a second model are complete, the optimizer state of the first one may be alive as well."""
         if not self.held:
             alive = [ref() for ref, is_activation in self._storages.values() if not is_activation]
             self.held.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
@@ -87,10 +91,10 @@ class Watch(EagerMode):
                 self._collective(operator.strip("_"), args)
             elif isinstance(result, Tensor):
                 self._tensor(operator, result)
-            self._remember([*args, *kwargs.values(), result])
+            self._remember_storages([*args, *kwargs.values(), result])
         return result
 
-    def _remember(self, values: Any) -> None:
+    def _remember_storages(self, values: Any) -> None:
         for tensor in _tensors(values):
             if type(tensor) in PLAIN and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
@@ -100,12 +104,19 @@ class Watch(EagerMode):
                 self._storages[storage._cdata] = known, is_activation or tensor.ndim > 2
 
     def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
-        kind = next((KINDS[stem] for stem in sorted(KINDS, key=len, reverse=True) if operator.startswith(stem)), None)
+        kind = next(
+            (
+                COLLECTIVE_KINDS[stem]
+                for stem in sorted(COLLECTIVE_KINDS, key=len, reverse=True)
+                if operator.startswith(stem)
+            ),
+            None,
+        )
         tensor = next((t for t in _tensors(args)), None)
         if kind and tensor is not None and (size := _group_size(args)) > 1:
             self.collectives[kind, size, _name(tensor.dtype), self._pass()] += 1
             if kind in REDUCTIONS and tensor.is_floating_point():
-                # What is summed is the input, and the larger one; an output that is a shard stands beside it.
+                # The arguments are input and output; the input, which is summed, is at least as large as the output.
                 self.reduced[size] += max(sum(t.numel() for t in _tensors([value])) for value in args)
 
     def _tensor(self, operator: str, result: Tensor) -> None:
@@ -124,7 +135,7 @@ class Watch(EagerMode):
         return f"backward {self._tasks.setdefault(task, len(self._tasks))}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, as the footer of a record has them for each rank."""
+        """Plain JSON values for the footer of a record, which has them for each rank."""
         return {
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],

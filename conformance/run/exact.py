@@ -1,10 +1,10 @@
-"""The exact tier: float64 stays float64. And the watch that finds what does not.
+"""The exact tier: keeps float64 computations in float64, and detects operators that leave float64.
 
-Serves claim 6 (no tolerance hides a bug). Libraries upcast to float32 inside: norms, rotary tables, softmax, losses,
-gradient norms. For a float64 model these are *down*casts, and leave errors of 1e-6 in its gradients. ``exact_tier()``
-changes the precision that is asked for, and nothing else:
+Serves claim 6 (no tolerance hides a bug). Libraries compute parts of a model in float32: norms, rotary tables, softmax,
+losses, gradient norms. For a float64 model these are *down*casts, which cause errors of 1e-6 in its gradients.
+``exact_tier()`` replaces a requested lower dtype by float64, and changes nothing else.
 
-What is lifted, for arguments that are float64, integer or bool, and for factories without a tensor argument:
+What is replaced, for arguments that are float64, integer or bool, and for factories without a tensor argument:
 
 * below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``, in which
   ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end. This
@@ -14,10 +14,10 @@ What is lifted, for arguments that are float64, integer or bool, and for factori
 * the old constructors (``torch.FloatTensor([...])``), replaced as attributes of torch;
 * the default dtype is float64, so that factories without a dtype make float64.
 
-What is left alone: integer and bool results; tensors that already are float32, bfloat16 or float16 (a file's weights:
-their digits are lost before they get here); reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
+What is not changed: integer and bool results; tensors that already are float32, bfloat16 or float16, such as weights
+from a file, whose digits are lost already; reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
 
-What is not seen: kernels that compute in a lower precision inside; values that reach torch as float32 (numpy arrays,
+What is not detected: kernels that compute in lower precision inside; values that reach torch as float32 (numpy arrays,
 ``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode; complex64; other Python
 threads (modes belong to a thread); code that sets the default dtype itself; types imported by name beforehand
 (``from torch import FloatTensor``). LeakWatch shows most of these.
@@ -41,9 +41,9 @@ LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _OLD_CONSTRUCTORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 # These read memory as another dtype; they do not convert.
 _REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype))
-# Unpickling makes an empty tensor of the stored dtype and then hangs the stored bytes into it.
+# Unpickling makes an empty tensor of the stored dtype and then attaches the stored bytes to it.
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
-# Fake tensors are what DTensor computes shapes and dtypes with; they have to be lifted as what they stand for.
+# DTensor computes shapes and dtypes with fake tensors, which therefore have to be treated like plain tensors.
 PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 _PASS_OVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
@@ -55,8 +55,9 @@ Kwargs = dict[str, Any]
 def exact_tier() -> Iterator[None]:
     """Enter both modes and make float64 the default dtype; everything is restored on exit, also after an exception.
 
-    Enter it around building the model and every step, in the thread that runs them. Default dtype and old constructors
-    belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be nested.
+    Enter it around building the model and around every step, in the thread that runs them. The default dtype and the
+    old constructors belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be
+    nested.
     """
     default = torch.get_default_dtype()
     old = [(module, name, getattr(module, name)) for module in (torch, torch.cuda) for name in _OLD_CONSTRUCTORS]
@@ -82,10 +83,11 @@ class _LiftInPython(TorchFunctionMode):
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode whose calls torch.compile passes over.
+    """A dispatch mode whose ``__torch_dispatch__`` torch.compile skips.
 
-    torch does that with a wrapper around every call, which costs as much as the mode does and imports torch._dynamo,
-    which takes a second. Here the code itself is marked, and with it what it calls.
+    By default, torch wraps every call of a mode for this purpose. The wrapper costs as much time as the mode itself,
+    and imports torch._dynamo, which takes a second. Here the code object is marked to be skipped instead, including
+    everything that it calls.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -108,8 +110,8 @@ class _LiftBelowAutograd(EagerMode):
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """The arguments with float64 wherever a lower dtype is asked for; None if there is nothing to change."""
-    # Every op of a step passes here, and nearly all leave at once: this is what the tier costs.
+    """The arguments with float64 in the place of lower dtypes; None if there is nothing to change."""
+    # Every op of a step calls this function, and nearly all return here: this is the main cost of the tier.
     for arg in args:
         if arg.__class__ is torch.dtype and arg in LOW:
             break
@@ -127,10 +129,10 @@ def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None
 
 @dataclass(frozen=True)
 class Leak:
-    """An op that gave a float32, bfloat16 or float16 tensor ``count`` times.
+    """An op that returned a float32, bfloat16 or float16 tensor ``count`` times.
 
-    ``where`` is the innermost line of Python outside torch, as ``file:line in function``. In backward that is the line
-    inside a custom autograd function, or else the call of ``backward()``.
+    ``where``: the innermost Python line outside torch, as ``file:line in function``. In a backward pass this is a line
+    of a custom autograd function, or otherwise the call of ``backward()``.
     """
 
     op: str
@@ -139,11 +141,11 @@ class Leak:
 
 
 class LeakWatch(EagerMode):
-    """Records the ops inside a ``with`` block that give a tensor of a lower precision; expects none in the exact tier.
+    """Records the ops inside a ``with`` block that return a tensor of a lower precision; the exact tier expects none.
 
-    May be entered inside or around ``exact_tier()``. Sees each op as it reaches the kernels, backward included; on
-    DTensors, the ops on their local tensors. Views and in-place ops count as well; ``leaks`` is in order of first
-    appearance, so the cause comes before what follows from it.
+    May be entered inside or around ``exact_tier()``. It sees each op that reaches the kernels, also in backward passes;
+    for DTensors, it sees the ops on their local tensors. Views and in-place ops count as well. ``leaks`` is in the
+    order of first appearance, so a cause comes before its consequences.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Generators: the random generators of a rank, seeded for a leg and compared over a handover (claim 5).
+"""Generators: seeds the random generators of a rank, and compares their states before and after a handover (claim 5).
 
-Nothing that is judged by the oracle draws a random number; dropout does, and data order. So a leg begins, and ends
-before it saves, with states that nothing else has: no other leg, no other rank, and no framework that seeds itself. A
-checkpoint has to bring those with which the leg before ended, rank by rank.
+Dropout and the order of data draw random numbers; nothing that is compared with the oracle does. So generators are
+checked by their states. At the start of a leg, and again at its end before it saves, every rank's generators are set to
+states that occur nowhere else: not in another leg, on another rank, or in a framework that seeds itself. After loading
+a checkpoint, each rank has to have the states with which the same rank ended the leg before.
 """
 
 import hashlib
@@ -13,8 +14,8 @@ import torch
 
 
 def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = False) -> None:
-    """Seed all generators of this rank, by the scenario's seed, the rank, the optimizer step that comes next, and
-    whether a leg is ``ending`` before it or begins with it."""
+    """Seed all generators of this rank from the scenario's seed, the rank, the number of the next optimizer step, and
+    whether a leg is ``ending`` before this step or begins with it."""
     number = ((seed * 1000 + next_step) * 1000 + rank) * 2 + ending
     random.seed(number)
     numpy.random.seed(number % 2**32)
@@ -22,7 +23,7 @@ def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = Fals
 
 
 def generator_digests() -> dict[str, str]:
-    """A digest of the state of each generator of this rank, by its name."""
+    """SHA-256 (hexadecimal) of the state of each generator of this rank: python, numpy, torch and, with a GPU, cuda."""
     kind, keys, *rest = numpy.random.get_state()
     states = {
         "python": repr(random.getstate()).encode(),

@@ -1,7 +1,7 @@
-"""Legs: runs the legs of a cell in live worlds, each after the first in processes that never saw another.
+"""Legs: runs the legs of a cell in live worlds; every leg after the first runs in new processes.
 
-Serves claim 9: how the legs ended is told with what else decides whether that is believed: what went wrong, and whether
-the ranks had run other cells before.
+Serves claim 9: the result says what went wrong, and also whether the ranks had run other cells before, because then
+another cell may be the cause.
 """
 
 from collections import Counter
@@ -19,7 +19,11 @@ from conformance.world.reason import FailureKind
 
 @dataclass(frozen=True, kw_only=True)
 class LegsEnded:
-    """failure: why a leg failed, empty if none did; kind: in a word. used: the ranks had run another cell before."""
+    """How the legs of a cell ended.
+
+    failure: why a leg failed; empty if none did. kind: the kind of the failure.
+    used: whether ranks of a leg had run another cell before.
+    """
 
     failure: str
     kind: FailureKind
@@ -29,9 +33,9 @@ class LegsEnded:
 def run_legs(
     pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
 ) -> LegsEnded:
-    """Run the legs in order, leg N in ``folder/N``, as far as they come.
+    """Run the legs in order, leg N in ``folder/N``, until one fails.
 
-    ``fresh``: the first leg, too, runs in processes that have never seen another cell.
+    ``fresh``: the first leg also runs in new processes, which have run no other cell.
     """
     used, met = False, Counter[str]()
     for number in range(len(cell.legs)):
@@ -46,7 +50,7 @@ def run_legs(
 
 
 def _not_met(cell: Cell, met: Counter[str]) -> str:
-    """About a planted fault that no rank ever ran into: its cell would conform, and prove nothing."""
+    """The failure if a planted fault was never called on any rank, because such a cell proves nothing; else empty."""
     for name in cell.faults:
         if not met[name]:
             needs = find_fault(name).needs
@@ -79,9 +83,10 @@ def _run_leg(
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:
-    """The world that a leg runs in: its size, and what its backend is slow to import.
+    """The configuration of the world for a leg: its size, its device, and the modules to import in advance.
 
-    An adapter that inherits what it says of that is forked from the same process as the one that it inherits from.
+    An adapter that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
+    are forked from one process.
     """
     adapter = leg.backend.load()
     says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
@@ -98,7 +103,7 @@ def leg_arguments(
 ) -> dict[str, Any]:
     """The arguments of conformance.run.task.run_leg, as JSON values.
 
-    ``folder`` is the leg's; ``saved_before`` is what the leg before has saved.
+    folder: the leg's folder. saved_before: the folder that the leg before has saved; None for the first leg.
     """
     leg = cell.legs[number]
     models = {role: str(path) for role, path in inputs.models.items()}

@@ -1,9 +1,9 @@
-"""Oracles: the oracle's records that cells are judged by, made once and kept across runs.
+"""Oracles: makes the oracle's records, with which cells are compared, and keeps them across runs.
 
-Oracle runs go on beside the cells, in a world of their own. Their records are cached under everything that they depend
-on: the models' files, the batches, the scenario without what does not matter to it, the defects that the oracle is to
-have, the sources of the oracle and of the objective, torch, and below float64 the device. So no run is repeated by
-another process, nor by the next run of the suite. ``PARITY_CACHE`` names the cache's folder (default:
+Oracle runs are made while cells run, in their own world. Their records are cached under a key of everything that they
+depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
+files of the oracle and of the objective, the version of torch, and for runs below float64 the device. So another
+process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the cache (default:
 ``~/.cache/backend-parity``).
 """
 
@@ -30,11 +30,11 @@ from conformance.scenario import Scenario, scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
 Defects = tuple[Defect, ...]
-CACHE_SIZE = 4 * 2**30  # bytes; what was used least recently goes first
+CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
 
 class Oracles:
-    """Runs the oracle, one run at a time, in a thread that owns a world of one rank. Use it in a ``with`` statement."""
+    """Runs the oracle, one run at a time, in a thread with a world of one rank. Use it in a ``with`` statement."""
 
     def __init__(self, *, root: Path, device: Device, budget_s: float) -> None:
         self._root, self._device, self._budget_s = root, device, budget_s
@@ -61,8 +61,8 @@ class Oracles:
         return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
 
     def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
-        """Have the runs made that the cell is judged by, if they are not made or under way: of the oracle as it should
-        be, and of the one with the defects that the cell is known to have."""
+        """Start the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
+        ``defects``, of the oracle with these defects. Does not wait."""
         for has in {(), defects}:
             for policy in _policies(cell):
                 out = self.folder(cell, has) / policy
@@ -70,7 +70,7 @@ class Oracles:
                     self._runs[out] = self._thread.submit(self._run, cell, inputs, out, policy, has)
 
     def wait(self, cell: Cell, defects: Defects = ()) -> str:
-        """Wait for the runs that the cell is judged by; returns why one failed, or nothing."""
+        """Wait for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
         runs = [self._runs[self.folder(cell, has) / policy] for has in {(), defects} for policy in _policies(cell)]
         return "; ".join(filter(None, (run.result() for run in runs)))
 
@@ -132,13 +132,13 @@ class Oracles:
 
 
 def cache_folder() -> Path:
-    """Where records are kept across runs."""
+    """The folder in which records are kept across runs."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
     return Path(os.environ.get("PARITY_CACHE") or default)
 
 
 def _cache_for(root: Path) -> Path:
-    """The cache, or a folder of this run alone where the cache cannot be written to."""
+    """The folder of the oracle's cache, or a folder inside ``root`` if that one cannot be written to."""
     shared = cache_folder() / "oracle"
     try:
         shared.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _cache_for(root: Path) -> Path:
 
 
 def prune(folder: Path, *, size: int) -> None:
-    """Remove the records that were used least recently, until ``size`` bytes at most are left."""
+    """Remove the least recently used records, until at most ``size`` bytes are left."""
     records = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda path: path.stat().st_mtime, reverse=True)
     held = 0
     for record in records:
@@ -165,7 +165,7 @@ def _policies(cell: Cell) -> list[PolicyName]:
 
 
 def _relevant(scenario: Scenario) -> dict[str, object]:
-    """What of a scenario a record of the oracle is held against."""
+    """The part of a scenario that the oracle's record depends on."""
     values = scenario_to_json(scenario.reference)
     return {key: value for key, value in values.items() if key not in ("name", "precision")}
 
@@ -179,7 +179,7 @@ def _is_whole(record: Path) -> bool:
 
 def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
-    values = _relevant(cell.scenario)  # with the paths of model and data: a record names them, and is held against them
+    values = _relevant(cell.scenario)  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
     parts = [values, policy, list(cell.restarts), *versions, defects_to_json(defects)]

@@ -1,8 +1,8 @@
-"""Refusal: why a cell is not run at all, and what that makes of it (claim 9).
+"""Refusal: why a cell is not run at all, and the state that it gets (claim 9).
 
-Three things are kept apart, because only the first is an answer: the backend does not claim the cell (``unsupported``),
-this machine cannot run it (``not_run``), and the backend cannot be asked (``infrastructure``). Asked it is as well
-which differences are known.
+There are three cases: the backend does not claim the cell (``unsupported``), this machine cannot run it (``not_run``),
+or the backend cannot be asked (``infrastructure``). Only the first is an answer of the backend. This module also asks
+backends for their expected differences.
 """
 
 import traceback
@@ -24,20 +24,21 @@ from conformance.world import Device
 
 
 class Refusals:
-    """Asks backends; an adapter is imported once, also if that fails."""
+    """Asks backends. Every adapter is imported only once, also if the import fails."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._adapters: dict[BackendEntry, Any] = {}
 
-    def of(self, cell: Cell, model: Path) -> Verdict | None:
-        """The verdict of a cell that cannot be run; None if it can. ``model``: the folder of its first model."""
-        legs = (refused for leg in cell.legs if (refused := self._of_leg(cell, leg, model)))
-        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._of_handover(cell, *legs)))
+    def refusal(self, cell: Cell, model: Path) -> Verdict | None:
+        """The verdict of a cell that cannot be run; None if it can be. ``model``: the folder of its first model."""
+        legs = (refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model)))
+        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs)))
         return next(legs, None) or next(handovers, None)
 
-    def _of_handover(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
-        """Where a backend has no training state for others, or cannot load its own checkpoint of another layout."""
+    def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
+        """The verdict if a backend cannot hand over or take over training state, or cannot load its own checkpoint in
+        the next layout; None if it can."""
         giver, taker = self.adapter(before.backend), self.adapter(after.backend)
         if before.save == "state":
             for backend, adapter, method in ((before, giver, "export_state"), (after, taker, "import_state")):
@@ -47,16 +48,16 @@ class Refusals:
         ask = getattr(giver, "supports_checkpoint", None)
         if before.save != "checkpoint" or ask is None:
             return None
-        return _asked(before.backend.name, lambda: ask(cell.scenario, before.layout, after.layout))
+        return _refused_by(before.backend.name, lambda: ask(cell.scenario, before.layout, after.layout))
 
-    def _of_leg(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
+    def _leg_refusal(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
         scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
         adapter = self.adapter(leg.backend)
         if isinstance(adapter, Verdict):
             return adapter
         if kind not in getattr(adapter, "objectives", ("sft",)):
             return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
-        if refused := _asked(name, lambda: adapter.supports(scenario, leg.layout)):
+        if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
             return refused
         try:
             leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
@@ -69,10 +70,10 @@ class Refusals:
         return None
 
     def known(self, cell: Cell) -> tuple[Known, ...]:
-        """What the backend says must differ: of cells whose legs are all on one backend and in one layout.
+        """The expected differences of a cell, as its backend declares them.
 
-        A planted fault is no known defect, and has to be found wherever it is planted. A backend that cannot be
-        imported says nothing.
+        Empty if the legs have different backends or layouts, if the backend cannot be imported, and for a cell with a
+        planted fault, because a fault has to be found wherever it is planted.
         """
         leg, adapter = cell.legs[0], self.adapter(cell.legs[0].backend)
         alike = {(leg.backend, leg.layout) for leg in cell.legs}
@@ -83,11 +84,12 @@ class Refusals:
             return ()
         zero = adapter.describe().default_zero
         about = (one for one in expected if one.is_about(cell.scenario, leg.layout, default_zero=zero))
-        found = (one.of(cell.scenario, leg.layout) for one in about)
+        found = (one.known_for(cell.scenario, leg.layout) for one in about)
         return tuple(known for known in found if known.defects or known.unmodelled)
 
     def adapter(self, backend: BackendEntry) -> Any:
-        """The adapter's class, or the verdict of all its cells. Raises UsageError for a wrong target."""
+        """The adapter's class; if it cannot be imported, the verdict of all its cells. Raises UsageError for a wrong
+        target."""
         if backend not in self._adapters:
             try:
                 self._adapters[backend] = backend.load()
@@ -98,8 +100,8 @@ class Refusals:
         return self._adapters[backend]
 
 
-def _asked(name: str, ask: Callable[[], Support]) -> Verdict | None:
-    """The verdict where a backend does not claim a cell, or raises when it is asked; None where it claims it."""
+def _refused_by(name: str, ask: Callable[[], Support]) -> Verdict | None:
+    """The verdict if a backend does not claim a cell, or raises when it is asked; None if it claims the cell."""
     try:
         answer = ask()
     except UsageError:

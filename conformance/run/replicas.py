@@ -1,6 +1,6 @@
-"""Replicas: are the numbers that several ranks claim to share really equal? Serves claim 3.
+"""Replicas: checks that numbers that several ranks claim to share are really equal. Serves claim 3.
 
-Ranks exchange digests; only pieces whose bits differ are exchanged themselves, one at a time, and measured.
+Ranks exchange digests. Only pieces whose bits differ are exchanged themselves, one at a time, to measure the distance.
 """
 
 import hashlib
@@ -19,8 +19,12 @@ Piece = tuple[str, str, str]  # group, name, region
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """offered: number of pieces of all ranks together. compared: number of distinct (name, region) that at least two
-    ranks hold. differing: one JSON object for each of these whose bytes are not identical on all its ranks."""
+    """The comparison of one group of pieces.
+
+    offered: number of pieces of all ranks together.
+    compared: number of distinct (name, region) keys that at least two ranks hold.
+    differing: one JSON object for each key whose bytes are not identical on all ranks that hold it.
+    """
 
     offered: int
     compared: int
@@ -28,10 +32,10 @@ class Replicas:
 
 
 def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
-    """Compare every piece of each group over the ranks that hold it; collective, every rank gives the same groups.
+    """Compare every piece of each group between the ranks that hold it. Collective; all ranks pass the same groups.
 
-    A differing entry gives name, region, ranks, and ``relative``: the largest distance to the first holder's piece,
-    ||x - x_0|| / ||x_0||, in float64.
+    An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
+    in float64, where x_0 is the piece of the first of these ranks.
     """
     mine = {(key, s.name, s.region): s.tensor.detach().cpu() for key, shards in groups.items() for s in shards}
     digests = {piece: hashlib.sha256(_bytes(tensor)).digest() for piece, tensor in mine.items()}
@@ -61,7 +65,8 @@ def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
 
 
 def _distance(copies: list[torch.Tensor]) -> float:
-    """Largest distance to the first copy, relative to it; infinite where shapes differ or a number is not finite."""
+    """The largest distance to the first copy, relative to its norm; infinite if shapes differ or a number is not
+    finite."""
     first = copies[0].double()
     if any(copy.shape != first.shape or not copy.isfinite().all() for copy in copies):
         return float("inf")

@@ -1,8 +1,8 @@
-"""Session: cells to verdicts. Runs the legs of each cell in live worlds, waits for its oracle, judges, keeps it all.
+"""Session: runs the legs of each cell in live worlds, waits for its oracle, judges the cell and stores the verdict.
 
-The output folder (docs/architecture.md): ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``, ``oracle/``,
-``inputs/``. The summary is written before the first cell and after every one, so that a session that is interrupted
-shows what was not run (claim 9).
+The output folder (docs/architecture.md) has ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``, ``oracle/`` and
+``inputs/``. The summary is written before the first cell, repeatedly between cells, and at the end, so that an
+interrupted session shows what was not run (claim 9).
 """
 
 import os
@@ -31,14 +31,18 @@ from conformance.run.environment import environment
 from conformance.run.legs import run_legs, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
-from conformance.run.storage import check_folder, lasting
+from conformance.run.storage import check_output_folder, lasting
 from conformance.world import Device, Pool
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """``command`` is what the user ran; ``arguments``, which select cells, make a cell's reproduce command. ``floor``
-    is what has to be judged at least."""
+    """The configuration of a session.
+
+    out: the output folder. profile, command: the profile and the user's command line, for the summary.
+    arguments: the arguments that select cells; they become part of the command that reproduces a cell.
+    budget_s: seconds that one leg, or one oracle run, may take. floor: what has to be judged at least.
+    """
 
     out: Path
     device: Device = "cpu"
@@ -51,7 +55,7 @@ class SessionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCell:
-    """A cell with its verdict. The rest is as in conformance.record.results.Entry."""
+    """A cell with its verdict. For the other fields see conformance.record.results.Entry."""
 
     cell: Cell
     verdict: Verdict
@@ -62,11 +66,11 @@ class JudgedCell:
 
 
 class Session:
-    """Use it in a ``with`` statement; no process is left after it."""
+    """Runs and judges cells. Use it in a ``with`` statement, at whose end all its processes are ended."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.config = config
-        self._told: dict[str, CellSummary] = {}
+        self._summaries: dict[str, CellSummary] = {}
         self._summary_due = 0.0
 
     def __enter__(self) -> "Session":
@@ -84,9 +88,9 @@ class Session:
         self._oracles.__exit__()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Run and judge the cells one after another; their oracles are computed meanwhile.
+        """Run and judge the cells one after another, while their oracles are computed. ``progress`` gets each result.
 
-        Raises Unwritable where the output folder is full or gone.
+        Raises Unwritable if the output folder cannot be written to any more.
         """
         self.announce(cells)
         with lasting(self.config.out):
@@ -102,7 +106,7 @@ class Session:
                     self._import_ahead(waiting)
                     waiting.popleft()
                 judged = self.run(cell)
-                check_folder(self.config.out)
+                check_output_folder(self.config.out)
                 self._write_summary_if_due()
                 progress(judged)
         except KeyboardInterrupt:
@@ -111,7 +115,7 @@ class Session:
         self.write_summary(finished=True)
 
     def _import_ahead(self, waiting: Iterable[Cell]) -> None:
-        """Have the backends of the first cell imported, and beside it those of the next cell that has others."""
+        """Start to import the backends of the first waiting cell, and of the next cell that has other backends."""
         backends: set[BackendEntry] = set()
         for cell in waiting:
             new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
@@ -122,17 +126,17 @@ class Session:
             backends |= new.keys()
 
     def announce(self, cells: Sequence[Cell]) -> None:
-        """Put every cell into the output folder as not run, so that none is forgotten if the session is cut short."""
+        """Write every cell to the output folder as not run, so that none is missing if the session is interrupted."""
         for cell in cells:
-            self._keep(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
+            self._store_verdict(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
         self.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:
-        """Run one cell, leg after leg, and judge it; writes the cell's verdict."""
+        """Run one cell, leg after leg, judge it, and write its verdict."""
         began = time.monotonic()
         judged = self._run(cell)
         judged = replace(judged, seconds=time.monotonic() - began)
-        self._keep(judged)
+        self._store_verdict(judged)
         return judged
 
     def _run(self, cell: Cell) -> JudgedCell:
@@ -148,9 +152,11 @@ class Session:
         return JudgedCell(cell=cell, verdict=verdict, completed=told.completed, records=told.records, other=other)
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
-        """Run the legs and judge them; also whether what is wrong may come from cells that the ranks had run before.
+        """Run the legs and judge them. Also returns whether the cell should be run again in fresh ranks, because a
+        failure or a difference may be the effect of cells that its ranks had run before.
 
-        A planted fault is found wherever it is planted, and a hang has cost its budget: both are left at that.
+        A cell with a planted fault, which is expected to differ, and a cell that hung, which has used up its budget,
+        are not run again.
         """
         folder = self._folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
@@ -164,7 +170,7 @@ class Session:
             verdict, failed = self._judge(cell, paths), False
         if verdict.state in ("conforms", "partly_observed"):
             for path in paths:
-                shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # of what differs it is kept
+                shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
         records = tuple(str(path.relative_to(folder)) for path in paths if path.is_dir())
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=records)
         return attempt, ended.used and not cell.faults and (failed or verdict.state == "differs")
@@ -181,7 +187,7 @@ class Session:
         )
 
     def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
-        """Where the oracle's records with the cell's expected defects are, if it has any."""
+        """The folder of the oracle's records with the cell's expected defects; None if it has no such defects."""
         defects = defects_of(known)
         return self._oracles.folder(cell, defects) if defects else None
 
@@ -193,15 +199,15 @@ class Session:
     def refusal(self, cell: Cell) -> Verdict | None:
         """The verdict of a cell that cannot be run at all; None if it can be.
 
-        Raises UsageError for a model, data set or objective that cannot be used: that is no property of the cell.
+        Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
         functions_of(cell.scenario.objective)
-        return self._refusals.of(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
+        return self._refusals.refusal(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
 
     def _folder(self, cell: Cell) -> Path:
         return self.config.out / "cells" / cell.slug
 
-    def _keep(self, judged: JudgedCell) -> None:
+    def _store_verdict(self, judged: JudgedCell) -> None:
         cell, folder = judged.cell, self._folder(judged.cell)
         known = self._refusals.known(cell)
         defective = self._defective(cell, known) if judged.records else None
@@ -225,11 +231,11 @@ class Session:
             verdict=judged.verdict,
             other=judged.other,
         )
-        self._told[str(cell)] = cell_summary(entry)
+        self._summaries[str(cell)] = cell_summary(entry)
         write_entry(self.config.out, entry)
 
     def _write_summary_if_due(self) -> None:
-        """Write it for a twentieth of the time at most: it is as long as the run has cells."""
+        """Write the summary, but spend at most a twentieth of the time on it: its length grows with the cells."""
         began = time.monotonic()
         if began >= self._summary_due:
             self.write_summary(finished=False)
@@ -248,4 +254,4 @@ class Session:
             environment=self._environment,
             floor=self.config.floor,
         )
-        write_summary(self.config.out, run, list(self._told.values()))
+        write_summary(self.config.out, run, list(self._summaries.values()))

@@ -1,7 +1,7 @@
-"""The task that runs one leg of a cell in every rank of a world, and writes its record.
+"""Task: runs one leg of a cell in every rank of a world, and writes its record.
 
-It only observes and judges nothing. It asks the backend for gradients while they exist (claim 1), hears every rank and
-compares what several hold (claim 3), and in the exact tier lifts the libraries' silent downcasts.
+The task only observes; it judges nothing. It reads gradients while they exist (claim 1), compares the numbers that
+several ranks hold (claim 3), and in the exact tier prevents the libraries' silent downcasts.
 """
 
 import contextlib
@@ -48,19 +48,18 @@ def run_leg(
     record: str,
     planted: list[str],
 ) -> dict[str, int]:
-    """Run one leg and write its record at ``record``; called in every rank, with plain JSON values.
+    """Run one leg and write its record at ``record``. Called in every rank; all arguments are plain JSON values.
 
-    Returns how often this rank ran into each planted fault.
-
-    models: the Hugging Face folder of each role. load, save: what is handed over, and its folder.
+    models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder.
+    planted: names of the faults to plant. Returns how often each planted fault was called in this rank.
     """
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
         begins = header(cell, adapter, config, layout, loads=load[0] if load else "")
         observer = _Observer(rank, config, begins, Path(record), first_step)
-        # A leg begins with generators of its own, and ends with others, so that those of a checkpoint are missed where
-        # nobody restores them.
+        # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
+        # them is detected.
         seed_generators(config.seed, rank.rank, first_step)
         calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
@@ -76,7 +75,7 @@ def run_leg(
             (backend.load if what == "checkpoint" else backend.import_state)(Path(folder))
         observer.start(backend, resolved, handed=bool(load) or bool(save and not steps))
         trained_on = read_batches(Path(batches))[first_step : first_step + steps]
-        # Evidence is of one step; what a roll-out needs beforehand would hide how a training pass is made.
+        # Evidence is taken at a step that begins no roll-out, whose extra forward passes would hide the training pass.
         watched = next((batch for batch in trained_on if not batch.rollout), trained_on[0])
         for batch in trained_on:
             rank.beat(f"step {batch.step}")
@@ -109,7 +108,8 @@ def _save(rank: RankContext, backend: Backend, scenario: Scenario, what: Handove
 def header(
     cell: str, adapter: type[Backend], scenario: Scenario, layout: str, *, loads: Literal["", "checkpoint", "state"]
 ) -> dict[str, Any]:
-    """First line of the leg's record: who, what, where, and which training state it goes on from, if from any."""
+    """The header of the leg's record: cell, backend, scenario, layout, environment, and ``loads``, the kind of training
+    state that the leg continues from (empty: none)."""
     info = adapter.describe()
     return {
         "cell": cell,
@@ -127,7 +127,7 @@ def header(
 
 
 def package_version(package: str) -> str:
-    """Version of an installed distribution, in words where there is none."""
+    """The version of an installed distribution, or ``not installed``."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -135,7 +135,7 @@ def package_version(package: str) -> str:
 
 
 class _Observer:
-    """Asks the backend on all ranks, compares the ranks, keeps and writes on rank 0."""
+    """Reads the backend's numbers on all ranks, compares the ranks, and writes the record on rank 0."""
 
     def __init__(
         self, rank: RankContext, scenario: Scenario, header: dict[str, Any], path: Path, first_step: int
@@ -149,21 +149,25 @@ class _Observer:
         self.watch = Watch()  # of one step
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
-        """``handed``: the training state was handed over, or is now."""
+        """Begin the record with the weights as loaded. ``handed``: the leg has loaded a training state, or has no steps
+        and saves one, so the training state is recorded as well."""
         loaded: dict[str, torch.Tensor] = {}
         for role in self.roles:
-            loaded |= self._full("weight", role, backend)
+            loaded |= self._gather("weight", role, backend)
         generators = self._generators() if handed else []
         if handed:
-            loaded |= self._state(backend)
+            loaded |= self._training_state(backend)
         if self.rank.rank == 0:
             header = {**self.header, "resolved": resolved}
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
             self.writer.loaded(loaded, generators=generators)
 
     def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool, handed: bool) -> None:
-        """Train on a batch. ``read``: whether tensors are read; numbers and rows are what the backend hands out.
-        ``watched``: this step gives the evidence. ``handed``: the training state is handed over after it."""
+        """Train on a batch and record the step.
+
+        read: whether tensors are read; the backend's values and rows are always recorded.
+        watched: whether the evidence is taken at this step. handed: whether the training state is saved after it.
+        """
         first = batch.step == self.first_step
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
@@ -178,10 +182,10 @@ class _Observer:
             began = time.perf_counter()
             if model in trained and read:
                 with self.watch.reading():
-                    tensors.update(self._full("gradient", trained[model], backend))
+                    tensors.update(self._gather("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
-                if watched:  # only now has no thread of a collective a buffer of the backward pass any more
-                    self.watch.weigh()
+                if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
+                    self.watch.count_live_storages()
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
@@ -198,52 +202,52 @@ class _Observer:
         shards: dict[str, Iterator[Shard]] = {}
         if read:
             for role in trained.values():
-                tensors |= self._full("weight", role, backend)
+                tensors |= self._gather("weight", role, backend)
             shards = _shards("weight", trained.values(), backend)
         generators: list[dict[str, str]] = []
         if handed:
-            tensors |= self._state(backend)
-            # What a framework seeds by itself at every start would else be there again without being restored.
+            tensors |= self._training_state(backend)
+            # Without this, generators that a framework seeds at every start would look as if they had been restored.
             seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True)
             generators = self._generators()
         values = check_values(metrics, self.observables, type(backend).__name__)
-        replicas |= compare(shards | _pieces(metrics, self.observables))
+        replicas |= compare(shards | _replicated_values(metrics, self.observables))
         tensors |= self._rows(metrics)
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
 
     def finish(self, seconds: float) -> None:
-        # The footer says that all ranks came to their end.
+        # All ranks take part in this collective, so the footer also shows that all of them came to their end.
         evidence: list[dict[str, Any]] = [{} for _ in range(self.rank.world_size)]
         dist.all_gather_object(evidence, self.watch.to_json())
         if self.writer:
             self.writer.finish({"seconds": seconds, "leaks": self.leaks, "evidence": evidence})
 
-    def _full(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
-        """Walk the iterator on all ranks; copies stay on rank 0 only."""
+    def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
+        """Walk ``named_tensors`` on all ranks; returns copies on the CPU on rank 0, an empty dict on other ranks."""
         kept = {}
         for name, tensor in backend.named_tensors(kind, role.name):
             if self.rank.rank == 0:
                 kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
         return kept
 
-    def _state(self, backend: Backend) -> dict[str, torch.Tensor]:
-        """The training state of what is trained, where the backend shows it."""
+    def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
+        """The training state of all trained models on rank 0; empty if the backend does not show it."""
         if not getattr(backend, "shows_training_state", False):
             return {}
         trained = [role for role in self.roles if role.trained]
-        parts = [self._full(kind, role, backend) for role in trained for kind in STATE_KINDS]
+        parts = [self._gather(kind, role, backend) for role in trained for kind in STATE_KINDS]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _generators(self) -> list[dict[str, str]]:
-        """Digests of every rank's random generators."""
+        """For each rank, the digests of its random generators by the generator's name. Collective."""
         found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
         dist.all_gather_object(found, generator_digests())
         return found
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
-        """Each row from the first rank that has it."""
+        """The rows of all ranks, on rank 0; each row is taken from the first rank that has it. Collective."""
         own = {f"{key}/{row}": t.detach().cpu() for key, rows in metrics.rows.items() for row, t in rows.items()}
         gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
         dist.gather_object(own, gathered if self.rank.rank == 0 else None)
@@ -251,12 +255,12 @@ class _Observer:
 
 
 def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], backend: str) -> dict[str, float]:
-    """The numbers of a step. Raises ValueError where they are not what StepMetrics and the declarations say."""
+    """The values of a step. Raises ValueError if keys are not declared, or if values are missing or not numbers."""
     numbers = {o.key: o for o in observables if o.kind in ("scalar", "setting")}
     rows = {o.key for o in observables if o.kind == "rows"}
     if unknown := sorted((metrics.values.keys() - numbers.keys()) | (metrics.rows.keys() - rows)):
         raise ValueError(
-            f"{backend}.train_step gave {', '.join(unknown)}, which nobody declares; values are "
+            f"{backend}.train_step gave {', '.join(unknown)}, but no observable has this key; values are "
             f"{', '.join(numbers)}, rows are {', '.join(sorted(rows)) or 'none'}"
         )
     for key, observable in numbers.items():
@@ -271,12 +275,12 @@ def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], back
 
 
 def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Iterator[Shard]]:
-    """This rank's pieces of the roles' tensors, by key."""
+    """This rank's pieces of the tensors of the given roles, by the observable's key."""
     return {model_key(role.prefix, kind): backend.local_shards(kind, role.name) for role in roles}
 
 
-def _pieces(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
-    """What this rank says of the numbers and rows that other ranks have, too, by key."""
+def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
+    """This rank's scalars and rows that other ranks should hold as well, as shards, by the observable's key."""
     pieces: dict[str, Iterator[Shard]] = {}
     for o in observables:
         if o.replicated == "no" or o.kind == "tensors":
@@ -285,7 +289,7 @@ def _pieces(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[s
             rows = metrics.rows.get(o.key, {})
             pieces[o.key] = iter([Shard(f"row {row}", "full", tensor) for row, tensor in rows.items()])
         else:
-            # A rank without the number holds no finite one, so that its silence differs from the others' number.
+            # A rank without the number gives NaN, so that it differs from ranks that have the number.
             number = metrics.values.get(o.key, float("nan"))
             pieces[o.key] = iter([Shard(o.key, "full", torch.tensor(number, dtype=torch.float64))])
     return pieces

@@ -1,7 +1,7 @@
-"""What the items of the suite share: the cells that are asked for, and one session per pytest worker.
+"""Shared by the tests of the suite: the selected cells, and one session per pytest worker.
 
-All workers collect the same cells in the same order. Before the first cell runs, one of them puts every cell into the
-output folder as not run (claim 8); from then on each writes the verdicts of its own.
+All workers collect the same cells in the same order. Before the first cell runs, one worker writes every cell to the
+output folder as not run (claim 8). Then each worker writes the verdicts of the cells that it runs.
 """
 
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.plan.cell import Cell
-from conformance.plan.floor import floor_of
+from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import select_cells
 from conformance.pytest_plugin import OUT, USAGE, demands, selection
 from conformance.record.coverage import Floor
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
-FLOOR = pytest.StashKey[Floor]()
+FLOOR_KEY = pytest.StashKey[Floor]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,7 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         cells = select_cells(selection(metafunc.config))
-        metafunc.config.stash[FLOOR] = floor_of(demands(metafunc.config), selection(metafunc.config), cells)
+        metafunc.config.stash[FLOOR_KEY] = floor_from_demands(
+            demands(metafunc.config), selection(metafunc.config), cells
+        )
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
@@ -35,7 +37,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist learns that this worker is ready, and lets the others begin
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """List the cells that are left after -k and the like; whichever worker makes the folder does it."""
+    """Write the cells that remain after options such as -k to the output folder; only the worker that creates the
+    folder does this."""
     config = session.config
     calls = [getattr(item, "callspec", None) for item in session.items]
     cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
@@ -50,7 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def session_config(config: pytest.Config) -> SessionConfig:
-    """As ``parity run`` would have it, so that a cell's reproduce command runs it again."""
+    """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
     chosen = selection(config)
     device = config.option.parity_device
     return SessionConfig(
@@ -58,7 +61,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         device=device,
         profile=chosen.profile,
         arguments=(*chosen.arguments, *(() if device == "cpu" else ("--device", device))),
-        floor=config.stash[FLOOR],
+        floor=config.stash[FLOOR_KEY],
     )
 
 

@@ -1,9 +1,9 @@
-"""The matrix: one item per cell, named by the cell's id. An item runs its cell and asserts the verdict.
+"""The matrix: one test per cell, named by the cell's id. A test runs its cell and asserts the verdict.
 
     pytest --pyargs conformance.suite --parity-profile quick -n 2
 
-Serves every claim, claim 8 in that only a cell that agrees with the oracle passes; what it does not show is in the
-report.
+Serves every claim; claim 8, because only a cell that agrees with the oracle passes. The report says what a cell that
+passes did not show.
 """
 
 import pytest
@@ -19,10 +19,10 @@ SHOWN = 12  # findings in a message; verdict.json has them all
 
 @pytest.fixture
 def result(cell: Cell, parity_session: Session) -> JudgedCell:
-    """The cell, run and judged. Where there is no answer, pytest reports an error and not a failure of the test."""
+    """The cell, run and judged. If it could not be judged, this fixture fails, so pytest reports an error."""
     try:
         result = parity_session.run(cell)
-    except UsageError as error:  # of a model or a data set, told as the command line tells it
+    except UsageError as error:  # a model or data set that cannot be used; the message is for the user
         pytest.fail(str(error), pytrace=False)
     if result.verdict.state in NO_ANSWER:
         pytest.fail(_message(result, parity_session), pytrace=False)
@@ -30,7 +30,7 @@ def result(cell: Cell, parity_session: Session) -> JudgedCell:
 
 
 def test_cell(result: JudgedCell, parity_session: Session) -> None:
-    """The backend computes what the oracle computes; if not, the message says where they part."""
+    """The backend computes what the oracle computes; if not, the message says where they differ first."""
     verdict = result.verdict
     if verdict.state == "unsupported":
         pytest.skip(f"unsupported: {verdict.reason}")
@@ -41,7 +41,7 @@ def test_cell(result: JudgedCell, parity_session: Session) -> None:
 
 
 def _message(result: JudgedCell, session: Session) -> str:
-    """All that a person needs in order to go on."""
+    """The reason, the first findings, the command that reproduces them, and the folder of records and logs."""
     verdict = result.verdict
     folder = session.config.out / "cells" / result.cell.slug
     findings = [f"  {finding}" for finding in verdict.findings[:SHOWN]]

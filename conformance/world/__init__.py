@@ -1,18 +1,18 @@
 """Worlds: groups of live ranks with torch.distributed initialised, in which tasks run one after another.
 
-Importing torch and building a process group cost more than a tiny cell, so ranks are kept. Serves claim 8: a rank that
-dies, hangs, raises or runs out of memory ends its task with a reason, a log and a stack, and never takes another task
-with it. Linux only: it rests on fork, /proc, memfd_create and PR_SET_PDEATHSIG.
+Importing torch and building a process group takes longer than a tiny cell, so ranks are reused. Serves claim 8: a rank
+that dies, hangs, raises or runs out of memory ends its task with a reason, a log and a stack, and does no harm to
+another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 
-    pool.py       what callers use: one live world per backend and size
-    watch.py      the watchdog over one task
-    reason.py     the words of a failure
-    launch.py     the controller's handles of a zygote and a world
-    zygote.py     the process that imports once, forks ranks, reaps them
-    rank.py       what a rank does
+    pool.py       the interface for callers: one live world per backend and size
+    watch.py      the watchdog of one task
+    reason.py     the text of a failure
+    launch.py     the controller's handles of a zygote and of a world
+    zygote.py     the process that imports modules once, forks ranks and reaps them
+    rank.py       the main loop of a rank
     cleanup.py    what a rank does between tasks, so that nothing leaks
-    heartbeat.py  the phase that each rank is in, in shared memory
-    process.py    Linux: parent death, process state, groups
+    heartbeat.py  the current phase of each rank, in shared memory
+    process.py    Linux system calls: death of the parent, process state, process groups
     wire.py       messages between these processes
 
 This package does not import torch before a rank or a zygote does.

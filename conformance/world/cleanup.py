@@ -1,11 +1,12 @@
-"""Clean-up between two tasks of a world, and the count of what they leave behind (claim 8: no cell harms the next).
+"""Clean-up: frees what a task left in a rank, and counts what it could not free (claim 8: no cell harms the next).
 
-Device meshes and Megatron's parallel state never destroy their process groups, and each keeps threads and sockets; so
-every group but WORLD goes. What still grows beyond an allowance makes the world retire.
+Device meshes and Megatron's parallel state never destroy their process groups, and each group keeps threads and
+sockets. So the clean-up destroys every group except WORLD. If the counts still grow beyond an allowance, the world is
+retired.
 
-Three things outlive a destroyed group, and were seen to harm the next task of a world: DTensor's caches answer with an
-equal mesh of an earlier task; the meshes in them hold its groups, and so their threads; and a group that gets the name
-of an earlier one finds the addresses of the earlier one in the store.
+Three things outlive a destroyed group and have harmed the next task of a world: DTensor's caches return an equal mesh
+of an earlier task; the meshes in these caches keep their groups, and thus threads, alive; and a group with the same
+name as an earlier group finds the addresses of the earlier group in the store.
 """
 
 import gc
@@ -26,32 +27,33 @@ from conformance.world.process import thread_count
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What a rank holds after a clean-up."""
+    """Numbers of process groups, open file descriptors and threads of a rank after a clean-up."""
 
     groups: int
     fds: int
     threads: int
 
 
-# Growth since the first clean-up that is not a leak yet: libraries open some things at first use (a device, a thread
-# pool, a log). Real leaks are far above it: Megatron's parallel state left 17 groups, 75 descriptors, 51 threads each.
+# Growth since the first clean-up that does not count as a leak: libraries open some resources at their first use (a
+# device, a thread pool, a log). Leaks are far larger: Megatron's parallel state left 17 groups, 75 descriptors and 51
+# threads per task.
 ALLOWANCE = Holdings(groups=0, fds=16, threads=8)
-SETTLE_S = 2.0  # the threads of a destroyed group end a little later, on a loaded machine much later
+SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end with a delay on a loaded machine
 _TICK_S = 0.01
-# A second of imports together, so they are left to those who use DTensor; for others there is no cache to clear.
+# Importing these takes a second, so they are only imported if the task has used DTensor; else no cache exists.
 _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 
 
 def freeze() -> None:
-    """Exempt what is imported by now from garbage collection: it is fast then, and forked ranks share the memory."""
+    """Exempt all current objects from garbage collection, which makes it faster and lets forked ranks share memory."""
     if _DTENSOR in sys.modules:
-        import_module(_CACHES)  # once here, or in every rank's first clean-up
+        import_module(_CACHES)  # imported here, or else in the first clean-up of every rank
     gc.collect()
     gc.freeze()
 
 
 class Cleaner:
-    """Cleans up one rank, the same number of times on all ranks of a world."""
+    """Cleans up one rank. All ranks of a world have to call ``clean_up`` equally often."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -60,7 +62,7 @@ class Cleaner:
         self._first: Holdings | None = None
 
     def clean_up(self) -> str:
-        """Free what the task left; returns what grew all the same since the first time, "" when nothing did."""
+        """Free what the task left. Returns in words what has grown since the first clean-up, or "" if nothing has."""
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         world = dist.distributed_c10d._world
@@ -78,15 +80,15 @@ class Cleaner:
         deadline = time.monotonic() + SETTLE_S
         if self._first is None:  # torch's CUDA builds start a pool of threads at the first backward, on the CPU, too
             torch.zeros(1, device=self._device, requires_grad=True).sum().backward()
-        now = _count()
+        now = _current_holdings()
         self._first = self._first or now
         while growth(self._first, now) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-            now = _count()
+            now = _current_holdings()
         return growth(self._first, now)
 
 
-def _count() -> Holdings:
+def _current_holdings() -> Holdings:
     return Holdings(
         groups=len(dist.distributed_c10d._world.pg_map),
         fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
@@ -95,7 +97,7 @@ def _count() -> Holdings:
 
 
 def growth(first: Holdings, now: Holdings) -> str:
-    """What grew beyond the allowance, for a log line; "" when nothing did."""
+    """In words, for a log line: what has grown by more than ALLOWANCE; "" if nothing has."""
     names = {"groups": "process groups", "fds": "open file descriptors", "threads": "threads"}
     return ", ".join(
         f"{text} {getattr(first, name)} -> {getattr(now, name)}"
@@ -105,9 +107,10 @@ def growth(first: Holdings, now: Holdings) -> str:
 
 
 def _forget_meshes(device: str) -> None:
-    """Take their groups from meshes of the task, and clear DTensor's caches.
+    """Remove the process groups from all meshes of the task, and clear DTensor's caches.
 
-    The caches are per thread, and backward has a thread of its own on a GPU (none on the CPU).
+    There is a cache in each thread. On a GPU, backward passes run in their own thread, so a backward pass clears that
+    cache.
     """
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()  # older meshes hold names only

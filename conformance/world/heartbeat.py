@@ -1,6 +1,6 @@
-"""Heartbeat: which phase each rank is in and since when, readable while the rank hangs (claim 8: a hang has a name).
+"""Heartbeat: the phase that each rank is in, and since when, which can be read while a rank hangs (claim 8).
 
-One slot per rank in memory shared by a world: writing costs a microsecond and needs no cooperation of the reader.
+Each rank has a slot in shared memory. Writing takes a microsecond and does not wait for a reader.
 """
 
 import mmap
@@ -19,7 +19,11 @@ _LONGEST = _SLOT - _HEAD.size
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last heartbeat. ``count`` orders ranks: all count the phases of one task alike."""
+    """A rank's last heartbeat.
+
+    phase: what the rank does. count: number of phases since the start of the task; all ranks of a task go through the
+    same phases, so a rank with a lower count is behind. time: when the phase began, in seconds of CLOCK_MONOTONIC.
+    """
 
     phase: str
     count: int
@@ -27,7 +31,7 @@ class Beat:
 
 
 class Heartbeats:
-    """The slots of one world, over a file descriptor from ``memfd_create``."""
+    """The slots of one world, in the shared memory behind a file descriptor from ``memfd_create``."""
 
     def __init__(self, fd: int, *, size: int) -> None:
         if os.fstat(fd).st_size == 0:
@@ -46,7 +50,8 @@ class Heartbeats:
         return Beat(slot[_HEAD.size : _HEAD.size + length].decode(errors="replace"), count, at)
 
     def reset(self, phase: str) -> None:
-        """Forget the last task; done by the controller, so that no stale phase can be read as the new task's."""
+        """Set all ranks to ``phase`` with count 0. The controller does this before a task, so that it never reads a
+        phase of the task before."""
         for rank in range(self._size):
             self.write(rank, phase, count=0)
 
@@ -56,7 +61,7 @@ class Heartbeats:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a task is told about its rank. ``device`` is "cpu" or "cuda:N"; ``beat`` is the function below."""
+    """What a task knows about its rank. ``device``: "cpu" or "cuda:N". ``beat``: the function of this module."""
 
     rank: int
     world_size: int
@@ -64,17 +69,17 @@ class RankContext:
     beat: Callable[[str], None]
 
 
-_own: tuple[Heartbeats, int] | None = None
+_this_rank: tuple[Heartbeats, int] | None = None
 
 
 def attach(beats: Heartbeats, rank: int) -> None:
-    """Make ``beat`` write this process's slot."""
-    global _own
-    _own = beats, rank
+    """Make ``beat`` write to the slot of ``rank``, which this process is."""
+    global _this_rank
+    _this_rank = beats, rank
 
 
 def beat(phase: str) -> None:
-    """Say what this rank does next, in a few words such as "step 1"; outside a world it does nothing."""
-    if _own is not None:
-        beats, rank = _own
+    """Record what this rank does next, in a few words such as "step 1". Does nothing in a process outside a world."""
+    if _this_rank is not None:
+        beats, rank = _this_rank
         beats.write(rank, phase, count=beats.read(rank).count + 1)

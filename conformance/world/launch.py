@@ -1,7 +1,7 @@
-"""Launch: the controller's handles of a zygote process and of the worlds that come from it.
+"""Launch: the controller's handles of a zygote process and of the worlds that it starts.
 
-Serves claim 8: however the controller ends, a zygote notices (its socket closes, the kernel signals it) and takes its
-ranks along.
+Serves claim 8: however the controller ends, its zygotes notice (their sockets close, and the kernel signals them) and
+end their ranks.
 """
 
 import contextlib
@@ -22,28 +22,28 @@ from conformance.world.process import process_state
 from conformance.world.reason import exit_words, tail
 from conformance.world.wire import MOST_FDS, Message, Wire, wire_pair
 
-START_LIMIT_S = 120.0  # to import torch and a backend on a loaded machine
+START_LIMIT_S = 120.0  # for importing torch and a backend on a loaded machine
 _ZYGOTE = "conformance.world.zygote"
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 _GONE_LIMIT_S = 2.0
 MOST_RANKS = MOST_FDS - 2  # of a world: the descriptors of all its ranks travel in one packet, with two more
-RANK_BYTES = 40 * 2**20  # what a forked rank of a tiny model has for itself; any rank needs more
+RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
 
 _world_numbers = itertools.count(1)
 
 
 class Pollable(Protocol):
-    """What can be polled."""
+    """An object with a file descriptor that can be polled."""
 
     def fileno(self) -> int: ...
 
 
 class StartError(Exception):
-    """A zygote or a world did not come up; the message is for the user."""
+    """A zygote or a world could not be started. The message is for the user."""
 
 
 def too_small(size: int, reason: str) -> StartError:
-    """Of a host that has no room for a world of ``size`` ranks."""
+    """The StartError for a host that has no room for a world of ``size`` ranks."""
     return StartError(
         f"this host cannot start {size} ranks: {reason}; use a smaller layout, or a host that allows more processes, "
         f"open files and memory"
@@ -52,7 +52,10 @@ def too_small(size: int, reason: str) -> StartError:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Live ranks, by rank number. ``statuses`` fills when ranks exit; negative: the signal that killed it."""
+    """A group of live ranks.
+
+    pids, wires: by rank. statuses: exit statuses of the ranks that have ended; -N means killed by signal N.
+    """
 
     number: int
     zygote: "ZygoteHandle"
@@ -66,12 +69,12 @@ class World:
         return len(self.pids)
 
     def is_whole(self) -> bool:
-        """Whether all ranks live, which the kernel knows before the zygote says so."""
+        """Whether all ranks are alive. Asks the kernel, because the zygote reports deaths with a delay."""
         self.zygote.receive()
         return self.zygote.is_alive and all(process_state(pid) not in ("", "Z") for pid in self.pids)
 
     def bury(self) -> list[int]:
-        """End and reap all processes of the world; returns those that could not be ended."""
+        """End and reap all processes of the world. Returns the pids of those that could not be ended."""
         left = self.zygote.bury(self)
         for wire in self.wires:
             wire.close()
@@ -80,10 +83,10 @@ class World:
 
 
 class ZygoteHandle:
-    """A running zygote. Belongs to the thread that makes it: the kernel ends the zygote with that thread."""
+    """A running zygote. The thread that creates it has to stay alive: the kernel ends the zygote with this thread."""
 
     def __init__(self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path) -> None:
-        self._log = log  # of this zygote alone: it is deleted at the end when nothing was written
+        self._log = log  # used by this zygote only; deleted at the end if it is empty
         self._worlds: dict[int, World] = {}
         self.is_alive = True
         self._control, theirs = wire_pair()
@@ -111,12 +114,12 @@ class ZygoteHandle:
         return self._control.fileno()
 
     def receive(self) -> None:
-        """Take in the news that is there; does not wait."""
-        while self._take(limit_s=0.0) is not None:
+        """Process all messages that have arrived; does not wait."""
+        while self._next_message(limit_s=0.0) is not None:
             pass
 
     def wait_until_ready(self) -> None:
-        """Wait for the zygote's imports. Raises StartError, and ends the zygote, if one of them fails."""
+        """Wait until the zygote has imported its modules. If an import fails, ends the zygote and raises StartError."""
         if self._is_ready:
             return
         try:
@@ -129,9 +132,9 @@ class ZygoteHandle:
         self._is_ready = True
 
     def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
-        """Start the ranks of a world; they join each other in their first task.
+        """Start the ranks of a world. They initialise torch.distributed in their first task.
 
-        Raises StartError, also for more ranks than the host has room for.
+        Raises StartError, also if the host has no room for so many ranks.
         """
         check_host(size, memory=available_memory())
         self.wait_until_ready()
@@ -170,7 +173,7 @@ class ZygoteHandle:
         return world
 
     def bury(self, world: World) -> list[int]:
-        """End a world's processes; when the zygote is dead, the kernel is ending them."""
+        """End a world's processes; returns the pids that are left. If the zygote is dead, the kernel ends them."""
         del self._worlds[world.number]
         if self.is_alive:
             self._control.send({"do": "bury", "world": world.number})
@@ -189,7 +192,7 @@ class ZygoteHandle:
         """End the zygote with all its ranks; returns its exit status."""
         self.is_alive = False
         self._control.close()
-        if not self._is_ready:  # it reads its end of the socket after its imports only
+        if not self._is_ready:  # it does not read its socket before its imports are done
             self._process.terminate()
         try:
             self._process.wait(timeout=_ANSWER_LIMIT_S)
@@ -202,7 +205,7 @@ class ZygoteHandle:
 
     def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
-        while (message := self._take(limit_s=deadline - time.monotonic())) is not None:
+        while (message := self._next_message(limit_s=deadline - time.monotonic())) is not None:
             if message["type"] == kind and message.get("world") == world:
                 return message
         died = not self.is_alive
@@ -210,8 +213,8 @@ class ZygoteHandle:
         what = exit_words(status) if died else f"did not answer within {limit_s:.0f} s"
         raise StartError(f"the process that ranks are forked from {what}; end of {self._log.name}:\n{tail(self._log)}")
 
-    def _take(self, *, limit_s: float) -> Message | None:
-        """The next message, waited for at most ``limit_s``; None when there is none or the zygote is dead."""
+    def _next_message(self, *, limit_s: float) -> Message | None:
+        """Wait at most ``limit_s`` for the next message; None if there is none or the zygote is dead."""
         if not self.is_alive or not readable([self], limit_s=limit_s):
             return None
         message, _ = self._control.receive()
@@ -223,7 +226,7 @@ class ZygoteHandle:
 
 
 def check_host(size: int, *, memory: int) -> None:
-    """Raises StartError where so many ranks cannot live on a host with so many bytes of free memory."""
+    """Raises StartError if a host with ``memory`` bytes of free memory has no room for ``size`` ranks."""
     if size > MOST_RANKS:
         raise too_small(size, f"one host starts at most {MOST_RANKS}")
     if size * RANK_BYTES > memory:
@@ -232,13 +235,13 @@ def check_host(size: int, *, memory: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping, as the kernel estimates them."""
+    """Bytes of memory that are available without swapping, by the kernel's estimate (MemAvailable)."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
-    """Descriptors of ``sources`` that have something to read or are closed, waited for at most ``limit_s``."""
+    """Wait at most ``limit_s``; returns the descriptors of those ``sources`` that can be read or are closed."""
     poll = select.poll()
     for source in sources:
         poll.register(source.fileno(), select.POLLIN)
@@ -246,7 +249,7 @@ def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
 
 
 def _free_port() -> int:
-    """A port for MASTER_PORT; the world itself needs none."""
+    """A free port for MASTER_PORT, which frameworks may read; the world itself does not use it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,8 @@
-"""Pool: runs tasks in live worlds, and keeps the worlds that end them well. What the rest of the suite uses.
+"""Pool: runs tasks in live worlds, and keeps worlds whose tasks ended well. The interface for the rest of the suite.
 
-Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task suffers from the one before.
-Why a world was retired goes to the logger ``conformance.world.pool``, which no command of the suite configures: an
-outcome says what its user needs, and the log is for whoever wonders why a run is slow.
+Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task is harmed by the one before. The
+reasons for which worlds were retired go to the logger ``conformance.world.pool``, which no command of the suite
+configures; they help to find out why a run is slow.
 """
 
 import contextlib
@@ -31,14 +31,15 @@ _zygote_numbers = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
-    """A world's shape.
+    """The configuration of a world.
 
-    preload: modules to import before the first task, such as the adapter's; on the CPU once for all worlds of a pool
-        that preload the same.
-    memory_limit_bytes: address space per rank beyond what is mapped when it starts (CPU only). Address space is more
-        than memory: each thread reserves some tens of MiB of it.
+    size: number of ranks. device: ``cpu``, or ``cuda`` with one GPU per rank.
+    preload: modules to import before the first task, such as the adapter's. On the CPU they are imported once for all
+        worlds of a pool with the same ``preload``.
+    memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
+        Address space is more than memory: each thread reserves some tens of MiB of it.
 
-    Raises ValueError.
+    Raises ValueError for a size below 1, and for a memory limit with ``cuda``.
     """
 
     size: int
@@ -59,9 +60,10 @@ class WorldConfig:
 class Outcome:
     """How a task ended.
 
-    ``results`` are the ranks' JSON values if it is done; else ``reason`` tells the user why it is not, and ``rank`` is
-    the one that caused it, if it is one. ``seconds`` include starting the world. ``used``: the ranks had run another
-    task before.
+    results: if the task is done, the JSON value that each rank returned, by rank.
+    reason, kind, rank: if it failed, the reason for the user, its kind, and the rank that caused it; ``rank`` is None
+        if no single rank did.
+    seconds: wall time, including the start of the world. used: whether the ranks had run another task before.
     """
 
     state: Literal["done", "failed"]
@@ -74,10 +76,10 @@ class Outcome:
 
 
 class Pool:
-    """Keeps one live world per key (a backend) and config; belongs to the thread that makes it.
+    """Keeps one live world per key (a backend) and config. Use it in a ``with`` statement, in the thread that made it.
 
-    A world is retired after any task that fails or leaks; the next task of its kind gets a fresh one. Use it in a
-    ``with`` statement. If the process dies instead, its worlds die with it.
+    A world is retired after a task that fails or leaks; the next task with the same key and config gets a new world. If
+    this process dies, its worlds die with it.
     """
 
     def __init__(self, *, work_dir: Path) -> None:
@@ -96,8 +98,8 @@ class Pool:
         self.close()
 
     def prepare(self, config: WorldConfig) -> None:
-        """Begin to import what a world of this config preloads, beside whatever runs meanwhile; does not wait."""
-        with contextlib.suppress(OSError):  # the task that wants it will say so
+        """Start to import the modules that a world of this config preloads, in the background; does not wait."""
+        with contextlib.suppress(OSError):  # the next task with this config will report the error
             self._zygote(config)
 
     def run(
@@ -113,13 +115,13 @@ class Pool:
     ) -> Outcome:
         """Call ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
 
-        ``fresh``: the task runs in processes that have never seen another task, such as the part of a cell that
-        resumes from a checkpoint, which must find there all that it needs. The live world of this key and config is
-        retired before. The fresh one is kept for the next task, as any other.
+        ``fresh``: run the task in new processes, for example the part of a cell that resumes from a checkpoint and must
+        find everything there. The live world of this key and config is retired before. The new world is kept for the
+        next task, as any other.
 
-        ``log_dir`` gets rank-N.log and, if a rank had to be asked where it is, rank-N.stacks. Whatever the task does,
-        this returns within the budget and a few seconds; starting the world comes on top. Raises ValueError for a
-        wrong call.
+        ``log_dir`` gets rank-N.log and, if a rank was asked for its stacks, rank-N.stacks. Whatever the task does, this
+        returns within ``budget_s`` and a few seconds, in addition to the time for starting the world. Raises ValueError
+        for a malformed task, for ``kwargs`` that are not JSON values, and for more ranks than GPUs.
         """
         _check_call(config, task, kwargs)
         log_dir = log_dir.resolve()
@@ -146,7 +148,7 @@ class Pool:
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
 
     def close(self) -> None:
-        """End all processes; nothing is left of the pool but its logs."""
+        """End all processes of the pool. Only the logs remain."""
         while self._worlds:
             _, world = self._worlds.popitem()
             world.bury()
@@ -155,7 +157,7 @@ class Pool:
             zygote.close()
 
     def _world(self, key: str, config: WorldConfig) -> World:
-        """The live world of this kind, or a fresh one. Raises StartError."""
+        """The live world of this key and config, or a new one. Raises StartError."""
         world = self._worlds.get((key, config))
         if world is not None and not world.is_whole():
             self._retire(key, config, why="a rank died while it was idle")
@@ -175,7 +177,7 @@ class Pool:
         return world
 
     def _zygote(self, config: WorldConfig) -> ZygoteHandle:
-        """The live zygote that imports just what this world preloads, or a new one."""
+        """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
         ranks: _RanksAre = "forked" if config.device == "cpu" else "started"
         preload = config.preload if ranks == "forked" else ()  # ranks that are started import for themselves
         zygote = self._zygotes.get((ranks, preload))
@@ -198,7 +200,7 @@ def _failed(reason: str, *, kind: FailureKind, rank: int | None, began: float, u
 
 
 def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError with what to change."""
+    """Raises ValueError, which says what to change, for a wrong call of ``Pool.run``."""
     if not re.fullmatch(r"[\w.]+:\w+", task):
         raise ValueError(f"task {task!r} is not of the form package.module:function")
     try:

@@ -1,4 +1,4 @@
-"""What Linux knows of processes and Python does not wrap; "no process is left behind" (claim 8) rests on it."""
+"""Process: Linux functions for processes that Python does not have, so that no process is left behind (claim 8)."""
 
 import contextlib
 import ctypes
@@ -10,19 +10,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_at_death_of(parent: int, number: int) -> None:
-    """Ask the kernel for a signal when ``parent`` dies; exits at once if it has died already."""
+    """Ask the kernel to send signal ``number`` to this process when ``parent`` dies. Exits if it is dead already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of grandchildren that lose theirs, so that they can be reaped here."""
+    """Become the parent of descendants whose parent dies, so that this process can reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def process_state(pid: int) -> str:
-    """The kernel's one-letter state (R, S, D, T: stopped, Z: zombie), or "" when there is no such process."""
+    """The kernel's one-letter state (R, S, D, T: stopped, Z: zombie), or "" if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -31,18 +31,18 @@ def process_state(pid: int) -> str:
 
 
 def children() -> list[int]:
-    """Children of this (single-threaded) process, zombies included."""
+    """The pids of the children of this (single-threaded) process, zombies included."""
     pid = os.getpid()
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def thread_count() -> int:
-    """Threads of this process, those that Python does not know included."""
+    """The number of threads of this process, including threads that Python did not start."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Signal a whole process group; False when it has no member left."""
+    """Send a signal to a process group. Returns False if the group has no member left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -51,7 +51,7 @@ def signal_group(group: int, number: int) -> bool:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Signal a process that may be gone."""
+    """Send a signal to a process, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

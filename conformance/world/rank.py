@@ -1,8 +1,8 @@
-"""Rank: joins its process group once, then runs the tasks that the controller sends, until the controller closes.
+"""Rank: joins its process group once, then runs the tasks that the controller sends, until it closes the socket.
 
-On the CPU a zygote forks it; on GPUs it is started afresh, because CUDA does not survive a fork:
-``python -m conformance.world.rank SPEC``. Serves claim 8: everything that a task says goes to its own log, its stacks
-can be asked for while it hangs, and its end, whatever it is, is reported.
+On the CPU, a zygote forks the rank. For GPUs, and for backends whose import starts a thread, the rank is started with
+``python -m conformance.world.rank SPEC``, because CUDA and threads do not survive a fork. Serves claim 8: the output of
+a task goes to its own log, its stacks can be requested while it hangs, and however it ends, the end is reported.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from conformance.world.cleanup import Cleaner, freeze
 from conformance.world.heartbeat import Heartbeats, RankContext, beat
 from conformance.world.wire import Message, Wire
 
-# The watchdog ends a hang, with stacks; a collective that timed out first would hide which rank it waited for.
+# The watchdog ends a task that hangs, and shows stacks. A timeout of the collective would hide which rank it waits for.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """All that a rank needs to begin; plain JSON values. The three descriptors are inherited."""
+    """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited."""
 
     rank: int
     size: int
@@ -50,8 +50,11 @@ class RankSpec:
 
 
 def serve(spec: RankSpec) -> None:
-    """Run tasks until the controller closes the socket. It sends a task, then, when all ranks did it, asks to clean up:
-    a rank that destroyed a group too early would cut off peers that still use it."""
+    """Run tasks until the controller closes the socket.
+
+    The controller first sends a task, and asks for the clean-up when all ranks have done it. A rank that destroyed a
+    process group earlier would disconnect peers that still use the group.
+    """
     _limit_memory(spec.memory_limit_bytes)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # between tasks there is no file for stacks
     heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.size), spec.rank)
@@ -92,7 +95,7 @@ def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire
 
 
 def _join(spec: RankSpec) -> None:
-    """Initialise torch.distributed, and tell trainers that read the environment what torchrun would tell them."""
+    """Initialise torch.distributed, and set the environment variables that torchrun sets."""
     os.environ.update(
         RANK=str(spec.rank),
         LOCAL_RANK=str(spec.rank),
@@ -156,7 +159,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _limit_memory(limit: int | None) -> None:
-    """Allow ``limit`` bytes of address space beyond what is mapped now; None: as much as the suite itself has."""
+    """Limit the address space to ``limit`` bytes more than what is mapped now. None: to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     soft = most
     if limit is not None:

@@ -1,6 +1,6 @@
-"""Reason: the words in which a failed task is told to its user (claim 8): which rank, what, when, and where to look.
+"""Reason: the text that explains a failed task to the user (claim 8): which rank, what, when, and where to look.
 
-First the cause, in one line that stands alone; then the other ranks; then the end of the log.
+The first line states the cause and can stand alone. The other ranks and the end of the log follow.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Literal
 FailureKind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory"]
 
 _TAIL_LINES = 20
-# How an error reads on a rank whose peer has gone (gloo, NCCL): the peer is the cause, not this rank.
+# Messages of gloo and NCCL on a rank whose peer has died: the peer is the cause, not this rank.
 _ECHOES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -26,9 +26,9 @@ _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What went wrong, and on which rank; None: on no single one.
+    """What went wrong, and on which rank (None: not on a single one).
 
-    ``what`` is a sentence such as "rank 1 raised", ``detail`` what else is known, in one line.
+    what: a sentence such as "rank 1 raised". phase: what the rank was doing. detail: more information in one line.
     """
 
     rank: int | None
@@ -45,9 +45,11 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others: one of no single rank, else the first that is no echo of a lost peer.
+    """The failure that explains the others: one that concerns no single rank, or else the first that is not merely the
+    report of a lost peer.
 
-    A death outranks an exception seen just before it: a dying rank's peers may hear of it before the controller does.
+    The death of a rank comes before an exception, even if the exception was seen earlier, because peers may notice the
+    death before the controller does.
     """
 
     def order(failure: Failure) -> tuple[bool, bool, bool]:
@@ -58,7 +60,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def exit_words(status: int) -> str:
-    """Say how a process ended; a negative status is the signal that killed it."""
+    """How a process ended, in words; status -N means killed by signal N."""
     if status >= 0:
         return f"exited with status {status}"
     name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
@@ -66,7 +68,7 @@ def exit_words(status: int) -> str:
 
 
 def tail(file: Path) -> str:
-    """The last lines of a log, indented; says so when there is nothing."""
+    """The last lines of a log, indented; ``(empty)`` if there are none."""
     try:
         lines = file.read_bytes()[-16384:].decode(errors="replace").splitlines()[-_TAIL_LINES:]
     except FileNotFoundError:
@@ -80,16 +82,16 @@ def indent(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where a rank's main thread is, out of its stacks file."""
+    """Where a rank's main thread is, from its stacks file."""
 
     text: str
     in_collective: bool
 
 
 def is_whole(stacks: Path) -> bool:
-    """Whether faulthandler has written to the end: the main thread comes last, its outermost frame (or "...") too.
+    """Whether faulthandler has finished writing: the file ends with the outermost frame of the main thread, or "...".
 
-    A rank is started by ``python -m``, so that frame is runpy's.
+    A rank is started by ``python -m``, so this outermost frame belongs to runpy.
     """
     try:
         text = stacks.read_text(errors="replace")
@@ -99,7 +101,7 @@ def is_whole(stacks: Path) -> bool:
 
 
 def read_location(stacks: Path) -> Location | None:
-    """Read what faulthandler wrote; None when the rank wrote nothing (it is dead, or stuck in the kernel)."""
+    """Read a stacks file of faulthandler; None if the rank wrote nothing (it is dead, or hangs in the kernel)."""
     try:
         main_thread = stacks.read_text(errors="replace").rstrip().rpartition("\n\n")[2]
     except FileNotFoundError:
@@ -108,7 +110,7 @@ def read_location(stacks: Path) -> Location | None:
     if not frames:
         return None
     in_collective = any(Path(file).name in _COLLECTIVES for file, _, _ in frames[:3])
-    # torch's own frames say little; the line of the backend that called it does.
+    # Frames inside torch say little, so the innermost frame outside torch is shown.
     file, line, function = next((f for f in frames if "/torch/" not in f[0]), frames[0])
     where = f"{function} ({Path(file).name}:{line})"
     return Location(

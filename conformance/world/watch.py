@@ -1,8 +1,8 @@
-"""Watch: one task on one world, from its start to its end, whatever that end is (claim 8).
+"""Watch: runs one task on one world and watches it until it ends, in whatever way (claim 8).
 
-One loop over the sockets of the ranks and of the zygote. A death, an exception or a stop ends the task at once, after a
-short grace in which the other ranks may still say what they saw, so that the first cause is named and not its echo.
-Only a hang takes the whole budget.
+A single loop reads the sockets of the ranks and of the zygote. If a rank dies, raises or is stopped, the task ends
+after a short grace period, in which the other ranks can still report, so that the first cause is named and not one of
+its consequences. Only a task that hangs takes the whole budget.
 """
 
 import signal
@@ -27,14 +27,14 @@ from conformance.world.reason import (
 from conformance.world.wire import Garbage, Message
 
 GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
-_CUT_GRACE_S = 0.5  # for the zygote to say how a rank died whose socket has closed
+_CUT_GRACE_S = 0.5  # for the zygote to report how a rank died, after the rank's socket has closed
 _STACKS_LIMIT_S = 1.0
 _STACKS_TICK_S = 0.02
 _TICK_S = 0.25
 
 
 class TaskFailed(Exception):
-    """A task did not end well on all ranks; ``cause`` is the first failure, the message the whole reason."""
+    """A task failed on a rank. ``cause`` is the first failure; the message is the whole text of the reason."""
 
     def __init__(self, cause: Failure, reason: str) -> None:
         super().__init__(reason)
@@ -44,9 +44,9 @@ class TaskFailed(Exception):
 def run_task(
     world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float
 ) -> tuple[list[Any], str]:
-    """Run a task on all ranks; returns each rank's result, and what leaked ("" when nothing did).
+    """Run a task on all ranks. Returns the results by rank, and in words what leaked ("" if nothing did).
 
-    The budget begins when all ranks are there, and covers the clean-up. Raises TaskFailed.
+    The budget starts when all ranks have started the task, and includes the clean-up. Raises TaskFailed.
     """
     watch = _Watch(world, log_dir)
     world.beats.reset("start")
@@ -76,21 +76,21 @@ class _Watch:
         """Wait until every rank has sent a message of this kind; raises TaskFailed."""
         deadline = since + limit_s
         while not all(self._inbox):
-            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
             if self._failures:
-                self._hear_the_others()
+                self._collect_other_failures()
                 self._fail(first_cause(list(self._failures.values())), self._stacks())
             if not all(self._inbox) and time.monotonic() > deadline:
                 self._hang(limit_s)
         messages = [inbox.popleft() for inbox in self._inbox]
         for rank, message in enumerate(messages):
             if message.get("type") != kind:
-                self._note(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
+                self._record_failure(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
                 self._fail(self._failures[rank], self._stacks())
         return messages
 
-    def _look(self, *, limit_s: float) -> None:
-        """Wait for news, and turn bad news into failures."""
+    def _poll(self, *, limit_s: float) -> None:
+        """Wait at most ``limit_s`` for messages, and record failures: exceptions, deaths, stopped ranks."""
         world = self._world
         ready = readable([world.zygote, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
         for rank in sorted(self._open):
@@ -102,25 +102,25 @@ class _Watch:
             what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
             self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
         for rank, status in world.statuses.items():
-            self._note(rank, "killed" if status < 0 else "exited", exit_words(status))
+            self._record_failure(rank, "killed" if status < 0 else "exited", exit_words(status))
         now = time.monotonic()
         for rank in range(world.size):
             if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
-                self._note(rank, "exited", "closed its connection to the controller")
+                self._record_failure(rank, "exited", "closed its connection to the controller")
             if process_state(world.pids[rank]) != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
-                self._note(rank, "stopped", "was stopped (SIGSTOP, or job control)")
+                self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
 
     def _read(self, rank: int) -> None:
-        """Take in all that the rank has sent by now: the last of it may explain its death."""
+        """Read all messages that the rank has sent, because the last one may explain its death."""
         wire = self._world.wires[rank]
         while rank in self._open and readable([wire], limit_s=0.0):
             try:
                 message, _ = wire.receive()
             except Garbage as garbage:
                 self._open.discard(rank)
-                self._note(rank, "exited", "sent garbage to the controller", detail=str(garbage))
+                self._record_failure(rank, "exited", "sent garbage to the controller", detail=str(garbage))
                 return
             if message is None:
                 self._open.discard(rank)
@@ -128,31 +128,34 @@ class _Watch:
             elif message.get("type") == "raised":
                 kind: FailureKind = "out of memory" if message["out_of_memory"] else "raised"
                 what = "ran out of memory" if message["out_of_memory"] else "raised"
-                self._note(rank, kind, what, detail=message["error"], traceback=message["traceback"])
+                self._record_failure(rank, kind, what, detail=message["error"], traceback=message["traceback"])
             else:
                 self._inbox[rank].append(message)
 
-    def _note(self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = "") -> None:
-        """Note a rank's first failure; what follows on the same rank is its consequence."""
+    def _record_failure(
+        self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = ""
+    ) -> None:
+        """Record a rank's first failure; later failures of the same rank are consequences and are ignored."""
         phase = self._world.beats.read(rank).phase
         what = f"rank {rank} {what}"
         failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
         self._failures.setdefault(rank, failure)
 
-    def _hear_the_others(self) -> None:
+    def _collect_other_failures(self) -> None:
         deadline = time.monotonic() + GRACE_S
-        while self._unheard() and None not in self._failures and time.monotonic() < deadline:
-            self._look(limit_s=min(_TICK_S, deadline - time.monotonic()))
+        while self._ranks_without_report() and None not in self._failures and time.monotonic() < deadline:
+            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
 
-    def _unheard(self) -> list[int]:
-        """Ranks that have neither done their work nor failed; that they started says nothing."""
+    def _ranks_without_report(self) -> list[int]:
+        """The ranks that have neither finished nor failed. A message that a rank has started does not count."""
         at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
         return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
 
     def _hang(self, limit_s: float) -> NoReturn:
-        """Name the ranks that lag behind: the fewest heartbeats, then those that are not waiting for others."""
+        """Raise TaskFailed for a hang. The suspects are the ranks with the fewest heartbeats and, if there are any,
+        only those of them that are not inside a collective."""
         locations = self._stacks()
-        late = self._unheard()
+        late = self._ranks_without_report()
         fewest = min(self._world.beats.read(rank).count for rank in late)
         suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
         if outside := [rank for rank in suspects if rank in locations and not locations[rank].in_collective]:
@@ -168,9 +171,9 @@ class _Watch:
         self._fail(cause, locations)
 
     def _stacks(self) -> dict[int, Location]:
-        """Have the ranks that still run write their stacks; returns where they are."""
+        """Make the ranks that still run write their stacks; returns their locations by rank."""
         ranks = [
-            *self._unheard(),
+            *self._ranks_without_report(),
             *(rank for rank, f in self._failures.items() if rank is not None and f.kind == "stopped"),
         ]
         files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
@@ -186,7 +189,7 @@ class _Watch:
         return {rank: location for rank, file in files.items() if (location := read_location(file))}
 
     def _fail(self, cause: Failure, locations: dict[int, Location]) -> NoReturn:
-        """Put the reason into words: the cause, the other ranks, where to look, the end of the log."""
+        """Raise TaskFailed with the text: the cause, the other ranks, the names of logs, the end of the log."""
         lines = [str(cause)]
         now = time.monotonic()
         for rank in range(self._world.size):

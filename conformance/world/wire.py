@@ -1,8 +1,8 @@
-"""Wire: JSON messages between the controller, its zygotes and their ranks, over socket pairs (claim 8: no lost news).
+"""Wire: JSON messages between the controller, its zygotes and their ranks, over socket pairs (claim 8).
 
-Each message is one packet, and the kernel hands packets on whole: a message that cannot be sent in time is not sent at
-all, and none is ever read half. A message that is too long for a packet travels in an anonymous file in memory, whose
-descriptor the packet carries. Nothing has a name on disk, so nothing is left there when a process is killed.
+Each message is one packet, and the kernel delivers packets as a whole: a message that cannot be sent in time is not
+sent at all, and no message is read in part. A message that is too long for a packet is written to an anonymous file in
+memory, whose descriptor is sent instead. Nothing has a name on disk, so nothing is left there if a process is killed.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any
 Message = dict[str, Any]
 
 _LONGEST_PACKET = 1 << 16  # the kernel refuses more than the socket's send buffer, some 200 KiB
-_LONGEST_MESSAGE = 1 << 28  # a result larger than this belongs into a file
-_IN_FILE = b"in the last descriptor"  # sent for a message that travels in a file
+_LONGEST_MESSAGE = 1 << 28  # larger results have to be written to a file
+_IN_FILE = b"in the last descriptor"  # sent instead of a message that is in a file
 MOST_FDS = 250  # the kernel's limit per packet is 253
 _SEND_LIMIT_S = 5.0
 
@@ -37,7 +37,7 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
-        """Send, or drop the message when the other side is gone or does not read: whoever watches it finds out why."""
+        """Send a message. It is dropped if the other process has died or does not read; the watchdog detects both."""
         data = json.dumps(message).encode()
         with contextlib.ExitStack() as stack:
             if len(data) > _LONGEST_PACKET:
@@ -51,7 +51,7 @@ class Wire:
             self._socket.settimeout(None)
 
     def receive(self) -> tuple[Message | None, list[int]]:
-        """Wait for a message and its file descriptors; None when the other side has closed. Raises Garbage."""
+        """Wait for a message and its file descriptors; the message is None if the other end closed. Raises Garbage."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, MOST_FDS)
         except ConnectionResetError:
@@ -71,10 +71,10 @@ class Wire:
 
 
 def wire_pair() -> tuple[Wire, socket.socket]:
-    """A wire, and the other end for another process, which makes a Wire of the descriptor that it inherits.
+    """A Wire, and the socket for the other process, which makes its own Wire from the inherited descriptor.
 
-    Both avoid descriptors 0, 1 and 2, which a caller that closed its stdin leaves free: a child would find its own
-    stdin there instead.
+    Both descriptors are above 2. If the caller has closed its stdin, 0 is free; a socket with this number would be
+    replaced by the child's own stdin.
     """
     ends = []
     for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):

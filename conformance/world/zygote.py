@@ -1,9 +1,10 @@
-"""Zygote: imports once what its ranks need, then forks ranks on request, reports their deaths and reaps them.
+"""Zygote: imports the modules that its ranks need once, then forks ranks on request, reports deaths and reaps ranks.
 
-``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, one for all worlds that preload
-the same modules. It never runs a task and stays single-threaded, because threads do not survive a fork. Where ranks are
-to be started (GPUs, or a backend whose import starts a thread), it imports nothing.
-Serves claim 8: it is the parent of every rank, so that no rank can die unseen, and none can outlive it.
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``; there is one zygote for all
+worlds that preload the same modules. It never runs a task and stays single-threaded, because threads do not survive a
+fork. If its ranks have to be started instead of forked (GPUs, or a backend whose import starts a thread), it imports
+nothing.
+Serves claim 8: it is the parent of every rank, so it notices the death of every rank, and no rank outlives it.
 """
 
 import contextlib
@@ -28,16 +29,16 @@ from conformance.world.process import (
 )
 from conformance.world.wire import Message, Wire
 
-TERM_GRACE_S = 0.5  # for a task's own SIGTERM handler
-KILL_LIMIT_S = 5.0  # a process that is still there then sits in the kernel: a driver, a network file system
+TERM_GRACE_S = 0.5  # for a SIGTERM handler of the task
+KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in a driver or a network file system
 _TICK_S = 0.002
 
 
 class Zygote:
-    """Forks, reports and buries ranks.
+    """Forks ranks, reports their deaths, and ends and reaps them.
 
-    A rank leads a process group of its own. It is reaped with its world and not before: until then its pid, and with it
-    the group's name, cannot come to mean somebody else's process.
+    Each rank leads its own process group. A dead rank is reaped only together with its world, because its pid, which is
+    also the id of the group, could otherwise be reused by another process.
     """
 
     def __init__(self, control: Wire, *, forks: bool) -> None:
@@ -53,7 +54,7 @@ class Zygote:
             signal.signal(number, lambda *_: None)
 
     def serve(self) -> None:
-        """Do what the controller asks until it closes, however it ends; then leave no process behind."""
+        """Serve the controller's requests until it closes the socket or dies; then end all processes."""
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(self._wakeup[0].fileno(), select.POLLIN)
@@ -101,7 +102,7 @@ class Zygote:
         self._control.send({"type": "started", "world": message["world"], "pids": pids, "error": failure})
 
     def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Go on as a rank, in the child of a fork; nothing here may return into the zygote's own loop."""
+        """Continue as a rank, in the child of a fork. This must never return into the loop of the zygote."""
         status = 1
         try:
             signal_at_death_of(zygote, signal.SIGKILL)
@@ -110,7 +111,7 @@ class Zygote:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             own = (spec["socket_fd"], spec["beats_fd"], spec["store_fd"])
-            # A copy of a sibling's socket would hide the sibling's end from the controller.
+            # If this rank kept a copy of a sibling's socket, the controller would not notice the sibling's death.
             for fd in (self._control.fileno(), *(end.fileno() for end in self._wakeup), *(set(fds) - set(own))):
                 os.close(fd)
             if self._forks:
@@ -140,7 +141,7 @@ class Zygote:
             os.waitpid(pid, os.WNOHANG)
 
     def _bury(self, world: int) -> list[int]:
-        """End a world's ranks and whatever they started; returns the process groups that could not be ended."""
+        """End a world's ranks and the processes that they started. Returns the process groups that are still alive."""
         groups = self._pids[world]
         for group in groups:
             signal_group(group, signal.SIGTERM)
@@ -150,7 +151,7 @@ class Zygote:
             time.sleep(_TICK_S)
         for group in groups:
             signal_group(group, signal.SIGKILL)
-        del self._pids[world]  # from here its ranks are orphans like the processes that they started
+        del self._pids[world]  # from now on its ranks are reaped as orphans, like the processes that they started
         self._reported.difference_update(groups)
         deadline = time.monotonic() + KILL_LIMIT_S
         left = groups
@@ -162,7 +163,7 @@ class Zygote:
 
 
 def _exit_status(pid: int) -> int | None:
-    """The status of a dead child, which stays a zombie; negative: the signal that killed it. None while it lives."""
+    """The exit status of a dead child, which stays a zombie; -N: killed by signal N. None while the child lives."""
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
         return None
@@ -170,13 +171,13 @@ def _exit_status(pid: int) -> int | None:
 
 
 def _lead_group(pid: int) -> None:
-    """Give a rank its own process group; parent and child both do it, so that neither has to wait for the other."""
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # it has called exec, or is dead: it did it itself
+    """Give a rank its own process group. Parent and child both do this, so that neither has to wait for the other."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the rank has called exec already, or is dead
         os.setpgid(pid, pid)
 
 
 def _import(modules: list[str]) -> str:
-    """Import all that ranks share, as long as no thread is running; returns the module that started one, or ""."""
+    """Import modules until one of them starts a thread. Returns the name of this module, or ""."""
     for module in modules:
         import_module(module)
         if thread_count() > 1:
@@ -198,7 +199,7 @@ def main() -> None:
             control.send({"type": "ready", "error": error})
             return
         if culprit:
-            # Threads do not survive a fork, but exec gets rid of them. Slower: every rank will import for itself.
+            # Threads do not survive a fork, and exec ends them. This is slower, because every rank imports for itself.
             print(f"importing {culprit} starts a thread, so ranks are started afresh instead of forked", flush=True)
             os.set_inheritable(int(control_fd), True)
             os.execv(sys.executable, [sys.executable, "-P", "-m", __spec__.name, control_fd, parent, "started"])

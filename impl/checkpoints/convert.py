@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from conformance.inputs.folder import CONFIG, check_folder
+from conformance.inputs.folder import CONFIG, check_model_folder
 from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.validation import UsageError
@@ -39,7 +39,7 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
     if to == "hf" and model is None:
         raise UsageError("a Hugging Face folder needs configuration and tokenizer: add --model with the original one")
     if model is not None:
-        check_folder(model)
+        check_model_folder(model)
     with _opened(source, model, beside=target) as found:
         checkpoint = _without_second_head(found)
         _check_state(checkpoint, source)

@@ -103,7 +103,7 @@ function stages(cell) {
       "tr",
       { class: [q.ratio > 1 && "over", stage === cell.first?.stage && "origin"].filter(Boolean).join(" ") },
       [name, make("td.scale", make("span.track", fill)), make("td", make("b", ratio(q.ratio)))],
-      [make("td.wide", number(q.observed)), make("td.wide", number(q.allowed)), make("td.name.left.wide", place(q))],
+      [make("td.wide", number(q.observed)), make("td.wide", number(q.allowed)), make("td.name.left.wide", tensorAtStep(q))],
     );
   });
   const title = ["Stages, in causal order ", make("small", "worst observed / allowed of each, log scale")];

@@ -29,7 +29,7 @@ function heatMap(cell, stage) {
   const square = (q) => {
     if (!q) return make("td");
     const text = wide ? ratio(q.ratio) : q.ratio > 1 ? "×" : "";
-    const tip = `${place(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
+    const tip = `${tensorAtStep(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
     return make(`td.${shade(q.ratio, shades)}`, { "data-tip": tip }, text);
   };
   const body = [...rows.keys()]

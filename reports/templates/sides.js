@@ -38,7 +38,7 @@ function members(group, states, shades) {
 
 function againstOracle(q) {
   if (!q) return make("small", "none");
-  const tip = `${place(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
+  const tip = `${tensorAtStep(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
   return make("span", { "data-tip": tip }, number(q.observed), " ", judgedRatio(q));
 }
 
@@ -51,7 +51,7 @@ function pairSquares(group, shades) {
     const found = (columns ?? []).map(difference).filter((q) => q);
     if (!found.length) continue;
     const largest = Math.max(...found.map((q) => (Number.isNaN(q.observed) ? Infinity : q.observed)));
-    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of what the two may show\n  ${place(q)}`);
+    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of what the two may show\n  ${tensorAtStep(q)}`);
     const names = [a, b].map((i) => `${group.members[i].backend} ${group.members[i].layout}`).join(" and ");
     const colour = shade(Math.max(...found.map((q) => q.ratio)), shades);
     const text = number(Number(largest.toPrecision(1)));
@@ -65,7 +65,7 @@ function between(group) {
   if (!group.between.length) return null;
   const rows = group.between.map(([names, count, pair, values]) => {
     const q = difference(values);
-    const at = make("td.left", { title: place(q) }, q.stage);
+    const at = make("td.left", { title: tensorAtStep(q) }, q.stage);
     return [make("td.left", names), count, make("td.left", pair), at, ...apart(q)];
   });
   const heads = ["between", "pairs", left("furthest apart"), left("in"), "difference", "allowed", "ratio"];
@@ -76,7 +76,7 @@ function outside(group) {
   if (!group.outside.length) return null;
   const rows = group.outside.map(([pair, values]) => {
     const q = difference(values);
-    return [make("td.left", pair), make("td.left", q.stage), make("td.name", place(q)), ...apart(q)];
+    return [make("td.left", pair), make("td.left", q.stage), make("td.name", tensorAtStep(q)), ...apart(q)];
   });
   const heads = ["pair", left("in"), left("at"), "difference", "allowed", "ratio"];
   return make(

@@ -21,7 +21,7 @@ function ratio(value) {
 
 const plural = (count, word) => (count === 1 ? `${count} ${word}` : `${count} ${word}s`);
 const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
-const place = (q) => `${q.tensor}, ${when(q.step)}`;
+const tensorAtStep = (q) => `${q.tensor}, ${when(q.step)}`;
 const judgedRatio = (q, tag = "b") => make(q.ratio > 1 ? `${tag}.over` : tag, ratio(q.ratio));
 
 // Text with its web addresses as links.
