@@ -7,7 +7,8 @@ is one of them where d / (sqrt(v) + eps) is above NOISY times the relative noise
 root mean square of the noise in the element's row.
 
 The exact tier has no run that shows noise. There it is the error of the cell's own gradients, as far as it is within
-their bound: what is above it is no rounding, and nothing is allowed for it.
+their bound: what is above it is no rounding, and nothing is allowed for it. All elements are counted, because what they
+may do is far below the bound of an update unless it is amplified.
 """
 
 import math
@@ -76,7 +77,8 @@ def _of_model(
             d = rows.square().mean(dim=1).sqrt().reshape(-1, *[1] * (g.ndim - 1))
             second[name] = config.betas[1] * second[name] + (1 - config.betas[1]) * (factor * g).square()
             size = (second[name] / (1 - config.betas[1] ** count)).sqrt() + config.eps
-            moved[name] = moved[name] + torch.where(d > NOISY * relative * size, lr * (d / size).clamp(max=2.0), 0.0)
+            least = 0.0 if exact else NOISY * relative
+            moved[name] = moved[name] + torch.where(d > least * size, lr * (d / size).clamp(max=2.0), 0.0)
         movements = movement(weights, start)
         floor = floor_of(movements)
         errors = {
