@@ -12,6 +12,7 @@ Conventions that every backend has to follow:
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
 * A frozen parameter has no gradient, no update and no decay, and the norm leaves it out: it stays what was loaded.
 * As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
+* An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay.
 * The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules carry transformers' names.
 """
 

@@ -86,7 +86,10 @@ class Trainable(Protocol):
         ...
 
     def optimizer_step(self) -> float | None:
-        """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown."""
+        """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown.
+
+        Where gradients in fp16 overflow, neither is done, and the norm is not finite or None; see impl.loss_scale.
+        """
         ...
 
     def learning_rate(self) -> float: ...

@@ -101,7 +101,7 @@ def evidence(precision: str) -> dict[str, Any]:
 
 def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
     oracle = write(tmp_path / "oracle")
-    return judge([write(tmp_path / "cell", change, **options)], oracle=oracle, noise=None)
+    return judge([write(tmp_path / "cell", change, **options)], oracle=oracle, noise=())
 
 
 def scale(key: str, factor: float, *, at: int = 0) -> Change:

@@ -22,9 +22,10 @@ from run_sample import CELLS, EXACT, FOLDERS, FP32, JUDGED, ORACLE, OTHER, RESUM
 from safetensors.torch import load_file, save_file
 
 from conformance.record.format import RECORD_FILE, record_digest
+from conformance.record.identity import noise_runs
 
 Values = dict[str, Any]
-NOISE = f"{ORACLE}/fp32"
+NOISE = tuple(f"{ORACLE}/{run}" for run in noise_runs("fp32"))
 UNOBSERVED = "step-0001.safetensors"  # of the cells of one leg
 
 
@@ -131,7 +132,7 @@ def tensor(out: Path, rng: random.Random) -> Mutation:
     name = rng.choice(sorted(held))
     is_fp32 = folder in record_folders(FP32)
     edits = dict(TENSOR_EDITS)
-    if is_fp32 or folder == NOISE:  # which is what this tier allows
+    if is_fp32 or folder in NOISE:  # which is what this tier allows
         del edits["float32"]
     kind = rng.choice(sorted(edits))
     edits[kind](held, name)
@@ -163,7 +164,7 @@ def own_oracle(out: Path, rng: random.Random) -> Mutation:
     """A cell's own record where its verdict says that the oracle is."""
     cell = rng.choice(JUDGED)
     folder = out / FOLDERS[cell]
-    for precision in ("float64", "fp32"):
+    for precision in ("float64", *noise_runs("fp32")):
         shutil.copytree(out / record_folders(cell)[0], folder / "fake" / precision)
     _set(folder / "verdict.json", "oracle", "fake")
     return Mutation(what=f"{cell} as its own oracle", spoils=(cell,), isolated=True)
@@ -284,7 +285,7 @@ def _any_record(rng: random.Random) -> tuple[str, tuple[str, ...]]:
     """A record's folder, and the cells that are judged by it."""
     cell = rng.choice(JUDGED)
     records: dict[str, tuple[str, ...]] = dict.fromkeys(record_folders(cell), (cell,))
-    records |= {f"{ORACLE}/float64": JUDGED, NOISE: (FP32,)}
+    records |= {f"{ORACLE}/float64": JUDGED} | dict.fromkeys(NOISE, (FP32,))
     return rng.choice(sorted(records.items()))
 
 
@@ -345,7 +346,9 @@ def _surely(folder: str, judged_by: tuple[str, ...]) -> tuple[str, ...]:
 
     What the noise of fp32 is, against the float64 run, is measured and not known.
     """
-    return {NOISE: (), f"{ORACLE}/float64": (EXACT, OTHER, RESUMED)}.get(folder, judged_by)
+    if folder in NOISE:
+        return ()
+    return (EXACT, OTHER, RESUMED) if folder == f"{ORACLE}/float64" else judged_by
 
 
 def _is_judged(path: tuple[str | int, ...], told: str, folder: str) -> bool:

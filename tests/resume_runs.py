@@ -9,7 +9,7 @@ from cells import BACKENDS, cell_of
 
 from conformance.backend import BackendEntry
 from conformance.inputs.prepare import prepare_inputs
-from conformance.scenario import scenario_to_json
+from conformance.scenario import Precision, scenario_to_json
 from conformance.world import Outcome, Pool, WorldConfig
 
 ENTRIES = {**BACKENDS, "plain": BackendEntry(name="plain", target="plain_backend:Plain")}
@@ -24,6 +24,7 @@ class Ranks:
     folder: Path
     backend: str
     layout: str
+    precision: Precision = "fp32"
 
     def __call__(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> list[Any]:
         """The ranks' results. ``dropout``: the model's configuration has dropout in attention."""
@@ -34,7 +35,7 @@ class Ranks:
     def outcome(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> Outcome:
         entry = ENTRIES[self.backend]
         name = "sft-sgd" if self.backend == "plain" else "sft-packed"
-        cell = cell_of("fsdp2", name, "llama", self.layout, "fp32", rows=ROWS, steps=STEPS, accumulation=1)
+        cell = cell_of("fsdp2", name, "llama", self.layout, self.precision, rows=ROWS, steps=STEPS, accumulation=1)
         frozen = prepare_inputs(cell.scenario, self.folder)
         model = frozen.models["policy"]
         if dropout:

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from conformance.backend import BackendEntry
+import torch
+
+from conformance.backend import BackendEntry, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError
 from conformance.world import RankContext
+from impl import loss_scale
 from impl.adapter import StrategyBackend
 from impl.checkpoints import generators, native
 from impl.checkpoints.training_folder import TrainingFolder
+from impl.strategy import Trainable
 from impl.together import on_first
 
 SHARE = 0.1  # of what is dropped
@@ -281,3 +285,39 @@ def one_rank_fails(
             told = str(error)
     backend.teardown()
     return told
+
+
+def scaled(context: RankContext, *, training: dict[str, Any]) -> dict[str, Any]:
+    """Three updates in fp16 after the first: one that overflows, and two from where the loss scale is to grow.
+
+    ``changed``: what the overflow has changed of weights, moments and steps; ``overflowed``: the progress after it;
+    ``scales``: after the two.
+    """
+    of = Training(**training)
+    backend = of.set_up(context)
+    first, second, third = of.read_batches()
+    model = backend.models["policy"]
+    backend.train_step(first, lambda model: None)
+    before, almost = held(model), {"schedule": 1.0, "good_steps": loss_scale.GROWTH_INTERVAL - 1.0}
+    model.set_progress(almost | {"loss_scale": 2.0**40})
+    backend.train_step(second, lambda model: None)
+    after, overflowed = held(model), progress_of(model)
+    model.set_progress(almost | {"loss_scale": 2.0**10})
+    scales = []
+    for batch in (second, third):
+        backend.train_step(batch, lambda model: None)
+        scales.append(progress_of(model)["loss_scale"])
+    changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    backend.teardown()
+    return {"changed": changed, "overflowed": overflowed, "scales": scales}
+
+
+def held(model: Trainable) -> dict[str, torch.Tensor]:
+    kinds: tuple[TensorKind, ...] = ("weight", "exp_avg", "exp_avg_sq", "step")
+    found = {f"{kind}/{name}": t.clone() for kind in kinds for name, t in model.named_tensors(kind)}
+    assert {name.partition("/")[0] for name in found} == set(kinds)
+    return found
+
+
+def progress_of(model: Trainable) -> dict[str, float]:
+    return {name: float(number) for name, number in model.named_tensors("progress")}

@@ -15,6 +15,7 @@ from conformance.judge.again import rejudge
 from conformance.objective import all_observables
 from conformance.observable import unobserved_step
 from conformance.peers.side_by_side import write_side_by_side
+from conformance.record.identity import noise_runs
 from conformance.record.results import Entry, cell_summary, write_summary
 from conformance.record.states import State
 from conformance.record.verdict import Verdict
@@ -43,7 +44,8 @@ def write_sample_run(out: Path) -> Path:
     """Write the folder and return it."""
     write_oracle(out / ORACLE / "float64", SCENARIO)
     fp32 = replace(SCENARIO, precision="fp32")
-    write_oracle(out / ORACLE / "fp32", fp32, precision="fp32", rounding=ROUNDING["fp32"])
+    for run in noise_runs("fp32"):
+        write_oracle(out / ORACLE / run, fp32, precision=run, rounding=ROUNDING["fp32"])
     write_summary(out, RUN, [cell_summary(_write(out, cell)) for cell in CELLS])
     rejudge(out)
     write_side_by_side(out)

@@ -13,6 +13,7 @@ from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unch
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
 from conformance.observable import stages
+from conformance.record.identity import noise_runs
 from conformance.record.verdict import Verdict
 
 
@@ -159,10 +160,10 @@ def test_a_record_with_fewer_steps_than_the_oracle_differs(tmp_path: Path) -> No
 def test_legs_are_judged_as_one_run(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
     legs = [write(tmp_path / "1", until=1), write(tmp_path / "2", first=1, layout="dp1")]
-    verdict = judge(legs, oracle=oracle, noise=None)
+    verdict = judge(legs, oracle=oracle, noise=())
     assert verdict.state == "conforms", verdict.reason
     assert {q.step for q in verdict.quantities} == {-1, 0, 1, 2}
-    whole = judge([write(tmp_path / "whole")], oracle=oracle, noise=None)
+    whole = judge([write(tmp_path / "whole")], oracle=oracle, noise=())
     handed_over = [q for q in verdict.quantities if q.stage == "weights" and q.step == 1]
     assert [q.tensor for q in handed_over] == ["a", "b"]
     judged, at_once = ({(q.stage, q.tensor, q.step) for q in of.quantities} for of in (verdict, whole))
@@ -173,7 +174,7 @@ def test_legs_are_judged_as_one_run(tmp_path: Path) -> None:
 def test_weights_that_a_leg_did_not_get_as_they_were_saved_are_told_at_its_first_step(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
     after = write(tmp_path / "2", scale("weight/b", 1 + 1e-7, at=0), first=1)
-    verdict = judge([write(tmp_path / "1", until=1), after], oracle=oracle, noise=None)
+    verdict = judge([write(tmp_path / "1", until=1), after], oracle=oracle, noise=())
     assert [(f.stage, f.step, f.tensor) for f in verdict.findings] == [
         ("weights", 1, "b"),
         ("weights after N steps", 1, "b against rebuilt"),
@@ -182,7 +183,7 @@ def test_weights_that_a_leg_did_not_get_as_they_were_saved_are_told_at_its_first
 
 def test_a_leg_that_is_missing_is_no_pass(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
-    verdict = judge([write(tmp_path / "1", until=2)], oracle=oracle, noise=None)
+    verdict = judge([write(tmp_path / "1", until=2)], oracle=oracle, noise=())
     assert verdict.state == "differs"
     assert "steps from 2 on are missing" in verdict.reason
 
@@ -204,10 +205,23 @@ def test_below_the_exact_tier_the_noise_of_a_single_process_sets_the_bound(tmp_p
 
     def verdict(name: str, factor: float) -> Verdict:
         cell = write(tmp_path / name, scale("gradient/a", 1 + factor), precision="fp32")
-        return judge([cell], oracle=oracle, noise=noise)
+        return judge([cell], oracle=oracle, noise=[noise])
 
     assert verdict("within", 0.9 * NOISE_FACTOR * 1e-7).state == "conforms"
     assert verdict("beyond", 1.1 * NOISE_FACTOR * 1e-7).first_stage == "gradients"
+
+
+def test_a_lucky_run_is_no_bound_because_there_is_another_with_the_other_kernel(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    lucky = write(tmp_path / "lucky", scale("gradient/a", 1 + 1e-7), precision="fp32")
+    usual = write(tmp_path / "usual", scale("gradient/a", 1 + 2e-7), precision="fp32")
+
+    def verdict(name: str, factor: float) -> Verdict:
+        cell = write(tmp_path / name, scale("gradient/a", 1 + factor), precision="fp32")
+        return judge([cell], oracle=oracle, noise=[lucky, usual])
+
+    assert verdict("within", 0.9 * NOISE_FACTOR * 2e-7).state == "conforms"
+    assert verdict("beyond", 1.1 * NOISE_FACTOR * 2e-7).first_stage == "gradients"
 
 
 def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) -> None:
@@ -222,7 +236,7 @@ def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) ->
             tensors["gradient/a"] *= 1 + 1e-5  # relative to itself far beyond the bound, to the whole gradient 1e-17
 
     oracle = write(tmp_path / "oracle", tiny)
-    verdict = judge([write(tmp_path / "cell", tiny_and_wrong)], oracle=oracle, noise=None)
+    verdict = judge([write(tmp_path / "cell", tiny_and_wrong)], oracle=oracle, noise=())
     assert "gradients" not in {finding.stage for finding in verdict.findings}
 
 
@@ -241,7 +255,7 @@ def test_what_one_layout_does_not_report_another_may(tmp_path: Path, layout: str
         values.pop("grad_norm", None)
 
     legs = [write(tmp_path / "1", first=0, until=1), write(tmp_path / "2", change, first=1, layout=layout)]
-    verdict = judge(legs, oracle=write(tmp_path / "oracle"), noise=None)
+    verdict = judge(legs, oracle=write(tmp_path / "oracle"), noise=())
     assert {finding.stage for finding in verdict.findings} == stages
 
 
@@ -283,9 +297,9 @@ def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tm
                 tensors[name] *= 1 + 2**-9 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
 
     noise = write(tmp_path / "noise", rounded, precision="bf16")
-    honest = judge([write(tmp_path / "honest", rounded, precision="bf16")], oracle=oracle, noise=noise)
+    honest = judge([write(tmp_path / "honest", rounded, precision="bf16")], oracle=oracle, noise=[noise])
     assert "gradients" not in {f.stage for f in honest.findings}
-    verdict = judge([write(tmp_path / "cell", precision="bf16")], oracle=oracle, noise=noise)
+    verdict = judge([write(tmp_path / "cell", precision="bf16")], oracle=oracle, noise=[noise])
     assert verdict.first_stage == "gradients"
     assert "computed in a higher precision" in verdict.reason
 
@@ -293,7 +307,8 @@ def test_a_half_precision_cell_that_is_too_good_computed_in_another_precision(tm
 @pytest.mark.parametrize("factor", [math.nan, 1.01])
 def test_noise_that_no_rounding_explains_is_no_bound(tmp_path: Path, factor: float) -> None:
     write(tmp_path / "oracle" / "float64", oracle="float64")
-    write(tmp_path / "oracle" / "fp32", scale("gradient/a", factor), precision="fp32", oracle="fp32")
+    for run in noise_runs("fp32"):
+        write(tmp_path / "oracle" / run, scale("gradient/a", factor), precision="fp32", oracle=run)
     write(tmp_path / "cell", precision="fp32")
     verdict = judge_folders("x/m/b/dp2.tp2/fp32", [tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == "infrastructure"

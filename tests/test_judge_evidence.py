@@ -40,7 +40,7 @@ def test_an_update_follows_from_the_cells_own_gradients_whatever_the_noise_allow
                 tensors[name] += 1e-3 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp16")
-    verdict = judge([write(tmp_path / "cell", shrunk, precision="fp16")], oracle=oracle, noise=noise)
+    verdict = judge([write(tmp_path / "cell", shrunk, precision="fp16")], oracle=oracle, noise=[noise])
     assert [f.tensor for f in verdict.findings if f.stage == "clipped update"] == ["a against rebuilt"]
 
 
@@ -62,7 +62,7 @@ def test_a_row_that_is_lost_shows_though_the_tensor_hides_it(tmp_path: Path) -> 
             tensors["gradient/a"][7] = 0
 
     oracle, noise = write(tmp_path / "oracle", large), write(tmp_path / "noise", noisy, precision="fp16")
-    verdict = judge([write(tmp_path / "cell", lost, precision="fp16")], oracle=oracle, noise=noise)
+    verdict = judge([write(tmp_path / "cell", lost, precision="fp16")], oracle=oracle, noise=[noise])
     found = next(f for f in verdict.findings if f.stage == "gradients")
     assert (found.tensor, found.where) == ("a (worst row)", "row 7")
 
@@ -71,7 +71,7 @@ def test_a_float32_tensor_in_the_exact_tier_is_a_finding(tmp_path: Path) -> None
     oracle = write(tmp_path / "oracle")
     leak = {"op": "aten.add.Tensor", "where": "model.py:7 in forward", "count": 3}
     cell = write(tmp_path / "cell", leaks=[leak])
-    verdict = judge([cell], oracle=oracle, noise=None)
+    verdict = judge([cell], oracle=oracle, noise=())
     assert verdict.state == "differs"
     assert "aten.add.Tensor at model.py:7 in forward: a lower precision in the exact tier, 3 times" in verdict.reason
 
@@ -89,8 +89,8 @@ def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: 
         return change
 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
-    wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=noise)
-    honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=noise)
+    wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=[noise])
+    honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=[noise])
     name = f"gradient: elements that are {precision} numbers, so added up in it"
     assert name in {finding.tensor for finding in wrong.findings}
     assert name not in {finding.tensor for finding in honest.findings}
@@ -104,7 +104,7 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
     with pytest.raises(RecordError, match=r"off in a .clipped update, step 0., more than can be judged by"):
-        judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=noise)
+        judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
@@ -160,5 +160,5 @@ def test_a_norm_may_be_as_wrong_as_its_tensors_are_together_and_no_more(tmp_path
 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", turned, precision="bf16")
     for by, found in ((2.5e-3, False), (4e-3, True)):
-        verdict = judge([write(tmp_path / str(by), longer(by), precision="bf16")], oracle=oracle, noise=noise)
+        verdict = judge([write(tmp_path / str(by), longer(by), precision="bf16")], oracle=oracle, noise=[noise])
         assert ("grad_norm" in {finding.tensor for finding in verdict.findings}) == found, verdict.findings

@@ -26,7 +26,7 @@ def with_momentum(at: int, momentum: Tensors) -> Change:
 
 def verdict_of(tmp_path: Path, before: Change, after: Change) -> Verdict:
     legs = [write(tmp_path / "0", before, until=LOADED), write(tmp_path / "1", after, first=LOADED)]
-    return judge(legs, oracle=write(tmp_path / "oracle"), noise=None)
+    return judge(legs, oracle=write(tmp_path / "oracle"), noise=())
 
 
 BOTH = {"a": MOMENTUM, "b": MOMENTUM + 1}

@@ -107,7 +107,7 @@ def test_a_loss_that_is_divided_by_another_count_of_tokens_tells_it(
 ) -> None:
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", precision="fp32")
     cell = write(tmp_path / "cell", scale("loss", 5 / count), precision=precision)
-    verdict = judge([cell], oracle=oracle, noise=noise if precision == "fp32" else None)
+    verdict = judge([cell], oracle=oracle, noise=[noise] if precision == "fp32" else ())
     assert words in verdict.findings[0].hint
 
 
@@ -116,7 +116,7 @@ def test_a_loss_that_no_count_of_tokens_explains_has_no_such_hint(
     tmp_path: Path, precision: str, factor: float
 ) -> None:
     oracle = write(tmp_path / "oracle")
-    noise = None if precision == "exact" else write(tmp_path / "noise", precision=precision)
+    noise = [] if precision == "exact" else [write(tmp_path / "noise", precision=precision)]
     verdict = judge([write(tmp_path / "cell", scale("loss", factor), precision=precision)], oracle=oracle, noise=noise)
     found = next(f for f in verdict.findings if f.stage == "loss")
     assert found.hint.endswith("times the reference")
@@ -150,7 +150,7 @@ def of_a_model(*wrong: str) -> Change:
 
 
 def verdict_of_a_model(tmp_path: Path, *wrong: str) -> Verdict:
-    return judge([write(tmp_path / "cell", of_a_model(*wrong))], oracle=write(tmp_path / "o", of_a_model()), noise=None)
+    return judge([write(tmp_path / "cell", of_a_model(*wrong))], oracle=write(tmp_path / "o", of_a_model()), noise=())
 
 
 def test_wrong_gradients_are_in_the_order_of_the_backward_pass_and_the_one_nearest_the_loss_is_named(
@@ -194,7 +194,7 @@ def test_the_backward_pass_goes_from_the_head_through_layers_to_the_embedding() 
 def test_what_is_said_of_all_gradients_is_no_parameter(tmp_path: Path) -> None:
     oracle, noise = write(tmp_path / "o", of_a_model()), write(tmp_path / "noise", of_a_model(), precision="bf16")
     leaks = [{"op": "aten.mm", "where": "here", "count": 1}]
-    exact = judge([write(tmp_path / "1", of_a_model(), leaks=leaks)], oracle=oracle, noise=None)
+    exact = judge([write(tmp_path / "1", of_a_model(), leaks=leaks)], oracle=oracle, noise=())
     assert exact.state == "differs"
     assert "nearest the loss" not in exact.reason
 
@@ -203,7 +203,7 @@ def test_what_is_said_of_all_gradients_is_no_parameter(tmp_path: Path) -> None:
         for name in tensors.keys() & {f"gradient/{HEAD}", f"gradient/{EMBEDDING}"}:
             tensors[name] = tensors[name].bfloat16().double()
 
-    summed = judge([write(tmp_path / "2", rounded, precision="bf16")], oracle=oracle, noise=noise)
+    summed = judge([write(tmp_path / "2", rounded, precision="bf16")], oracle=oracle, noise=[noise])
     assert any("added up in it" in finding.tensor for finding in summed.findings)
     assert f"nearest the loss: {HEAD}, after 0" in summed.reason
 
@@ -212,6 +212,6 @@ def test_what_is_said_of_all_gradients_is_no_parameter(tmp_path: Path) -> None:
 def test_a_difference_at_the_first_step_after_loading_says_so(tmp_path: Path, step: int, told: bool) -> None:
     oracle = write(tmp_path / "oracle")
     legs = [write(tmp_path / "1", until=1), write(tmp_path / "2", scale("gradient/a", 1.37, at=step), first=1)]
-    verdict = judge(legs, oracle=oracle, noise=None)
+    verdict = judge(legs, oracle=oracle, noise=())
     assert verdict.findings[0].step == step
     assert (f"; step {step} is the first after loading" in verdict.reason) == told

@@ -17,6 +17,7 @@ import conformance.oracle
 from conformance.batch import read_batches, write_batches
 from conformance.defect import DividedGradients, RoundedMasters
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.oracle.run import POLICIES
 from conformance.paths import resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import read_record
@@ -66,7 +67,7 @@ def entries(cache: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A session that has computed a float64 record and one of fp32, and the cache that it has filled."""
+    """A session that has computed a float64 record and two of fp32, and the cache that it has filled."""
     root = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(root / "cache"))
@@ -77,8 +78,12 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_cells_that_need_the_same_runs_share_them(first: tuple[Path, Path]) -> None:
     out, cached = first
     (folder,) = out.glob("oracle/*/")
-    assert sorted(path.name for path in folder.iterdir() if (path / "record.jsonl").exists()) == ["float64", "fp32"]
-    assert len(entries(cached / "oracle")) == 2
+    assert sorted(path.name for path in folder.iterdir() if (path / "record.jsonl").exists()) == [
+        "float64",
+        "fp32",
+        "fp32-plain",
+    ]
+    assert len(entries(cached / "oracle")) == 3
     assert (out / "worlds").is_dir()
 
 
@@ -108,7 +113,7 @@ def cut_short(file: Path) -> None:
 def test_a_record_that_is_not_whole_is_computed_again(first: tuple[Path, Path], cache: Path, tmp_path: Path) -> None:
     shutil.copytree(first[1], cache.parent)
     for entry, damage, name in zip(
-        entries(cache), (damaged, cut_short), ("step-0000.safetensors", "record.jsonl"), strict=True
+        entries(cache)[:2], (damaged, cut_short), ("step-0000.safetensors", "record.jsonl"), strict=True
     ):
         damage(entry / name)
     left = tmp_path / "out" / next(iter(records(first[0])))  # of a session in this folder that was interrupted
@@ -229,9 +234,9 @@ def test_an_oracle_with_a_defect_has_a_folder_of_its_own_and_so_has_its_noise(ca
         oracles.request(asked, prepare_inputs(asked.scenario, tmp_path), defects)
         assert oracles.wait(asked, defects) == ""
         honest, wrong = oracles.folder(asked), oracles.folder(asked, defects)
-    assert len(entries(cache)) == 4
+    assert len(entries(cache)) == 6
     assert wrong.name.startswith("llama-rounded-masters-")
-    for policy in ("float64", "bf16"):
+    for policy in ("float64", "bf16", "bf16-plain"):
         said = read_record(wrong / policy).header["backend"]["defects"]
         assert said == [{"kind": "rounded-masters", "precision": "bf16"}]
         assert read_record(honest / policy).header["backend"]["defects"] == []
@@ -245,7 +250,7 @@ def test_an_objectives_options_make_another_record(inputs: FrozenInputs) -> None
 
 
 def test_another_precision_of_the_oracle_makes_another_record(inputs: FrozenInputs) -> None:
-    assert len({key(inputs, policy=policy) for policy in ("float64", "fp32", "bf16", "fp16")}) == 4
+    assert len({key(inputs, policy=policy) for policy in POLICIES if policy != "exact"}) == 7
 
 
 def change_a_token(inputs: FrozenInputs) -> None:

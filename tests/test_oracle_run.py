@@ -21,6 +21,7 @@ from conformance.oracle.objectives import target_logprobs, target_positions
 from conformance.oracle.run import POLICIES, PolicyName, run_oracle
 from conformance.oracle.training import global_norm
 from conformance.paths import FIXTURES
+from conformance.record.identity import noise_runs
 from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.run.exact import exact_tier
 from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
@@ -89,7 +90,7 @@ def tensors(step: StepRecord, key: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    names: tuple[PolicyName, ...] = ("float64", "fp32", "bf16", "fp16")
+    names: tuple[PolicyName, ...] = ("float64", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain")
     return {name: run(tmp_path_factory.mktemp("oracle") / name, policy=name) for name in names}
 
 
@@ -137,6 +138,15 @@ def test_a_lower_precision_shows_its_own_error(
     assert least < max(errors) < most
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}, "masters and gradients stay float32"
     assert {tensor.dtype for tensor in reference.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_formula_of_attention_rounds_otherwise_than_the_kernel(records: dict[str, Record], name: str) -> None:
+    fused, plain, reference = (records[run].steps[0].tensors() for run in (*noise_runs(name), "float64"))
+    for key in (key for key in reference if key.startswith("gradient/") and "q_proj" in key):
+        one, other = relative(fused[key], reference[key]), relative(plain[key], reference[key])
+        assert one != other
+        assert 1 / 4 < one / other < 4
 
 
 def test_too_few_batches_and_the_exact_tier_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from conformance.objective import all_observables
 from conformance.observable import Observable
 from conformance.plan.cell import TO
 from conformance.record.format import AGAIN, RecordError
-from conformance.record.identity import FLOAT64, check_cell, check_oracle
+from conformance.record.identity import FLOAT64, check_cell, check_oracle, noise_runs
 from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.scenario import Scenario, parse_scenario
 
@@ -30,11 +30,11 @@ MASTERS = (torch.float32, torch.float64)  # of weights that are trained, in ever
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a cell is judged by. ``noise`` is the oracle's run in the cell's precision; None in the exact tier."""
+    """What a cell is judged by. ``noise`` are the oracle's runs in the cell's precision; none in the exact tier."""
 
     legs: tuple[Record, ...]
     oracle: Record
-    noise: Record | None
+    noise: tuple[Record, ...]
 
 
 def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Records:
@@ -202,12 +202,11 @@ def _check_shapes(record: Record) -> None:
                 )
 
 
-def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple[Defect, ...]) -> Record | None:
-    """The oracle's run in the cell's precision, which begins where the float64 run begins."""
-    if scenario.precision == "exact":
-        return None
-    noise = _read_oracle(folder, scenario.precision, scenario, defects)
-    check_start(noise, oracle)
+def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple[Defect, ...]) -> tuple[Record, ...]:
+    """The oracle's runs in the cell's precision, which begin where the float64 run begins."""
+    noise = tuple(_read_oracle(folder, name, scenario, defects) for name in noise_runs(scenario.precision))
+    for run in noise:
+        check_start(run, oracle)
     return noise
 
 

@@ -2,14 +2,14 @@
 
 * Exact tier: one fixed bound, whatever the model, layout or step. Honest float64 errors are below 1e-12, the smallest
   silent bug on record is 3.5e-5 (docs/tolerances.md), so nothing needs tuning.
-* fp32, bf16, fp16: a single-process run in the cell's precision is compared with the float64 oracle, quantity by
-  quantity. A cell may be NOISE_FACTOR times as far away. What rounding alone can do is thus measured in the same run,
-  on the same data; what a library's precision policy adds shows.
+* fp32, bf16, fp16: single-process runs in the cell's precision are compared with the float64 oracle, quantity by
+  quantity. A cell may be NOISE_FACTOR times as far away as the farther one. What rounding alone can do is thus measured
+  in the same run, on the same data; what a library's precision policy adds shows.
 
 One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
-its largest over the steps; for a tensor no less than the median of its stage at that step, for a scalar no less than
-SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than what errors of its
-parts make of it. A norm has a narrower bound beside this one: it is rebuilt from the cell's own tensors.
+its largest over the runs and the steps; for a tensor no less than the median of its stage at that step, for a scalar no
+less than SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than what errors
+of its parts make of it. A norm has a narrower bound beside this one: it is rebuilt from the cell's own tensors.
 """
 
 import math
@@ -17,6 +17,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
@@ -75,6 +76,15 @@ def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:
     return frozenset(o.stage for o in observables if o.kind == "tensors" and o.when == "every")
 
 
+def noisiest(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """Of every quantity the larger error of the single-process runs, and what their parts make of it at most."""
+    found: dict[tuple[str, str, int], Measurement] = {}
+    for q in chain.from_iterable(runs):
+        largest = max(found.get(q.key, q), q, key=lambda m: m.error)
+        found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))
+    return list(found.values())
+
+
 def allowed_errors(
     quantities: Sequence[Measurement],
     *,
@@ -87,12 +97,16 @@ def allowed_errors(
     """The bound of every measurement, by its key. ``noise`` are the same of the single-process run, ``gradients`` the
     stages that NOISE_LIMIT is about. ``amplified`` and ``drift``: what an optimizer may make of noise, and how much
     larger it makes the noise of later steps (judge/amplified.py). An amplified update has no limit, because it is
-    judged by being rebuilt.
+    judged by being rebuilt; in the exact tier it is what the cell's own gradients, which are within their bound, make
+    of their rounding.
 
     Raises RecordError if the noise is not finite, or larger than its limit.
     """
     if precision == "exact":
-        return {q.key: EXACT if q.fixed is None else min(EXACT, q.fixed) for q in quantities}
+        return {
+            q.key: max(EXACT, NOISE_FACTOR * amplified.get(q.key, 0.0)) if q.fixed is None else min(EXACT, q.fixed)
+            for q in quantities
+        }
     limits = {
         q.key: NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL for q in noise
     }

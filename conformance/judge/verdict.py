@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from conformance.defect import Defect
-from conformance.judge.amplified import Amplified, amplified_noise
+from conformance.judge.amplified import amplified_noise
 from conformance.judge.belongs import read_records
 from conformance.judge.compare import measure
 from conformance.judge.configuration import configurations, sizes_of
 from conformance.judge.grain import grains
 from conformance.judge.hints import Facts, backward_place, circumstances, facts_of_steps, hint
 from conformance.judge.rebuild import rebuilt_updates
-from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact
+from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact, noisiest
 from conformance.judge.unobserved import unobserved
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
@@ -46,11 +46,11 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
         return Verdict(state="infrastructure", reason=reason)
 
 
-def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Verdict:
+def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) -> Verdict:
     """Compare the complete records of all legs with the float64 oracle; they belong together (read_records).
 
-    ``noise``: the single-process run in the cell's precision. Raises RecordError if it is none that this precision can
-    have.
+    ``noise``: the single-process runs in the cell's precision, none in the exact tier. Raises RecordError if they are
+    none that this precision can have.
     """
     scenario = parse_scenario(legs[0].header["scenario"])
     observables, precision = oracle.observables, scenario.precision
@@ -61,13 +61,14 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Record | None) -> Ve
         *rebuilt_updates(legs, oracle, scenario),
         *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
     ]
-    rounding = measure([noise], oracle) if noise else []
+    rounding = noisiest([measure([run], oracle) for run in noise])
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)
         found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
     found += _leaks(legs, observables)
-    amplified = amplified_noise(noise, oracle, scenario) if noise else Amplified()
+    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else [run.steps for run in noise]
+    amplified = amplified_noise(steps, oracle, scenario)
     bounds = allowed_errors(
         found,
         precision=precision,

@@ -29,8 +29,8 @@ class Policy:
     """Mixed precision as transformers and the backends do it.
 
     compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, and also the master
-    weights, gradients and optimizer. fused: attention by torch's kernel, which is what backends run below the exact
-    tier and which rounds otherwise than the plain formula.
+    weights, gradients and optimizer. fused: attention by torch's kernel, which is what most backends run below the
+    exact tier and which rounds otherwise than the plain formula.
     """
 
     compute: torch.dtype

@@ -33,7 +33,7 @@ from conformance.record.tensors import RecordWriter
 from conformance.role import Role
 from conformance.scenario import Scenario, scenario_to_json
 
-PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16"]
+PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
 
 POLICIES: dict[PolicyName, Policy] = {
     "float64": Policy(torch.float64, torch.float64),
@@ -41,6 +41,9 @@ POLICIES: dict[PolicyName, Policy] = {
     "fp32": Policy(torch.float32, torch.float32, fused=True),
     "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
     "fp16": Policy(torch.float16, torch.float32, fused=True),
+    "fp32-plain": Policy(torch.float32, torch.float32),
+    "bf16-plain": Policy(torch.bfloat16, torch.float32),
+    "fp16-plain": Policy(torch.float16, torch.float32),
 }
 # Without it, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of two
 # adds no rounding; 4096 keeps a factor of 16 to float16's largest number below GradScaler's initial 65536.
@@ -85,7 +88,8 @@ def run_oracle(
     write a complete record at ``out``.
 
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
-    float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16. A precision's error is
+    float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
+    attention kernel or ("-plain") by the formula. A precision's error is
     that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
     schedule begin anew, because the cell goes on from exported weights there. ``defects``: what the run gets wrong, as
     a library is known to.

@@ -15,6 +15,14 @@ ORACLE = "oracle"  # the name of both the cell and the backend in the headers of
 FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
 
 
+def noise_runs(precision: str) -> tuple[str, ...]:
+    """The oracle's runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
+
+    One has torch's fused attention kernel and one the plain formula, because backends have the one or the other.
+    """
+    return () if precision == "exact" else (precision, f"{precision}-plain")
+
+
 def check_cell(folder: Path, header: Line, *, cell: str) -> None:
     """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
     if (found := header.get("cell")) != cell:

@@ -15,6 +15,7 @@ import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -25,6 +26,7 @@ from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
 from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
+from conformance.record.identity import FLOAT64, noise_runs
 from conformance.record.tensors import read_record
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
@@ -53,8 +55,7 @@ class Oracles:
         self._thread.shutdown()
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
-        """Holds the records ``float64`` and, below the exact tier, the cell's precision; of the oracle with defects, if
-        there are any."""
+        """Holds the records ``float64`` and those of ``noise_runs``; of the oracle with defects, if there are any."""
         asked = [_relevant(cell.scenario), *([list(cell.restarts)] if cell.restarts else [])]
         asked += [defects_to_json(defects)] if defects else []
         kinds = "".join(f"-{defect.kind}" for defect in defects)
@@ -160,8 +161,7 @@ def prune(folder: Path, *, size: int) -> None:
 
 
 def _policies(cell: Cell) -> list[PolicyName]:
-    precision = cell.scenario.precision
-    return ["float64"] if precision == "exact" else ["float64", precision]
+    return [cast(PolicyName, name) for name in (FLOAT64, *noise_runs(cell.scenario.precision))]
 
 
 def _relevant(scenario: Scenario) -> dict[str, object]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
+from impl import loss_scale
 from impl.strategy import ContextConfig
 
 DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
@@ -36,8 +37,12 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
     if config.precision == "fp16":
-        # A scale that falls at the first overflow, as ZeRO-0's does, and as those of other backends.
-        settings["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
+        settings["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": loss_scale.INITIAL_POWER,
+            "loss_scale_window": loss_scale.GROWTH_INTERVAL,
+            "hysteresis": 1,  # by default the second overflow lowers the scale, at ZeRO-0 the first in any case
+        }
     if config.precision in ("bf16", "fp16"):
         # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
         # that offer it; stage 0 accumulates in the parameters' half precision.

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl import loss_scale
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
@@ -64,10 +65,12 @@ class Fsdp2Trainable:
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
-        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32. From GradScaler's usual
-        # 65536 the first steps may overflow and be skipped until the scale has fallen; this one is low enough.
+        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
         self.scaler = torch.amp.GradScaler(
-            torch.device(context.config.device).type, init_scale=2.0**12, enabled=context.config.precision == "fp16"
+            torch.device(context.config.device).type,
+            init_scale=2.0**loss_scale.INITIAL_POWER,
+            growth_interval=loss_scale.GROWTH_INTERVAL,
+            enabled=context.config.precision == "fp16",
         )
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
@@ -179,9 +182,11 @@ class Fsdp2Trainable:
         if self.max_grad_norm is not None:
             coefficient = norm.clip_coefficient(total, self.max_grad_norm)
             torch._foreach_mul_([g.to_local() for g in gradients], coefficient)
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.advance_schedule()
+        if self.scaler.get_scale() >= scale:  # torch says in no other way whether it has skipped the update
+            self.advance_schedule()
         return total
 
     def advance_schedule(self) -> None:

@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl import loss_scale
 from impl.megatron.model import COMPUTE_DTYPES
 from impl.strategy import ContextConfig
 
@@ -63,7 +64,9 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         params_dtype=COMPUTE_DTYPES[config.precision],
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
-        initial_loss_scale=2.0**12,  # from the usual 2^32 the first steps overflow and are skipped
+        initial_loss_scale=2.0**loss_scale.INITIAL_POWER,
+        loss_scale_window=loss_scale.GROWTH_INTERVAL,
+        hysteresis=1,  # by default the second overflow lowers the scale
         use_distributed_optimizer=cuts_optimizer(config),
         overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),
         **kind,

@@ -280,9 +280,9 @@ class MegatronTrainable:
         """See Trainable. NaN if fp16 gradients overflow: the library then makes no update and computes no norm."""
         with self.context.placed():
             updated, norm, _ = self.optimizer.step()
+            if not updated:
+                return float("nan")
             self.advance_schedule()
-        if not updated:
-            return float("nan")
         return None if norm is None else float(norm)
 
     def advance_schedule(self) -> None:
