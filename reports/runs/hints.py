@@ -1,0 +1,220 @@
+"""Hints: what a difference between two runs looks like, in words, the most probable first.
+
+A hint is a guess from the shape of the curves (docs/comparing-runs.md says what each is taken from). It never decides
+whether the runs part; and if no shape fits, none is given.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from reports.runs.factors import Factor, constant_factor, integer_of
+from reports.runs.run import Floats
+from reports.runs.schedules import lr_hints
+
+SAME = 1e-3  # relative; two first losses that are closer were computed from the same weights and batch
+ROUNDING = 1e-5  # relative; differences of the first steps that are smaller are rounding
+JUMP = 3.0  # a jump is that much larger than any difference before it
+SETTLED = 5  # steps before a jump, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hint:
+    """A guess at the cause: a short ``name``, the sentence, and how much speaks for it, from 0 to 1."""
+
+    name: str
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Of each metric the positions [T] and both sides' means [T]; ``firsts`` the index at which a metric parts.
+
+    ``numbers`` are whole numbers that the logs' headers name, ``resumed`` steps at which a log begins again, ``seeds``
+    says that the curves are means of several seeds, each of which has an order of its own.
+    """
+
+    curves: Mapping[str, tuple[Floats, Floats, Floats]]
+    firsts: Mapping[str, int]
+    numbers: Mapping[int, list[str]]
+    resumed: Mapping[int, str]
+    by: str
+    seeds: bool
+
+    def ratio(self, metric: str) -> Floats | None:
+        """The logarithm of side B over side A [T]; None if the metric is missing or not positive everywhere."""
+        if metric not in self.curves:
+            return None
+        _, a, b = self.curves[metric]
+        return np.log(b / a) if len(a) and (a > 0).all() and (b > 0).all() else None
+
+    @property
+    def same_start(self) -> bool:
+        """Whether the first step's loss is the same on both sides: the same weights and the same batch."""
+        return any((d := self.ratio(name)) is not None and abs(d[0]) < SAME for name in LOSSES)
+
+
+LOSSES = ("loss", "policy_loss")
+
+
+def hints(evidence: Evidence) -> tuple[Hint, ...]:
+    """All hints that fit, the most probable first; empty if none does."""
+    found = [Hint(name=name, text=text, weight=0.95) for name, text in lr_hints(evidence.curves.get("lr"))]
+    for guess in GUESSES:
+        found += guess(evidence)
+    causes = [hint for hint in found if hint.name not in CONSEQUENCES]
+    return tuple(sorted(causes or found, key=lambda hint: -hint.weight))
+
+
+def _factors(evidence: Evidence) -> Iterator[Hint]:
+    """A constant factor of the loss, of the gradient norm, or of both."""
+    loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
+    of_loss = constant_factor(loss) if loss is not None else None
+    of_norm = constant_factor(norm) if norm is not None else None
+    if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
+        of_loss = of_norm = Factor(
+            log=float(loss[0]), error=SAME
+        )  # the same weights and batch: later the runs go apart
+    if of_norm is None and norm is not None and evidence.same_start and abs(norm[0]) > 0.1:
+        of_norm = Factor(log=float(norm[0]), error=SAME)
+    if of_loss and of_norm and abs(of_loss.log - of_norm.log) < max(0.1 * abs(of_loss.log), 0.02):
+        yield Hint(
+            name="loss and gradient factor",
+            text=f"loss and gradient norm are both {_said(of_loss, evidence)}: a mean over micro-batches or tokens is"
+            " taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
+            weight=0.9,
+        )
+        return
+    if of_loss:
+        yield Hint(
+            name="loss factor",
+            text=f"the loss is {_said(of_loss, evidence)}: it is logged as a sum instead of a mean over micro-batches,"
+            " ranks or tokens, or the reverse; the gradients show no such factor",
+            weight=0.85,
+        )
+    if of_norm:
+        yield Hint(
+            name="gradient factor",
+            text=f"the gradient norm is {_said(of_norm, evidence)}, and the loss is not: gradients are summed over the"
+            " data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
+            f"{_square_root(of_norm)}",
+            weight=0.85,
+        )
+
+
+def _said(factor: Factor, evidence: Evidence) -> str:
+    """The factor in words: its size, the whole number that it matches, and what in the logs' headers is that number."""
+    size, direction = factor.size, "larger" if factor.log > 0 else "smaller"
+    found = integer_of(factor)
+    text = f"{size:.4g} times {direction} on side B"
+    if found:
+        number, root = found
+        text += f", which is {'the square root of ' if root else ''}{number}"
+        if number in evidence.numbers and not root:
+            text += f" ({', '.join(evidence.numbers[number])})"
+    return text
+
+
+def _square_root(factor: Factor) -> str:
+    found = integer_of(factor)
+    if not found or not found[1]:
+        return ""
+    return (
+        "; a square root is what a norm shows that counts replicas once per rank, or that sees the gradient of one of"
+        f" {found[0]} ranks or micro-batches where noise dominates"
+    )
+
+
+def _jump(evidence: Evidence) -> Iterator[Hint]:
+    """Agreement, then a sudden difference: a resume that did not restore something."""
+    for metric in (*LOSSES, "grad_norm"):
+        d = evidence.ratio(metric)
+        first = evidence.firsts.get(metric)
+        if d is None or first is None or first < SETTLED:
+            continue
+        before = float(np.abs(d[:first]).max())
+        size = float(np.abs(d[first : first + 3]).max())
+        if size < JUMP * before:
+            continue
+        steps = evidence.curves[metric][0]
+        step = steps[first]
+        again = next((f"; the log of {name} begins again at step {s}" for s, name in evidence.resumed.items()), "")
+        tail = d[first + 2 :]
+        away = len(tail) > 5 and float(np.abs(tail[-len(tail) // 4 :]).mean()) < 0.5 * size
+        course = ", and the difference fades again, as moments do" if away else ""
+        yield Hint(
+            name="jump",
+            text=f"both agree before {evidence.by} {step:.0f} and {metric} jumps there by {np.expm1(d[first]):+.2%}"
+            f"{course}: a resume without its state (optimizer moments, step count, schedule or data position){again}",
+            weight=0.8,
+        )
+        return
+
+
+def _data_order(evidence: Evidence) -> Iterator[Hint]:
+    """The same distribution of losses in another order, from the first step or from a later one on."""
+    for metric in LOSSES:
+        d = evidence.ratio(metric)
+        if d is None or len(d) < 20 or evidence.seeds:
+            continue
+        _, a, b = evidence.curves[metric]
+        x, y = _detrended(a), _detrended(b)
+        if min(x.std(), y.std()) < SAME * float(np.mean(np.abs(a))):
+            continue
+        correlation = float(np.corrcoef(x, y)[0, 1])
+        mean, noise = float(np.mean(d)), float(np.std(d)) / np.sqrt(len(d) / 4)
+        if correlation < max(0.3, 2.6 / np.sqrt(len(d))) and abs(d[0]) > SAME and abs(mean) < 4 * noise:
+            yield Hint(
+                name="data order",
+                text=f"the {metric} has the same mean on both sides ({np.expm1(mean):+.2%}), but its ups and downs have"
+                f" nothing to do with each other (correlation {correlation:.2f}), from the first step on: another order"
+                " of the data, or another seed",
+                weight=0.75,
+            )
+            return
+
+
+def _growing(evidence: Evidence) -> Iterator[Hint]:
+    """The first step agrees, and the difference grows from there."""
+    for metric in (*LOSSES, "grad_norm"):
+        d = evidence.ratio(metric)
+        if d is None or len(d) < 8 or metric not in evidence.firsts:
+            continue
+        size = np.abs(d)
+        blocks = np.array([part.mean() for part in np.array_split(size, min(16, len(size) // 2))])
+        rising = blocks[: max(4, int(blocks.argmax()) + 1)]
+        order = np.argsort(np.argsort(rising))
+        rank = float(np.corrcoef(order, np.arange(len(rising)))[0, 1])
+        steps = float(np.diff(rising).max(initial=0.0)) / float(np.ptp(rising) or 1.0)
+        if abs(d[0]) > 0.1 * float(blocks.max()) or rank < 0.7 or (len(rising) > 4 and steps > 0.8):
+            continue
+        if float(size[1:4].max()) == 0:
+            continue
+        if float(size[1:4].max()) < ROUNDING:
+            yield Hint(
+                name="rounding",
+                text=f"the {metric} differs by {size[1:4].max():.1e} in the first steps and parts slowly: rounding"
+                " (another precision, kernel or order of sums) that training amplifies; not a bug by itself",
+                weight=0.55,
+            )
+        else:
+            yield Hint(
+                name="growing",
+                text=f"the {metric} agrees at the first step and drifts apart steadily from there: another learning"
+                " rate, weight decay or betas, or gradients that are scaled or clipped differently",
+                weight=0.5,
+            )
+        return
+
+
+def _detrended(values: Floats) -> Floats:
+    """Less a running mean of a tenth of the run, at least 5 steps long."""
+    width = max(5, len(values) // 10) | 1
+    padded = np.pad(values, width // 2, mode="edge")
+    return values - np.convolve(padded, np.ones(width) / width, mode="valid")
+
+
+GUESSES: tuple[Callable[[Evidence], Iterator[Hint]], ...] = (_factors, _jump, _data_order, _growing)
+CONSEQUENCES = ("growing", "rounding")  # of whatever else was found: they are told where nothing else was
