@@ -50,12 +50,12 @@ grad norm: 23.668 | number of skipped iterations:   5 | number of nan iterations
 -----------------------------------------------------------------------------------------
  validation loss at iteration 20 | lm loss value: 9.009587E+00 | lm loss PPL: 8.181144E+03 |
  validation loss at iteration 200 on test set | lm loss value: 1.000000E+00 | lm loss PPL: 1.000000E+00 |
-INFO [2026-06-22 19:28:40] >>  iteration        30/    2000 | consumed samples:          8 | consumed tokens:      32768 \
-| learning rate: 9.999994E-06 | global batch size:     8 | lm loss: 1.304194E+00 | grad norm: 8.515 |
+INFO [2026-06-22 19:28:40] >>  iteration        30/    2000 | consumed samples:          8 | consumed tokens:      \
+32768 | learning rate: 9.999994E-06 | global batch size:     8 | lm loss: 1.304194E+00 | grad norm: 8.515 |
 """
 OPENRLHF = """\
-(PPOTrainer pid=1) INFO 01-02 03:04:05 ppo_trainer.py:547] ✨ Global step 1: {'response_length': 40.375, 'kl': 1.5e-05, \
-'rollout/num_samples': 16.0, 'policy_loss': -0.25, 'timing/generation': 2.95, 'actor_lr': 3.25e-06}
+(PPOTrainer pid=1) INFO 01-02 03:04:05 ppo_trainer.py:547] ✨ Global step 1: {'response_length': 40.375, \
+'kl': 1.5e-05, 'rollout/num_samples': 16.0, 'policy_loss': -0.25, 'timing/generation': 2.95, 'actor_lr': 3.25e-06}
 (PPOTrainer pid=1) INFO 01-02 03:04:09 ppo_trainer.py:547] ✨ Global step 2: {'response_length': 49.5625, 'kl': nan, \
 'policy_loss': 0.125, 'actor_lr': 5.0e-07}
 """
@@ -211,7 +211,7 @@ def test_event_files_of_tensorboard_are_read_as_other_libraries_write_them(tmp_p
     log = read_log(str(tmp_path))
     assert [(row.step, dict(row.values)) for row in log.rows] == [(1, {"v/1": 1.5}), (2, {"v/22": 16.0})]
     assert log.notes == ("events.out.tfevents.2.host ends within a record (the run goes on, or was killed)",)
-    with pytest.raises(UsageError, match="no metric that can be compared .*it has v/1, v/22"):
+    with pytest.raises(UsageError, match=r"no metric that can be compared .*it has v/1, v/22"):
         run_of(log, name="log")
     with pytest.raises(UsageError, match="holds several runs of TensorBoard; name one"):
         read_log(str(tmp_path.parent))
@@ -251,7 +251,7 @@ def test_a_damaged_event_file_is_refused(place: int, tmp_path: Path) -> None:
 def test_what_no_reader_knows_is_refused_with_its_first_line(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("\nDear diary, the loss fell.\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="looked for: JSON lines .*verl.*It begins 'Dear diary, the loss fell.'"):
+    with pytest.raises(UsageError, match=r"looked for: JSON lines .*verl.*It begins 'Dear diary, the loss fell.'"):
         read_log(str(file))
     with pytest.raises(UsageError, match="there is no log"):
         read_log(str(tmp_path / "missing"))

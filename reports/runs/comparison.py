@@ -1,5 +1,6 @@
 """Two sides compared: which metrics part, where first, and the hints at why."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from reports.runs.band import Judged, within_spread, within_threshold
 from reports.runs.hints import Evidence, Hint, hints
 from reports.runs.metrics import METRICS
 from reports.runs.run import Floats, Run
+
+COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +150,11 @@ def _resumed(runs: Sequence[Run]) -> dict[int, str]:
 
 
 def _numbers(runs: Sequence[Run]) -> dict[int, list[str]]:
-    """The whole numbers that logs' headers give, with their names: a factor may be one of them."""
+    """The counts of ranks and micro-batches in logs' headers, with their names: a factor may be one of them."""
     found: dict[int, list[str]] = {}
-    for run in runs:
-        for name, value in _leaves(run.facts):
-            if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-                found.setdefault(value, []).append(f"{name} of {run.name}")
+    for name, value in dict.fromkeys(leaf for run in runs for leaf in _leaves(run.facts)):
+        if isinstance(value, int) and value > 1 and COUNTED.search(name):
+            found.setdefault(value, []).append(name)
     return found
 
 
@@ -160,4 +162,4 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, o
     found: list[tuple[str, object]] = []
     for name, value in values.items():
         found += _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
-    return found
+    return [(name, value) for name, value in found if isinstance(value, int)]

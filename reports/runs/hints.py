@@ -12,10 +12,12 @@ import numpy as np
 from reports.runs.factors import Factor, constant_factor, integer_of
 from reports.runs.run import Floats
 from reports.runs.schedules import lr_hints
+from reports.words import percent
 
 SAME = 1e-3  # relative; two first losses that are closer were computed from the same weights and batch
 ROUNDING = 1e-5  # relative; differences of the first steps that are smaller are rounding
-JUMP = 3.0  # a jump is that much larger than any difference before it
+JUMP = 10.0  # a jump is that much larger than any difference before it, within three steps
+SOON = 10  # steps from a jump to where it leaves the band, at most
 SETTLED = 5  # steps before a jump, at least
 
 
@@ -32,8 +34,8 @@ class Hint:
 class Evidence:
     """Of each metric the positions [T] and both sides' means [T]; ``firsts`` the index at which a metric parts.
 
-    ``numbers`` are whole numbers that the logs' headers name, ``resumed`` steps at which a log begins again, ``seeds``
-    says that the curves are means of several seeds, each of which has an order of its own.
+    ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
+    again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
     """
 
     curves: Mapping[str, tuple[Floats, Floats, Floats]]
@@ -71,8 +73,7 @@ def hints(evidence: Evidence) -> tuple[Hint, ...]:
 def _factors(evidence: Evidence) -> Iterator[Hint]:
     """A constant factor of the loss, of the gradient norm, or of both."""
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
-    of_loss = constant_factor(loss) if loss is not None else None
-    of_norm = constant_factor(norm) if norm is not None else None
+    of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
     if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
         of_loss = of_norm = Factor(
             log=float(loss[0]), error=SAME
@@ -104,16 +105,24 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
         )
 
 
+def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
+    """The constant factor of a metric; one that a first step of the same weights and batch does not have is none."""
+    found = constant_factor(d) if d is not None else None
+    if d is None or found is None or (evidence.same_start and abs(d[0] - found.log) > 0.3 * abs(found.log)):
+        return None
+    return found
+
+
 def _said(factor: Factor, evidence: Evidence) -> str:
     """The factor in words: its size, the whole number that it matches, and what in the logs' headers is that number."""
-    size, direction = factor.size, "larger" if factor.log > 0 else "smaller"
+    text = f"{factor.size:.4g} times {'larger' if factor.log > 0 else 'smaller'} on side B"
     found = integer_of(factor)
-    text = f"{size:.4g} times {direction} on side B"
     if found:
         number, root = found
-        text += f", which is {'the square root of ' if root else ''}{number}"
+        if root or f"{factor.size:.4g}" != str(number):
+            text += f", {'the square root of ' if root else ''}{number} within its error"
         if number in evidence.numbers and not root:
-            text += f" ({', '.join(evidence.numbers[number])})"
+            text += f" ({' and '.join(evidence.numbers[number])} in the logs' headers)"
     return text
 
 
@@ -134,20 +143,23 @@ def _jump(evidence: Evidence) -> Iterator[Hint]:
         first = evidence.firsts.get(metric)
         if d is None or first is None or first < SETTLED:
             continue
-        before = float(np.abs(d[:first]).max())
-        size = float(np.abs(d[first : first + 3]).max())
-        if size < JUMP * before:
+        steps, size = evidence.curves[metric][0], np.abs(d)
+        before = np.maximum(np.maximum.accumulate(size)[:-1], ROUNDING)
+        candidates = range(max(SETTLED, first - SOON), first + 1)
+        rise = {at: float(size[at : at + 3].max()) / float(before[at - 1]) for at in candidates}
+        at = next((at for at in candidates if size[at] > 0.1 * size[at : at + 3].max() and rise[at] >= JUMP), None)
+        if at is None:
             continue
-        steps = evidence.curves[metric][0]
-        step = steps[first]
-        again = next((f"; the log of {name} begins again at step {s}" for s, name in evidence.resumed.items()), "")
-        tail = d[first + 2 :]
-        away = len(tail) > 5 and float(np.abs(tail[-len(tail) // 4 :]).mean()) < 0.5 * size
-        course = ", and the difference fades again, as moments do" if away else ""
+        soon = d[at : first + SOON]
+        peak, tail = float(soon[np.abs(soon).argmax()]), size[first + SOON :]
+        fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
+        course = ", and the difference fades, as moments fill again" if fades else ""
+        again = "".join(f"; the log of {name} begins again at step {step}" for step, name in evidence.resumed.items())
         yield Hint(
             name="jump",
-            text=f"both agree before {evidence.by} {step:.0f} and {metric} jumps there by {np.expm1(d[first]):+.2%}"
-            f"{course}: a resume without its state (optimizer moments, step count, schedule or data position){again}",
+            text=f"both agree before {evidence.by} {steps[at]:.0f}, from which the {metric} differs"
+            f" by up to {percent(np.expm1(peak))}{course}: a resume without its state (optimizer moments, step count,"
+            f" schedule or data position){again}",
             weight=0.8,
         )
         return
@@ -168,9 +180,9 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
         if correlation < max(0.3, 2.6 / np.sqrt(len(d))) and abs(d[0]) > SAME and abs(mean) < 4 * noise:
             yield Hint(
                 name="data order",
-                text=f"the {metric} has the same mean on both sides ({np.expm1(mean):+.2%}), but its ups and downs have"
-                f" nothing to do with each other (correlation {correlation:.2f}), from the first step on: another order"
-                " of the data, or another seed",
+                text=f"the {metric} has the same mean on both sides ({percent(np.expm1(mean))}), but its ups and downs"
+                f" have nothing to do with each other (correlation {correlation:.2f}), from the first step on: another"
+                " order of the data, or another seed",
                 weight=0.75,
             )
             return

@@ -36,7 +36,7 @@ def _factor(a: Floats, b: Floats) -> tuple[str, str] | None:
     if found is None or not _same(a * np.exp(found.log), b, b):
         return None
     number = integer_of(Factor(log=found.log, error=EXACT))
-    exact = f", which is {'the square root of ' if number[1] else ''}{number[0]}" if number else ""
+    exact = f", the square root of {number[0]}" if number and number[1] else ""
     direction = "larger" if found.log > 0 else "smaller"
     return (
         "learning rate: factor",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from reports.runs.comparison import Compared, Comparison, Side
-from reports.words import number
+from reports.words import percent
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
 NO_HINT = "no hint fits: the difference has none of the known shapes"
@@ -39,9 +39,9 @@ def headline(comparison: Comparison) -> str:
         return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
     assert first.first
     allowed = (
-        f"{first.first.difference:+.3%} where ±{first.first.allowed:.3%} is allowed"
+        f"{percent(first.first.difference)} where ±{percent(first.first.allowed).lstrip('+')} is allowed"
         if first.first.span == 1
-        else (f"{first.first.difference:+.3%} in the mean of {first.first.span} positions")
+        else (f"{percent(first.first.difference)} in the mean of {first.first.span} positions")
     )
     return f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name} {allowed}."
 
@@ -70,7 +70,8 @@ def _side(side: Side) -> str:
 def band(comparison: Comparison) -> str:
     """What the band is made of."""
     if comparison.threshold is not None:
-        return f"Allowed is a relative difference of {comparison.threshold:g} at every {comparison.alignment.by}."
+        allowed = percent(comparison.threshold).lstrip("+")
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
     return (
         f"Allowed is what the spread of the {counts} runs makes probable: honest runs leave it once in a hundred times."
@@ -85,14 +86,14 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 def _row(one: Compared, by: str) -> tuple[str, ...]:
     count = len(one.aligned.positions)
     where, worst = one.worst
-    largest = f"{worst:+.3g} at {where:.0f}" if worst else "0"
+    largest = f"{percent(worst)} at {where:.0f}" if worst else "none"
     compared = f"{count} {by if by == 'tokens' else 'steps'}"
     if one.first is None:
         return one.name, compared, "never", "", "", "0", largest
     first = one.first
     place = f"{first.position:.0f}" if first.span == 1 else f"{first.position:.0f} to {first.last:.0f} (mean)"
-    allowed = number(first.allowed) if first.span == 1 else "less, of a mean"
-    return one.name, compared, place, f"{first.difference:+.3g}", allowed, f"{one.outside} of {count}", largest
+    allowed = f"±{percent(first.allowed).lstrip('+')}" if first.span == 1 else "less, of a mean"
+    return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
 
 
 def hint_texts(comparison: Comparison) -> list[str]:

@@ -17,16 +17,15 @@ BETWEEN = " - "
 
 def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
     """The log in ``text``, or None if its first line is no header with a counter of steps. ``chosen``: a wandb run."""
-    first = text.lstrip("\ufeff\r\n ").partition("\n")[0]
+    text = text.lstrip("\ufeff\r\n ")
+    first = text.splitlines()[0] if text else ""
     delimiter = max(",;\t", key=first.count)
-    if first.count(delimiter) == 0:
-        return None
-    table = [line for line in csv.reader(io.StringIO(text.lstrip("\ufeff\r\n ")), delimiter=delimiter) if line]
-    header = [column.strip() for column in table[0]]
+    header = [column.strip() for column in next(csv.reader([first], delimiter=delimiter), [])]
     lower = [column.lower() for column in header]
     counter = next((lower.index(column) for column in STEP if column in lower), None)
-    if counter is None:
+    if counter is None or len(header) < 2:
         return None
+    table = [line for line in csv.reader(io.StringIO(text, newline=None), delimiter=delimiter) if line]
     names = {place: column for place, column in enumerate(header) if place != counter and not column.endswith(BOUNDS)}
     exported = any(BETWEEN in column for column in names.values())
     if exported:
