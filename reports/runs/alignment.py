@@ -110,7 +110,8 @@ def _by_tokens(run: Run, name: str) -> Curve:
 
 def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floats, Floats, str]:
     """Positions [T], the values [R, T] of each curve there, and a sentence if logs are unevenly dense."""
-    sparse = max(curves, key=lambda curve: curve.stride)
+    sparsest = max(range(len(curves)), key=lambda place: curves[place].stride)
+    sparse = curves[sparsest]
     if by == "tokens":
         low, high = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)
         positions = sparse.steps[(sparse.steps >= low) & (sparse.steps <= high)]
@@ -123,7 +124,7 @@ def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floa
             f"logged every {min(curve.stride for curve in curves):.0f} and every {sparse.stride:.0f} steps; compared at"
         )
         said += " those that all have"
-        if averaged[curves.index(sparse)]:
+        if averaged[sparsest]:
             dense = [curve.stride < sparse.stride for curve in curves]
             curves = [
                 _means(one, sparse.steps) if is_dense else one for one, is_dense in zip(curves, dense, strict=True)

@@ -26,6 +26,7 @@ ERROR = 0.01  # the probability that honest runs are flagged in any metric, at m
 NEIGHBOURS = 5  # positions on each side that a variance is pooled over
 BLOCKS = 20  # of a run, whose means are compared
 LEAST = 1e-6  # relative; below it is rounding in float32
+SAMPLED = 100  # values whose digits are counted
 SMALL = 1e-3  # of a metric's root mean square: beside values that are smaller, differences are no ratios any more
 
 
@@ -127,10 +128,11 @@ def printed(values: Floats) -> Floats:
     """Half a unit of the last digit that a log prints, for each of the values [T]; 0 for values that are not finite.
 
     A log prints a number of digits or a number of decimals. Neither is known, so both are taken at the longest that
-    the values show, and the larger of the two units counts.
+    SAMPLED of the values show, and the larger of the two units counts.
     """
     digits = decimals = 0
-    for value in values[np.isfinite(values) & (values != 0)].tolist():
+    known = values[np.isfinite(values) & (values != 0)]
+    for value in known[:: len(known) // SAMPLED + 1].tolist():
         _, figures, exponent = Decimal(repr(value)).normalize().as_tuple()
         digits, decimals = max(digits, len(figures)), max(decimals, -int(exponent))
     with np.errstate(all="ignore"):

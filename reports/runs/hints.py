@@ -16,9 +16,10 @@ from reports.words import percent
 
 SAME = 1e-3  # relative; two first losses that are closer were computed from the same weights and batch
 ROUNDING = 1e-5  # relative; differences of the first steps that are smaller are rounding
+TINY = 1e-9  # relative; where a difference that grows begins, at least
 JUMP = 10.0  # a jump is that much larger than any difference before it, within three steps
 SOON = 10  # steps from a jump to where it leaves the band, at most
-SETTLED = 5  # steps before a jump, at least
+SETTLED = 10  # steps before a jump, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,8 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
             continue
         correlation = float(np.corrcoef(x, y)[0, 1])
         mean, noise = float(np.mean(d)), float(np.std(d)) / np.sqrt(len(d) / 4)
-        if correlation < max(0.3, 2.6 / np.sqrt(len(d))) and abs(d[0]) > SAME and abs(mean) < 4 * noise:
+        unlike = correlation < max(0.3, 2.6 / np.sqrt(len(d))) and float(np.median(np.abs(d[:5]))) > SAME
+        if unlike and abs(mean) < 4 * noise:
             yield Hint(
                 name="data order",
                 text=f"the {metric} has the same mean on both sides ({percent(np.expm1(mean))}), but its ups and downs"
@@ -192,15 +194,14 @@ def _growing(evidence: Evidence) -> Iterator[Hint]:
     """The first step agrees, and the difference grows from there."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
-        if d is None or len(d) < 8 or metric not in evidence.firsts:
+        if d is None or len(d) < 12 or metric not in evidence.firsts:
             continue
         size = np.abs(d)
-        blocks = np.array([part.mean() for part in np.array_split(size, min(16, len(size) // 2))])
-        rising = blocks[: max(4, int(blocks.argmax()) + 1)]
-        order = np.argsort(np.argsort(rising))
-        rank = float(np.corrcoef(order, np.arange(len(rising)))[0, 1])
-        steps = float(np.diff(rising).max(initial=0.0)) / float(np.ptp(rising) or 1.0)
-        if abs(d[0]) > 0.1 * float(blocks.max()) or rank < 0.7 or (len(rising) > 4 and steps > 0.8):
+        smooth = np.convolve(size, np.ones(5) / 5, mode="valid")
+        rising = np.array([part.mean() for part in np.array_split(smooth[: max(8, int(smooth.argmax()) + 1)], 8)])
+        rank = float(np.corrcoef(np.argsort(np.argsort(rising)), np.arange(8))[0, 1])
+        agrees = abs(d[0]) < (0.1 * float(smooth.max()) if evidence.seeds else SAME)
+        if not agrees or rank < 0.7 or not (_gradual(rising) or _gradual(np.log(np.maximum(rising, TINY)))):
             continue
         if float(size[1:4].max()) == 0:
             continue
@@ -221,10 +222,15 @@ def _growing(evidence: Evidence) -> Iterator[Hint]:
         return
 
 
+def _gradual(values: Floats) -> bool:
+    """Whether no single step makes up most of a rise."""
+    return bool(np.diff(values).max() <= 0.8 * np.ptp(values))
+
+
 def _detrended(values: Floats) -> Floats:
     """Less a running mean of a tenth of the run, at least 5 steps long."""
     width = max(5, len(values) // 10) | 1
-    padded = np.pad(values, width // 2, mode="edge")
+    padded = np.pad(values, width // 2, mode="reflect", reflect_type="odd")  # goes on with the slope at the ends
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
 
 

@@ -2,8 +2,8 @@
 const RUNS = 8; // named in a read-out
 const MARKED = 60; // positions; more are drawn as a line alone
 
-function limits(values, least = 0) {
-  const low = Math.min(...values, -least), high = Math.max(...values, least);
+function limits(values) {
+  const low = Math.min(...values), high = Math.max(...values);
   const margin = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
   return [low - margin, high + margin];
 }
@@ -32,7 +32,8 @@ function differenceChart(metric) {
   const finite = metric.difference.filter(Number.isFinite);
   if (!finite.length) return null;
   const allowed = metric.allowed.map((v) => (Number.isFinite(v) ? v : 0));
-  const [low, high] = limits(finite, [...allowed].sort((a, b) => a - b)[allowed.length >> 1]);
+  const usual = [...allowed].sort((a, b) => a - b)[allowed.length >> 1];
+  const [low, high] = limits([...finite, usual, -usual]);
   const axis = { ...axes(metric.positions[0], metric.positions.at(-1), low, high), unit: metric.unit };
   const percent = (v) => `${Number((100 * v).toPrecision(3))}%`;
   const y = (v) => axis.y(Math.min(Math.max(v, low), high)).toFixed(1);
