@@ -73,9 +73,8 @@ def test_a_log_of_means_over_ten_steps_is_compared_with_the_others_means() -> No
 
 
 def test_by_tokens_other_batch_sizes_are_compared_after_the_same_data() -> None:
-    line = lambda tokens: 5.0 - tokens / 1000  # noqa: E731
-    a = run({s: line(64 * s) for s in range(1, 33)}, "a", tokens={s: 64.0 * s for s in range(1, 33)})
-    b = run({s: line(256 * s) for s in range(1, 9)}, "b", tokens={s: 256.0 * s for s in range(1, 9)})
+    a = run({s: 5.0 - 0.064 * s for s in range(1, 33)}, "a", tokens={s: 64.0 * s for s in range(1, 33)})
+    b = run({s: 5.0 - 0.256 * s for s in range(1, 9)}, "b", tokens={s: 256.0 * s for s in range(1, 9)})
     (one,) = aligned(a, b, by="tokens").metrics
     assert list(one.positions) == [256.0 * s for s in range(1, 9)]
     assert one.sides[0] == pytest.approx(one.sides[1])

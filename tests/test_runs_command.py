@@ -164,6 +164,18 @@ def test_the_command_imports_nothing_that_it_does_not_need(tmp_path: Path) -> No
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent.parent, capture_output=True)
 
 
+def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(UsageError, match=r"--out .*a.jsonl cannot be a folder: File exists"):
+        diff(*logs, "--out", logs[0])
+    monkeypatch.delitem(sys.modules, "reports.runs.html")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UsageError, match=r"--out needs jinja2; run: pip install 'backend-parity\[report\]'"):
+        diff(*logs, "--out", tmp_path / "out")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("diff")

@@ -116,13 +116,7 @@ def _tell(comparisons: "Sequence[Comparison]", options: argparse.Namespace) -> N
     from reports.runs.text import to_text
 
     if options.out:
-        from conformance.record.files import write_file
-        from reports.runs.html import to_html
-        from reports.runs.markdown import to_markdown
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_file(options.out / "diff.html", to_html(comparisons))
-        write_file(options.out / "diff.md", to_markdown(comparisons))
+        _write(comparisons, options.out)
     if options.json:
         from reports.runs.values import to_json
 
@@ -131,3 +125,19 @@ def _tell(comparisons: "Sequence[Comparison]", options: argparse.Namespace) -> N
         print(to_text(comparisons))
         if options.out:
             print(f"\n{options.out / 'diff.html'}")
+
+
+def _write(comparisons: "Sequence[Comparison]", out: Path) -> None:
+    from conformance.record.files import write_file
+    from reports.runs.markdown import to_markdown
+
+    try:
+        from reports.runs.html import to_html
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--out needs {error.name}; run: pip install 'backend-parity[report]'") from None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
+    write_file(out / "diff.html", to_html(comparisons))
+    write_file(out / "diff.md", to_markdown(comparisons))
