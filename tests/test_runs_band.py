@@ -90,6 +90,13 @@ def test_honest_seeds_leave_the_band_in_one_world_of_a_hundred_however_slowly_th
     assert flagged <= 4  # of a binomial with a mean of one, more than four have a probability of 0.4 %
 
 
+def test_a_step_that_varies_more_than_its_neighbours_may_differ_more() -> None:
+    found = np.log(worlds(100, seed=4))
+    found[..., ::50] *= 10
+    flagged = sum(bool(within_spread(one[:3], one[3:], metrics=1).outside.any()) for one in np.exp(found))
+    assert flagged <= 10  # a variance of four degrees of freedom alone: about two in a hundred
+
+
 def test_a_spike_in_one_run_is_no_difference_and_in_all_of_a_side_it_is() -> None:
     (seeds,) = worlds(1, seed=1)
     seeds[3, 100] *= 5

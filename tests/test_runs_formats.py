@@ -248,6 +248,35 @@ def test_a_damaged_event_file_is_refused(place: int, tmp_path: Path) -> None:
         read_log(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ('{"step": 1, "loss": 1.0}\n{"step": 1.5, "loss": 2.0}\n{"step": NaN, "loss": 3.0}\n[1]\n', [1]),
+        ('{"step": 2, "loss": 1.0, "id": 1' + "0" * 400 + '}\n{"step": 3, "loss": Infinity}\n', [2, 3]),
+        ('{"step": 2, "loss": 1.0}\n' + "[" * 100_000 + "\n", [2]),
+        ('{"log_history": [1, {"step": 4, "loss": 1.0}, {"step": 4, "train_loss": 9.0, "train_runtime": 1.0}]}', [4]),
+        ("step,loss\n1,2.0\nnan,3.0\n\n2\n3,x\n,1\n", [1]),
+    ],
+)
+def test_what_is_no_row_is_left_out(text: str, steps: list[float], opened: Opened) -> None:
+    curve = opened(text).curves["loss"]
+    assert list(curve.steps) == steps
+    assert curve.values[0] in (1.0, 2.0)
+
+
+def test_an_event_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.tfevents").write_bytes(HEAD + record(b"\x2b\x00"))
+    with pytest.raises(UsageError, match="has a record that is no event of TensorBoard"):
+        read_log(str(tmp_path))
+
+
+def test_the_trainers_mean_of_a_whole_run_is_no_loss_of_its_last_step(opened: Opened) -> None:
+    run = opened(
+        '{"_step": 1, "_timestamp": 1, "train/loss": 3.0}\n{"_step": 2, "_timestamp": 1, "train/train_loss": 9.0}'
+    )
+    assert points(run, "loss") == {1: 3.0}
+
+
 def test_what_no_reader_knows_is_refused_with_its_first_line(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("\nDear diary, the loss fell.\n", encoding="utf-8")

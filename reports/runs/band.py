@@ -7,7 +7,7 @@ run, corrected for their number (Bonferroni), so that one comparison in a hundre
 * Numbers that are positive everywhere are compared by their logarithm: a loss and a gradient norm vary by a part of
   their size, and one spike moves a mean of logarithms little.
 * The variance within the sides is pooled over both, and over neighbouring positions, since two seeds alone say little;
-  where a position's own is larger, that one counts, so that a spike in one run is no difference.
+  where a position's own is larger, that one counts: some steps vary more than their neighbours, in every run.
 * Deviations of neighbouring positions resemble each other (a run that lags goes on lagging). The number of independent
   ones among n with autocorrelation r is n (1 - r) / (1 + r) (Bayley and Hammersley, 1946), and the degrees of freedom
   are that times the runs less two: where seeds wander slowly, few of them give a wide band.

@@ -6,8 +6,8 @@ loss is not a language-modelling loss, and the KL divergence from the reference 
 
 Sources: Hugging Face Trainer and its integrations (transformers/trainer.py, integrations/integration_utils.py), TRL
 (trl/trainer/grpo_trainer.py, ppo_trainer.py), verl (verl/workers/actor, verl/trainer/ppo/metric_utils.py,
-verl/trainer/sft_trainer.py), OpenRLHF (openrlhf/trainer), Megatron-LM (megatron/training/training.py),
-torchtitan (torchtitan/components/metrics.py).
+verl/trainer/sft_trainer.py), OpenRLHF (openrlhf/trainer), DeepSpeed's monitor (deepspeed/runtime/engine.py),
+Megatron-LM (megatron/training/training.py), torchtitan (torchtitan/components/metrics.py).
 """
 
 import re
@@ -38,12 +38,21 @@ TOKENS = (
 )
 
 METRICS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "training_loss", "lm loss", "lm_loss", "gpt_loss", "loss_metrics/global_avg_loss"),
+    "loss": (
+        "loss",
+        "train_loss",
+        "train/samples/train_loss",
+        "training_loss",
+        "lm loss",
+        "lm_loss",
+        "gpt_loss",
+        "loss_metrics/global_avg_loss",
+    ),
     "policy_loss": ("policy_loss", "actor/pg_loss", "pg_loss", "loss/policy_avg"),
     "critic_loss": ("critic_loss", "critic/vf_loss", "vf_loss", "value_loss", "loss/value_avg"),
     "grad_norm": ("grad_norm", "gradient_norm", "grad norm", "grad-norm", "actor/grad_norm"),
     "critic_grad_norm": ("critic_grad_norm", "critic/grad_norm"),
-    "lr": ("lr", "learning_rate", "learning rate", "learning-rate", "actor/lr", "actor_lr"),
+    "lr": ("lr", "learning_rate", "learning rate", "learning-rate", "actor/lr", "actor_lr", "train/samples/lr"),
     "critic_lr": ("critic_lr", "critic/lr"),
     "reward": ("reward", "reward_mean", "mean_reward", "critic/score/mean", "objective/scores"),
     "reward_after_kl": ("reward_after_kl", "critic/rewards/mean", "objective/rlhf_reward"),
@@ -73,6 +82,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 
 _PLACES = {alias: (name, rank) for name, aliases in METRICS.items() for rank, alias in enumerate(aliases)}
+SUMMARY = "train/train_loss"  # the mean of a whole run, which the Trainer's integrations log at its end
 _UNIT = re.compile(r"\((1e-\d+)\)$")  # verl writes lr(1e-3):0.02 of a learning rate of 2e-5
 
 
@@ -82,6 +92,8 @@ def canonical(own: str) -> tuple[str, int, float] | None:
     Of two names of one metric in a log the lower rank counts. A value times its unit is in the canonical unit.
     """
     name, unit = own.strip().lower(), 1.0
+    if name == SUMMARY:
+        return None
     found = _UNIT.search(name)
     if found:
         name, unit = name[: found.start()], float(found[1])

@@ -14,6 +14,7 @@ from reports.runs.metrics import STEP
 from reports.runs.run import Log, Row
 
 TRANSPARENT = "data"
+LARGEST = 2**63  # of whole numbers; an identifier may be larger
 NOT_FINITE = ("nan", "inf", "-inf", "infinity", "-infinity")  # as texts, since JSON has no such numbers
 OURS = {"kl": "ppo_kl"}  # the divergence from the roll-out's policy, where others mean that from the reference
 
@@ -24,11 +25,14 @@ def read_json(text: str) -> Log | None:
         return None
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _read_lines(text)
     history = whole.get("log_history") if isinstance(whole, dict) else None
     if isinstance(history, list):
-        rows = [row for one in history if "train_runtime" not in one for row in _rows(one)]
+        logged = [
+            one for one in history if isinstance(one, dict) and "train_runtime" not in one
+        ]  # that sums the run up
+        rows = [row for one in logged for row in _rows(one)]
         return Log(format="Hugging Face trainer_state.json", rows=rows, averaged=frozenset({"loss"}))
     objects = whole if isinstance(whole, list) else [whole]
     return _log(objects, broken=0)
@@ -41,9 +45,9 @@ def _read_lines(text: str) -> Log | None:
         if line.strip():
             try:
                 objects.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 broken += 1
-    return _log(objects, broken=broken) if len(objects) > broken else None
+    return _log(objects, broken=broken)
 
 
 def _log(objects: list[Any], *, broken: int) -> Log | None:
@@ -64,7 +68,7 @@ def _rows(one: Mapping[str, Any]) -> Iterator[Row]:
     values = dict(_flat(one))
     lower = {name.lower(): name for name in values}
     counter = next((lower[name] for name in STEP if name in lower), None)
-    if counter is not None and values[counter] == int(values[counter]):
+    if counter is not None and values[counter].is_integer():
         step = int(values[counter])
         yield Row(step, {name: value for name, value in values.items() if name.lower() not in STEP})
 
@@ -73,7 +77,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, prefix if name == TRANSPARENT else f"{prefix}{name}/")
-        elif isinstance(value, bool):
+        elif isinstance(value, bool) or (isinstance(value, int) and abs(value) > LARGEST):
             continue
         elif isinstance(value, int | float) or (isinstance(value, str) and value.lower() in NOT_FINITE):
             yield f"{prefix}{name}", float(value)

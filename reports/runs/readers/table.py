@@ -33,7 +33,7 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
     rows, broken = [], 0
     for line in table[1:]:
         step = _number(line[counter]) if counter < len(line) else None
-        if step is None or step != int(step):
+        if step is None or not step.is_integer():
             broken += 1
             continue
         cells = {column: _number(line[place]) for place, column in names.items() if place < len(line)}

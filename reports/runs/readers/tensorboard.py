@@ -40,7 +40,7 @@ def read_events(files: list[Path]) -> Log:
         for record, end in _records(data, file):
             whole = end
             if len(record) <= LARGEST:
-                rows.extend(_rows(record))
+                rows.extend(_rows(record, file))
         if whole < len(data):
             notes.append(f"{file.name} ends within a record (the run goes on, or was killed)")
     return Log(format="TensorBoard", rows=rows, notes=tuple(notes))
@@ -63,11 +63,13 @@ def _records(data: bytes, file: Path) -> Iterator[tuple[bytes, int]]:
         at = end
 
 
-def _rows(event: bytes) -> Iterator[Row]:
-    fields = list(_fields(event))
-    step = next((value for number, value in fields if number == STEP), 0)
-    assert isinstance(step, int)
-    values = dict(_scalars(fields))
+def _rows(event: bytes, file: Path) -> Iterator[Row]:
+    try:
+        fields = list(_fields(event))
+        values = dict(_scalars(fields))
+    except (IndexError, KeyError, struct.error):
+        raise UsageError(f"{file} has a record that is no event of TensorBoard") from None
+    step = next((value for number, value in fields if number == STEP and isinstance(value, int)), 0)
     if values:
         yield Row(step, values)
 
