@@ -45,6 +45,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     missing, notes, metrics = [], [], []
     shifts = [0.0 if by == "tokens" else _shift(runs[0], run) for run in runs]
     for run, shift in zip(runs, shifts, strict=True):
+        if by == "tokens" and run.tokens_added:
+            notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
         if shift:
             notes.append(
                 f"{run.name} counts its steps from {_first(run):.0f} and {runs[0].name} from {_first(runs[0]):.0f}:"

@@ -27,6 +27,8 @@ NEIGHBOURS = 5  # positions on each side that a variance is pooled over
 BLOCKS = 20  # of a run, whose means are compared
 LEAST = 1e-6  # relative; below it is rounding in float32
 SAMPLED = 100  # values whose digits are counted
+SMALLEST = 1e-4  # root mean square of a metric of order one; below it are what cancelled sums leave
+CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
 SMALL = 1e-3  # of a metric's root mean square: beside values that are smaller, differences are no ratios any more
 
 
@@ -44,17 +46,20 @@ class Judged:
     spans: np.ndarray
 
 
-def within_threshold(a: Floats, b: Floats, threshold: float) -> Judged:
+def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool) -> Judged:
     """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
 
-    A metric that changes its sign is measured by its root mean square: next to a zero, a ratio says nothing.
+    A metric that changes its sign is measured by its root mean square: next to a zero, a ratio says nothing. Unless it
+    is of ``any_size``, it is measured by SMALLEST at least: the policy loss of normalised advantages is 0 but for
+    rounding, and its ratios are noise.
     """
     finite = np.isfinite(a) & np.isfinite(b)
     known = np.concatenate([a[finite], b[finite]])
-    size = float(np.sqrt(np.mean(known**2))) if len(known) else 1.0
+    size = _size(known, any_size=any_size)
     signed = bool(len(known)) and (known < 0).any() and (known > 0).any()
     with np.errstate(all="ignore"):
         scale = np.full(len(a), size) if signed else np.maximum(np.abs(a), SMALL * size)
+        scale = np.maximum(scale, 0.0 if any_size else SMALLEST)
         scale = np.where(scale > 0, scale, 1.0)
         difference = np.where(a == b, 0.0, (b - a) / scale)
         allowed = threshold + (printed(a) + printed(b)) / scale
@@ -62,14 +67,14 @@ def within_threshold(a: Floats, b: Floats, threshold: float) -> Judged:
     return Judged(difference=difference, allowed=allowed, outside=outside, spans=outside.astype(int))
 
 
-def within_spread(a: Floats, b: Floats, *, metrics: int) -> Judged:
-    """Several runs a side, [R, T] and [S, T], R + S > 2; ``metrics``: how many are judged beside this one."""
+def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool) -> Judged:
+    """Several runs a side, [R, T] and [S, T], R + S > 2; ``metrics``: how many are judged, ``any_size`` as above."""
     count = a.shape[1]
     finite = np.isfinite(a).all(axis=0) & np.isfinite(b).all(axis=0)
     half = np.isfinite(a).any(axis=0) & np.isfinite(b).any(axis=0)
     known = np.concatenate([a[:, finite], b[:, finite]])
-    logarithmic = bool(known.size) and bool((known > 0).all())
-    size = float(np.sqrt(np.mean(known**2))) if known.size else 1.0
+    size = _size(known, any_size=any_size)
+    logarithmic = bool(known.size) and bool((known > 0).all()) and (any_size or size > SMALLEST)
     rounding = max(float(printed(values).max(initial=0.0)) for values in (*a, *b))
     spans = sorted({1, max(1, count // BLOCKS)})
     tests = metrics * sum(math.ceil(count / span) for span in spans)
@@ -79,7 +84,9 @@ def within_spread(a: Floats, b: Floats, *, metrics: int) -> Judged:
     if len(where):
         with np.errstate(all="ignore"):
             x, y = (np.log(side[:, finite]) if logarithmic else side[:, finite] / (size or 1.0) for side in (a, b))
-        least = LEAST + 2 * rounding / (float(np.median(np.abs(known))) or size or 1.0)
+        least = (LEAST if any_size or logarithmic else CANCELLED) + 2 * rounding / (
+            float(np.median(np.abs(known))) if logarithmic else size or 1.0
+        )
         for span in reversed(spans):
             starts = np.arange(0, len(where), span)
             gap, band = _blocks(x, y, starts, tests=tests)
@@ -93,6 +100,12 @@ def within_spread(a: Floats, b: Floats, *, metrics: int) -> Judged:
     return Judged(
         difference=difference, allowed=allowed, outside=outside, spans=np.where(outside, np.maximum(shown, 1), 0)
     )
+
+
+def _size(known: Floats, *, any_size: bool) -> float:
+    """The root mean square of a metric's values; of one that is of order one SMALLEST at least."""
+    size = float(np.sqrt(np.mean(known**2))) if known.size else 1.0
+    return size if any_size else max(size, SMALLEST)
 
 
 def _blocks(x: Floats, y: Floats, starts: np.ndarray, *, tests: int) -> tuple[Floats, Floats]:

@@ -10,7 +10,7 @@ from conformance.validation import UsageError
 from reports.runs.alignment import Aligned, Alignment, align
 from reports.runs.band import Judged, within_spread, within_threshold
 from reports.runs.hints import Evidence, Hint, hints
-from reports.runs.metrics import METRICS
+from reports.runs.metrics import METRICS, OF_ANY_SIZE
 from reports.runs.run import Floats, Run
 
 COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
@@ -97,9 +97,9 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     for one in alignment.metrics:
         x, y = one.sides
         if spread:
-            judged = within_spread(x, y, metrics=len(alignment.metrics))
+            judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=one.metric in OF_ANY_SIZE)
         else:
-            judged = within_threshold(x[0], y[0], threshold)
+            judged = within_threshold(x[0], y[0], threshold, any_size=one.metric in OF_ANY_SIZE)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, means, judged)))
     found: tuple[Hint, ...] = ()

@@ -81,6 +81,9 @@ METRICS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+OF_ANY_SIZE = ("grad_norm", "critic_grad_norm", "lr", "critic_lr")
+"""Metrics that may be as small as they like; the others are of order one, or differences of such numbers."""
+
 _PLACES = {alias: (name, rank) for name, aliases in METRICS.items() for rank, alias in enumerate(aliases)}
 SUMMARY = "train/train_loss"  # the mean of a whole run, which the Trainer's integrations log at its end
 _UNIT = re.compile(r"\((1e-\d+)\)$")  # verl writes lr(1e-3):0.02 of a learning rate of 2e-5

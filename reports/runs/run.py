@@ -56,7 +56,8 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none.
+    """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none,
+    and ``tokens_added`` says that the log has each step's own.
 
     ``resumed`` are the steps at which the log goes back and begins again; ``ignored`` its names that are not compared.
     """
@@ -65,6 +66,7 @@ class Run:
     format: str
     curves: Mapping[str, Curve]
     tokens: Curve | None
+    tokens_added: bool
     averaged: frozenset[str]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -90,7 +92,10 @@ def run_of(log: Log, *, name: str) -> Run:
             points = found.setdefault(metric, {})
             if row.step not in points or rank <= points[row.step][0]:
                 points[row.step] = rank, value * unit
-    tokens = found.pop("tokens", None)
+    tokens = _curve(found.pop("tokens")) if "tokens" in found else None
+    added = tokens is not None and not _grows(tokens)
+    if tokens and added:
+        tokens = Curve(tokens.steps, np.cumsum(tokens.values))
     if not found:
         known = ", ".join(METRICS)
         names = ", ".join(list(ignored)[:12]) or "nothing"
@@ -100,7 +105,8 @@ def run_of(log: Log, *, name: str) -> Run:
         name=name,
         format=log.format,
         curves=curves,
-        tokens=_cumulative(_curve(tokens), notes) if tokens else None,
+        tokens=tokens,
+        tokens_added=added,
         averaged=log.averaged,
         facts=log.facts,
         notes=tuple(notes),
@@ -153,10 +159,9 @@ def _curve(points: Mapping[int, tuple[int, float]]) -> Curve:
     return Curve(np.array(steps, dtype=np.float64), np.array([points[step][1] for step in steps], dtype=np.float64))
 
 
-def _cumulative(tokens: Curve, notes: list[str]) -> Curve:
-    """Tokens so far. A count that does not grow as steps do is each step's own."""
+def _grows(tokens: Curve) -> bool:
+    """Whether these are tokens so far, which grow as steps do, and not those of each step."""
+    if len(tokens.values) == 1:
+        return True
     grown, steps = tokens.values[-1] / tokens.values[0], tokens.steps[-1] / max(tokens.steps[0], 1.0)
-    if len(tokens.values) == 1 or ((np.diff(tokens.values) > 0).all() and grown > 0.75 * steps):
-        return tokens
-    notes.append("its tokens do not grow with its steps: they are taken as those of each step, and added up")
-    return Curve(tokens.steps, np.cumsum(tokens.values))
+    return bool((np.diff(tokens.values) > 0).all() and grown > 0.75 * steps)
