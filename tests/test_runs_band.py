@@ -66,6 +66,7 @@ def test_a_policy_loss_that_is_0_but_for_rounding_does_not_differ() -> None:
     """Of normalised advantages at the first update; real numbers of two backends that agree."""
     a, b = [3.725290298461914e-08, -5.21540641784668e-08], [-6.332993507385254e-08, 1.1920928955078125e-07]
     assert judged(a, b) == [False, False]
+    assert judged([0.0, 1e-8], [3e-8, 0.0]) == [False, False]  # a divergence, which has no sign
     assert judged([3.0000001e-5, -5e-5], [3.0000001e-5, -4e-5]) == [False, True]
     assert judged([3.0000001e-5, 5e-5], [3.0000001e-5, 4e-5], any_size=True) == [False, True]
     seeds = 1e-8 * np.random.default_rng(0).normal(size=(6, 100))
