@@ -27,6 +27,12 @@ def number(value: float | None) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def percent(value: float) -> str:
+    """A relative difference in three significant digits: ``+5.76%``, ``-0.0012%``, ``+300%``, ``NaN``."""
+    text = number(100 * value)
+    return text if text == "NaN" else f"{'+' if value >= 0 else ''}{text}%"
+
+
 def ratio(value: float) -> str:
     """Observed / allowed, short enough for a matrix: ``0``, ``<0.01``, ``0.31``, ``12``, ``3e5``, ``∞``.
 

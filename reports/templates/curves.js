@@ -151,7 +151,7 @@ function frame(axis, ticks) {
   parts.push(make("path.axis", { d: `M${LEFT} ${TOP}V${floor}H${right}` }));
   const stride = Math.ceil((axis.last - axis.first + 1) / 8);
   for (let step = axis.first; step <= axis.last; step += stride) {
-    const text = step === axis.first ? `step ${step}` : String(step);
+    const text = step === axis.first ? `${axis.unit ?? "step"} ${step}` : String(step);
     parts.push(make("text", { x: axis.x(step).toFixed(1), y: floor + 15, "text-anchor": "middle" }, text));
   }
   return parts;

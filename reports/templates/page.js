@@ -90,40 +90,6 @@ openCell();
 document.addEventListener("toggle", (event) => event.target.matches(".side[open]") && openSide(event.target), true);
 loaded.then(() => all(".side[open]").forEach(openSide));
 
-// Read-outs; a step is marked in all charts of its cell.
-const tip = document.getElementById("tip");
-function show(element, x, y) {
-  tip.textContent = element.dataset.tip;
-  tip.hidden = false;
-  const left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8);
-  const top = y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 10 : y + 18;
-  tip.style.left = `${Math.max(8, left)}px`;
-  tip.style.top = `${Math.max(8, top)}px`;
-  for (const other of all(".hover.on")) other.classList.remove("on");
-  if (element.dataset.step) {
-    for (const other of all(`.hover[data-step="${element.dataset.step}"]`, element.closest(".cell, .side"))) {
-      other.classList.add("on");
-    }
-  }
-}
-function hide() {
-  tip.hidden = true;
-  for (const other of all(".hover.on")) other.classList.remove("on");
-}
-document.addEventListener("pointermove", (event) => {
-  const element = event.target.closest("[data-tip]");
-  if (element) show(element, event.clientX, event.clientY);
-  else hide();
-});
-document.addEventListener("focusin", (event) => {
-  const box = event.target.closest(".box");
-  if (box && box.matches(":focus-visible")) {
-    const at = box.getBoundingClientRect();
-    show(box, at.left, at.bottom - 12);
-  } else hide();
-});
-addEventListener("scroll", hide, { passive: true });
-
 // Copy; a page opened from a file may have no clipboard, then the text is selected for the reader.
 async function copy(button) {
   const code = button.parentElement.querySelector("code");

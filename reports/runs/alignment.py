@@ -1,0 +1,149 @@
+"""Alignment: the curves of several runs on common positions, by step or by tokens.
+
+A counter that begins at 0 in one log and at 1 in another is seen and put right. A log of every tenth step is compared
+at its own steps; where it logs means over the steps between (Hugging Face's Trainer, Megatron), the other run's steps
+are averaged alike. By tokens, curves are compared at the positions of the run with the fewest, between which the others
+are interpolated linearly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conformance.validation import UsageError
+from reports.runs.run import Curve, Floats, Run
+
+EVALUATION = "eval_"  # of metrics that a log may have before its first step of training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligned:
+    """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T]."""
+
+    metric: str
+    positions: Floats
+    sides: tuple[Floats, Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """All metrics that every run has, aligned; ``notes`` say what had to be done, ``missing`` who lacks what."""
+
+    by: str
+    metrics: tuple[Aligned, ...]
+    notes: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequence[str] = ()) -> Alignment:
+    """Two sides' runs on common positions. ``by``: ``step`` or ``tokens``; ``chosen``: only these metrics."""
+    runs = [*sides[0], *sides[1]]
+    if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
+        raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
+    names = list(dict.fromkeys(name for run in runs for name in run.curves if not chosen or name in chosen))
+    missing, notes, metrics = [], [], []
+    shifts = [0.0 if by == "tokens" else _shift(runs[0], run) for run in runs]
+    for run, shift in zip(runs, shifts, strict=True):
+        if by == "tokens" and run.tokens_added:
+            notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
+        if shift:
+            notes.append(
+                f"{run.name} counts its steps from {_first(run):.0f} and {runs[0].name} from {_first(runs[0]):.0f}:"
+                f" {abs(shift):.0f} was {'added to' if shift > 0 else 'taken from'} the former's"
+            )
+    for name in names:
+        lacking = [run.name for run in runs if name not in run.curves]
+        if lacking:
+            missing.append(f"{name}: not in {', '.join(lacking)}")
+            continue
+        curves = [
+            _by_tokens(run, name) if by == "tokens" else Curve(run.curves[name].steps + shift, run.curves[name].values)
+            for run, shift in zip(runs, shifts, strict=True)
+        ]
+        averaged = [name in run.averaged for run in runs]
+        positions, values, said = _common(curves, averaged, by=by)
+        if said:
+            notes.append(f"{name}: {said}")
+        if len(positions) == 0:
+            missing.append(f"{name}: no {by} in common")
+            continue
+        split = len(sides[0])
+        metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:])))
+    return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
+
+
+def _first(run: Run) -> float:
+    """The first step of training; an evaluation may come before it."""
+    trained = [curve.steps[0] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    return float(min(trained or [curve.steps[0] for curve in run.curves.values()]))
+
+
+def _shift(reference: Run, run: Run) -> float:
+    """What to add to a run's steps. 0 but where one counter begins at 0, the other at 1, and they go on alike.
+
+    If the values agree better without a shift, there is none: then one log merely lacks its first line.
+    """
+    shift = _first(reference) - _first(run)
+    shared = [name for name in reference.curves if name in run.curves and not name.startswith(EVALUATION)]
+    if abs(shift) != 1 or {_first(reference), _first(run)} != {0.0, 1.0} or not shared:
+        return 0.0
+    a, b = reference.curves[shared[0]], run.curves[shared[0]]
+    if a.stride != b.stride:
+        return 0.0
+    return shift if _distance(a, b, shift) <= 2 * _distance(a, b, 0.0) else 0.0
+
+
+def _distance(a: Curve, b: Curve, shift: float) -> float:
+    """The median distance of two curves at the steps that both have; infinite without any."""
+    _, mine, yours = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
+    between = np.abs(a.values[mine] - b.values[yours])
+    between = between[np.isfinite(between)]
+    return float(np.median(between)) if len(between) else np.inf
+
+
+def _by_tokens(run: Run, name: str) -> Curve:
+    assert run.tokens is not None
+    curve = run.curves[name]
+    tokens = np.interp(curve.steps, run.tokens.steps, run.tokens.values)
+    kept = np.concatenate([[True], np.diff(tokens) > 0])
+    return Curve(tokens[kept], curve.values[kept])
+
+
+def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floats, Floats, str]:
+    """Positions [T], the values [R, T] of each curve there, and a sentence if logs are unevenly dense."""
+    sparsest = max(range(len(curves)), key=lambda place: curves[place].stride)
+    sparse = curves[sparsest]
+    if by == "tokens":
+        low, high = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)
+        positions = sparse.steps[(sparse.steps >= low) & (sparse.steps <= high)]
+        if all(len(curve.steps) == len(sparse.steps) and (curve.steps == sparse.steps).all() for curve in curves):
+            return positions, np.stack([curve.values for curve in curves]), ""
+        return positions, np.stack([np.interp(positions, curve.steps, curve.values) for curve in curves]), ""
+    said = ""
+    if any(curve.stride < sparse.stride for curve in curves):
+        said = (
+            f"logged every {min(curve.stride for curve in curves):.0f} and every {sparse.stride:.0f} steps; compared at"
+        )
+        said += " those that all have"
+        if averaged[sparsest]:
+            dense = [curve.stride < sparse.stride for curve in curves]
+            curves = [
+                _means(one, sparse.steps) if is_dense else one for one, is_dense in zip(curves, dense, strict=True)
+            ]
+            said += ", where the denser log is averaged over the steps between, as the other is"
+    positions = curves[0].steps
+    for curve in curves[1:]:
+        positions = np.intersect1d(positions, curve.steps)
+    return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), said
+
+
+def _means(curve: Curve, ends: Floats) -> Curve:
+    """The means over (the end before, this end], for the ends that the curve reaches; the first one over as much."""
+    starts = np.concatenate([[ends[0] - (ends[1] - ends[0] if len(ends) > 1 else ends[0])], ends[:-1]])
+    found = [
+        (end, float(curve.values[inside].mean()))
+        for start, end in zip(starts, ends, strict=True)
+        if (inside := (curve.steps > start) & (curve.steps <= end)).any() and end <= curve.steps[-1]
+    ]
+    return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))

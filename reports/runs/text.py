@@ -1,0 +1,119 @@
+"""The words of a comparison, which terminal, Markdown and HTML share, and the terminal's page."""
+
+from collections.abc import Sequence
+
+from reports.runs.comparison import Compared, Comparison, Side
+from reports.words import percent
+
+HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
+NO_HINT = "no hint fits: the difference has none of the known shapes"
+
+
+def to_text(comparisons: Sequence[Comparison]) -> str:
+    """What ``parity diff`` prints."""
+    return "\n\n".join("\n".join(_lines(one)) for one in comparisons)
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    lines = [headline(comparison), "", *sides(comparison), band(comparison), ""]
+    table = [HEADS, *rows(comparison)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    if comparison.differs:
+        lines += ["", "Why, perhaps:"]
+        lines += [f"{place}. {hint}" for place, hint in enumerate(hint_texts(comparison), 1)]
+    said = notes(comparison)
+    if said:
+        lines += ["", "Notes:", *(f"- {note}" for note in said)]
+    return lines
+
+
+def headline(comparison: Comparison) -> str:
+    """The verdict in a sentence."""
+    names = f"{comparison.sides[0].name} and {comparison.sides[1].name}"
+    if not comparison.comparable:
+        return f"{names} cannot be compared: they have no metric at a common {comparison.alignment.by}."
+    first = comparison.first
+    if first is None:
+        count = len(comparison.metrics)
+        return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
+    assert first.first
+    allowed = (
+        f"{percent(first.first.difference)} where ±{percent(first.first.allowed).lstrip('+')} is allowed"
+        if first.first.span == 1
+        else (f"{percent(first.first.difference)} in the mean of {first.first.span} positions")
+    )
+    return f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name} {allowed}."
+
+
+def title(comparisons: Sequence[Comparison]) -> str:
+    """The verdict of all comparisons in a few words."""
+    parted = sum(one.differs for one in comparisons)
+    if parted:
+        return "The runs part" if len(comparisons) == 1 else f"{parted} of {len(comparisons)} runs part from the first"
+    return "The runs agree" if all(one.comparable for one in comparisons) else "The runs cannot be compared"
+
+
+def sides(comparison: Comparison) -> list[str]:
+    """What each side is: its runs, their formats and steps."""
+    return [f"{letter}: {_side(side)}" for letter, side in zip("AB", comparison.sides, strict=True)]
+
+
+def _side(side: Side) -> str:
+    said = []
+    for run in side.runs:
+        steps = [step for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
+        said.append(f"{run.name} ({run.format}, steps {min(steps):.0f} to {max(steps):.0f})")
+    return ", ".join(said)
+
+
+def band(comparison: Comparison) -> str:
+    """What the band is made of."""
+    if comparison.threshold is not None:
+        allowed = percent(comparison.threshold).lstrip("+")
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}."
+    counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
+    return (
+        f"Allowed is what the spread of the {counts} runs makes probable: honest runs leave it once in a hundred times."
+    )
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row of the table per metric, under HEADS."""
+    return [_row(one, comparison.alignment.by) for one in comparison.metrics]
+
+
+def _row(one: Compared, by: str) -> tuple[str, ...]:
+    count = len(one.aligned.positions)
+    where, worst = one.worst
+    largest = f"{percent(worst)} at {where:.0f}" if worst else "none"
+    compared = f"{count} {by if by == 'tokens' else 'steps'}"
+    if one.first is None:
+        return one.name, compared, "never", "", "", "0", largest
+    first = one.first
+    place = f"{first.position:.0f}" if first.span == 1 else f"{first.position:.0f} to {first.last:.0f} (mean)"
+    allowed = f"±{percent(first.allowed).lstrip('+')}" if first.span == 1 else "less, of a mean"
+    return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
+
+
+def hint_texts(comparison: Comparison) -> list[str]:
+    """The hints in words, the most probable first; a sentence that there are none; nothing where the runs agree."""
+    if not comparison.differs:
+        return []
+    return [hint.text for hint in comparison.hints] or [NO_HINT]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What had to be put right or left out, and what is not finite."""
+    said = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
+    said += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
+    for one in comparison.metrics:
+        for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):
+            for run, curve in zip(side.runs, values, strict=True):
+                wrong = [float(x) for x, y in zip(one.aligned.positions, curve, strict=True) if y - y != 0]
+                if wrong:
+                    said.append(
+                        f"{one.name} of {run.name} (side {letter}) is not finite at {len(wrong)} positions,"
+                        f" first at {wrong[0]:.0f}"
+                    )
+    return said
