@@ -126,20 +126,20 @@ class StrategyBackend:
 
     def save(self, path: Path) -> None:
         with writing(path / CHECKPOINT, self.about("native")) as draft:
-            native.write(draft, self.context, dict(self._trained()))
+            native.write(draft, self.context, self.trained)
 
     def load(self, path: Path) -> None:
-        found = native.read(path / CHECKPOINT, self.about("native"), self.context, dict(self._trained()))
+        found = native.read(path / CHECKPOINT, self.about("native"), self.context, self.trained)
         self.step = found.step
 
     def export_state(self, path: Path) -> None:
         with writing(path / CHECKPOINT, self.about("state")) as draft:
-            for name, trainable in self._trained():
+            for name, trainable in self.trained.items():
                 training_state.export_state(draft.path / name, trainable)
 
     def import_state(self, path: Path) -> None:
         found = verified(path / CHECKPOINT, self.about("state")).about
-        for name, trainable in self._trained():
+        for name, trainable in self.trained.items():
             training_state.import_state(path / CHECKPOINT / name, trainable)
         self.step = found.step
 
@@ -157,9 +157,10 @@ class StrategyBackend:
             models=self.shapes,
         )
 
-    def _trained(self) -> Iterator[tuple[str, Trainable]]:
-        trained = {role.name for role in self.objective.roles if role.trained}
-        return ((name, trainable) for name, trainable in self.models.items() if name in trained)
+    @property
+    def trained(self) -> dict[str, Trainable]:
+        """The models that are trained, by role."""
+        return {role.name: self.models[role.name] for role in self.objective.roles if role.trained}
 
     def export(self, path: Path, model: str) -> None:
         # In the masters' own dtype, because the weights that the next leg loads are compared with these bit by bit.

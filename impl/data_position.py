@@ -6,6 +6,7 @@ all ranks: it knows neither ranks nor micro-batches. It is written into the mani
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -26,13 +27,8 @@ class DataPosition:
         taken: list[int] = []
         while len(taken) < count:
             epoch, at = divmod(self.consumed + len(taken), self.documents)
-            taken += self._order(epoch)[at : at + count - len(taken)]
+            taken += _order(self.seed, self.documents, epoch)[at : at + count - len(taken)]
         return taken, replace(self, consumed=self.consumed + count)
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(self.documents))
-        random.Random(f"{self.seed} {epoch}").shuffle(order)  # apart from the process's own generator
-        return order
 
     def check_same_data(self, before: "DataPosition") -> None:
         """Raises UsageError where ``before``, of a checkpoint, is a position in other data or another order."""
@@ -41,3 +37,10 @@ class DataPosition:
                 f"the checkpoint stands in {before.documents} documents shuffled by seed {before.seed}, and this "
                 f"training has {self.documents} by seed {self.seed}; give the same data and seed"
             )
+
+
+@lru_cache(maxsize=2)  # whoever fills rows takes one document at a time
+def _order(seed: int, documents: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(documents))
+    random.Random(f"{seed} {epoch}").shuffle(order)  # apart from the process's own generator
+    return tuple(order)

@@ -11,7 +11,7 @@ for every data set the following rows have no target token:
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median_high
@@ -38,16 +38,21 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     """
     data = scenario.data
     documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
-    largest = max(max(document.tokens) for document in documents)
     size = read_architecture(model, disable_dropout=scenario.objective.disable_dropout).vocab_size
+    check_vocabulary(documents, model, size)
+    random.Random(scenario.seed).shuffle(documents)
+    rows = pack(documents, max_len=data.max_len) if data.packed else ((document,) for document in cycle(documents))
+    return [_batch(step, rows, data) for step in range(scenario.steps)]
+
+
+def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
+    """Raises UsageError for tokens beyond the ``size`` of the vocabulary of the Hugging Face folder ``model``."""
+    largest = max(max(document.tokens) for document in documents)
     if largest >= size:
         raise UsageError(
             f"the tokenizer in {model} gives token {largest}, and the vocabulary of its config.json has {size}; give "
             f"the folder the tokenizer of this model"
         )
-    random.Random(scenario.seed).shuffle(documents)
-    rows = pack(documents, max_len=data.max_len) if data.packed else ((document,) for document in cycle(documents))
-    return [_batch(step, rows, data) for step in range(scenario.steps)]
 
 
 def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:

@@ -59,14 +59,19 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     return out
 
 
-def _make_value_model(folder: Path, *, key: str) -> None:
-    """Turn a language model without an output embedding into a value model."""
-    file = folder / "config.json"
+def value_config(file: Path) -> int:
+    """Turn the configuration of a language model into that of a value model; returns the hidden size."""
     config = json.loads(file.read_text(encoding="utf-8"))
     names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
     config |= {"architectures": names, "num_labels": 1, "tie_word_embeddings": False}
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    hidden = config.get("text_config", config)["hidden_size"]
+    hidden: int = config.get("text_config", config)["hidden_size"]
+    return hidden
+
+
+def _make_value_model(folder: Path, *, key: str) -> None:
+    """Turn a language model without an output embedding into a value model."""
+    hidden = value_config(folder / "config.json")
     head = torch.randn(1, hidden, generator=_generator(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
     shards = folder / INDEX
     name = "value-head.safetensors" if shards.is_file() else "model.safetensors"

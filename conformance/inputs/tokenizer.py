@@ -48,10 +48,10 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
     Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer are passed on.
     """
     end: list[int] = []
+    prompt = _prompt(question, tokenizer)
     if tokenizer.chat_template is not None:
         user = {"role": "user", "content": question}
         assistant = {"role": "assistant", "content": answer}
-        prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
         if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
             raise UsageError(
@@ -63,7 +63,7 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
                 "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
                 "end; set one of them in tokenizer_config.json"
             )
-        prompt, whole, end = question, question + answer, [tokenizer.eos_token_id]
+        whole, end = question + answer, [tokenizer.eos_token_id]
     tokens = [*tokenizer.encode(whole, add_special_tokens=False), *end]
     # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
     size = 0
@@ -79,6 +79,25 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
     if size == len(tokens):
         raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; mend it in the tokenizer's files")
     return tuple(tokens), size
+
+
+def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens of a prompt that waits for its answer: what ``encode`` puts in front of one.
+
+    Raises UsageError where there are none, and whatever template and tokenizer raise.
+    """
+    prompt = _prompt(question, tokenizer)
+    if not (tokens := tokenizer.encode(prompt, add_special_tokens=False)):
+        raise UsageError(f"the tokenizer gives no token for the question {question[:40]!r}, so nothing can follow it")
+    return tuple(tokens)
+
+
+def _prompt(question: str, tokenizer: Any) -> str:
+    if tokenizer.chat_template is None:
+        return question
+    user = {"role": "user", "content": question}
+    prompt: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    return prompt
 
 
 @contextlib.contextmanager

@@ -8,11 +8,15 @@ have: where data comes from, how responses are sampled, what is evaluated, writt
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from conformance.layout import Layout
-from conformance.scenario import Scenario
+from conformance.scenario import Scenario, parse_scenario, scenario_to_json
+from conformance.validation import UsageError, explain
 
+ARITHMETIC = "arithmetic"  # as the path of a data set: the embedded questions of impl/train/prompts.py
 Engine = Literal["hf", "vllm"]
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -55,16 +59,36 @@ class TrainConfig:
     """``backend``: a name of impl.strategy.CONTEXTS. ``models``: the Hugging Face folder of each role of the objective.
 
     ``scenario.steps`` counts optimizer steps; of ``grpo`` and ``ppo`` there are ``mini_batches * ppo_epochs`` for each
-    roll-out. ``eval_dataset``: held-out documents (of ``sft``) or prompts, looked at every ``eval_steps`` updates.
+    roll-out. ``scenario.data.path`` may be ARITHMETIC for these. ``eval_dataset``: held-out documents (of ``sft``) or
+    prompts, looked at before the first update, every ``eval_steps`` updates and after the last.
     """
 
     backend: str
-    layout: Layout
+    layout: Annotated[Layout, PlainValidator(Layout.parse), PlainSerializer(str)]
     device: Literal["cpu", "cuda"]
-    scenario: Scenario
+    scenario: Annotated[Scenario, PlainValidator(parse_scenario), PlainSerializer(scenario_to_json)]
     models: Mapping[str, Path]
     output: OutputConfig
     rollout: RolloutConfig | None = None
     eval_dataset: Path | None = None
     eval_steps: int = 100
     options: Mapping[str, object] = field(default_factory=dict)  # as the user gave them, for the log's first line
+
+
+_ADAPTER = TypeAdapter(TrainConfig)
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """Plain JSON values; ``from_json`` reads them back."""
+    values: dict[str, Any] = _ADAPTER.dump_python(config, mode="json")
+    return values
+
+
+def from_json(values: Any, *, source: str = "training") -> TrainConfig:
+    """Read what ``to_json`` gave. Raises UsageError that names ``source`` and every wrong field."""
+    try:
+        return _ADAPTER.validate_python(values)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+    except ValidationError as error:
+        raise explain(error, source=source, what="training") from None

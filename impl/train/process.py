@@ -1,0 +1,42 @@
+"""A rank of a training as a process of its own: ``torchrun -m impl.train.process CONFIG.json``.
+
+The file holds what impl.train.config.to_json gives.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from conformance.reading import read_json
+from conformance.validation import UsageError
+from impl.train.config import from_json
+from impl.train.loop import train
+
+USAGE_ERROR = 2  # the exit code
+
+
+def main(path: str) -> int:
+    """Train as the file says, in the process group of torchrun's environment variables; returns the exit code."""
+    try:
+        config = from_json(read_json(Path(path)), source=path)
+        if config.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
+        transformers.utils.logging.disable_progress_bar()  # of loading weights, a bar for each rank
+        train(config)
+        dist.destroy_process_group()
+    except UsageError as error:
+        # Where the first rank fails alike, torchrun ends this one before it says the same again.
+        time.sleep(0 if os.environ.get("RANK", "0") == "0" else 5)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,159 @@
+"""Roll-out engine: who samples responses. Here the embedded one, transformers' ``generate`` on a replica of the policy.
+
+The trained policy is cut over ranks in as many ways as there are layouts, Megatron's stages among them. So, as verl
+does with its engines, its weights are streamed into a replica of the whole model before each roll-out, under the names
+that they have in the Hugging Face folder. This is the same for all backends and layouts, and costs each rank a copy of
+the model.
+
+What is sampled must not depend on rank or layout. ``generate`` draws from one global generator for a whole batch, so
+here it only computes: a response has a random number of its own for each of its tokens, which follow from its seed, and
+takes the token at that place of the cumulative distribution (inverse transform sampling). A batch is the responses to
+one prompt, whoever computes it: without padding, always of the same shape, and so with the same rounding.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor
+
+from conformance.backend import NamedTensors
+from conformance.scenario import Precision, Scenario
+from impl.models import load_model
+from impl.train.config import Engine
+
+DTYPES: dict[Precision, torch.dtype] = {
+    "exact": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """``tokens`` with the end-of-sequence token, where it is not cut. ``logprobs``: the engine's, of each token, at the
+    temperature. ``ended``: whether the policy has ended it itself."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """max_new_tokens: a response is cut there. end: the tokens that end one."""
+
+    temperature: float
+    max_new_tokens: int
+    end: tuple[int, ...]
+
+
+class RolloutEngine(Protocol):
+    def load(self, weights: NamedTensors) -> None:
+        """Set all weights, from whole tensors under Hugging Face names; every rank gets them."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], *, greedy: bool
+    ) -> list[list[Response]]:
+        """Responses to each prompt: as many as it has ``seeds``, each of which decides one. ``greedy``: always the
+        likeliest token. No rank waits for another here."""
+        ...
+
+
+def make_engine(kind: Engine, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> RolloutEngine:
+    """The engine of a configuration, for the policy's Hugging Face folder. Raises UsageError where it is missing."""
+    if kind == "vllm":
+        from impl.train.vllm_engine import VllmEngine  # an optional package, slow to import
+
+        return VllmEngine(model, scenario, sampling)
+    return HfEngine(model, scenario, sampling, device)
+
+
+def seed_of(seed: int, rollout: int, prompt: int, sample: int) -> int:
+    """The seed of one response, by the training's, the roll-out's number, and the places of prompt and response."""
+    digest = hashlib.sha256(f"{seed} {rollout} {prompt} {sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # generators take 63 bits
+
+
+class HfEngine:
+    """A replica of the policy on this rank's device, in the dtype that the policy computes in."""
+
+    def __init__(self, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> None:
+        exact = scenario.precision == "exact"
+        self.sampling, self.device = sampling, device
+        self.model: Any = load_model(
+            model,
+            dtype=DTYPES[scenario.precision],
+            attention="eager" if exact else "sdpa",
+            trusted=scenario.trust_remote_code,
+        )
+        self.model.eval().requires_grad_(False).to(device)
+        # Settings of the folder, such as a repetition penalty, would sample from what the policy is not.
+        self.model.generation_config = transformers.GenerationConfig()
+
+    def load(self, weights: NamedTensors) -> None:
+        own = dict(self.model.named_parameters())  # of two tied ones, the first
+        for name, weight in weights:
+            if name in own:
+                own.pop(name).copy_(weight)
+        assert not own, f"the policy has no weights {', '.join(own)}"
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], *, greedy: bool
+    ) -> list[list[Response]]:
+        return [self._group(prompt, own, greedy) for prompt, own in zip(prompts, seeds, strict=True)]
+
+    def _group(self, prompt: Sequence[int], seeds: Sequence[int], greedy: bool) -> list[Response]:
+        most, end = self.sampling.max_new_tokens, self.sampling.end
+        drawn = None if greedy else torch.stack([uniforms(seed, most) for seed in seeds]).to(self.device)
+        chosen = Choose(drawn, self.sampling.temperature)
+        found = self.model.generate(
+            torch.tensor([prompt] * len(seeds), device=self.device),
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=most, do_sample=False, eos_token_id=list(end), pad_token_id=end[0], use_cache=True
+            ),
+            logits_processor=[chosen],
+        )
+        logprobs = torch.stack(chosen.logprobs, dim=1).tolist()
+        tokens = found[:, len(prompt) :].tolist()
+        return [_cut(*each, end) for each in zip(tokens, logprobs, strict=True)]
+
+
+def uniforms(seed: int, count: int) -> Tensor:
+    """(count,) float64 in [0, 1), drawn on the CPU, so that they are the same for every device."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Choose(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves ``generate`` one token to choose for each row, and notes its log-prob in ``logprobs``, each (rows,).
+
+    drawn: (rows, length), the random number of each token; None for the likeliest ones.
+    """
+
+    def __init__(self, drawn: Tensor | None, temperature: float) -> None:
+        self.drawn, self.temperature = drawn, temperature
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # (rows, so far), (rows, vocabulary)
+        logprobs = (scores / self.temperature).log_softmax(dim=-1)
+        if self.drawn is None:
+            tokens = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            below = logprobs.double().exp().cumsum(dim=-1)
+            place = self.drawn[:, len(self.logprobs), None] * below[:, -1:]  # of a sum that is 1 but for rounding
+            tokens = torch.searchsorted(below, place, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logprobs.append(logprobs.gather(-1, tokens)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens, 0.0)
+
+
+def _cut(tokens: list[int], logprobs: list[float], end: tuple[int, ...]) -> Response:
+    """Up to the first token that ends a response; ``generate`` goes on as long as another one of the batch does."""
+    length = next((place + 1 for place, token in enumerate(tokens) if token in end), len(tokens))
+    return Response(tuple(tokens[:length]), tuple(logprobs[:length]), ended=tokens[length - 1] in end)
