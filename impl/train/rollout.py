@@ -114,16 +114,18 @@ class HfEngine:
         most, end = self.sampling.max_new_tokens, self.sampling.end
         drawn = None if greedy else torch.stack([uniforms(seed, most) for seed in seeds]).to(self.device)
         chosen = Choose(drawn, self.sampling.temperature)
+        tokens = torch.tensor([prompt] * len(seeds), device=self.device)
         found = self.model.generate(
-            torch.tensor([prompt] * len(seeds), device=self.device),
+            tokens,
+            attention_mask=torch.ones_like(tokens),
             generation_config=transformers.GenerationConfig(
                 max_new_tokens=most, do_sample=False, eos_token_id=list(end), pad_token_id=end[0], use_cache=True
             ),
             logits_processor=[chosen],
         )
         logprobs = torch.stack(chosen.logprobs, dim=1).tolist()
-        tokens = found[:, len(prompt) :].tolist()
-        return [_cut(*each, end) for each in zip(tokens, logprobs, strict=True)]
+        given = found[:, len(prompt) :].tolist()
+        return [_cut(*each, end) for each in zip(given, logprobs, strict=True)]
 
 
 def uniforms(seed: int, count: int) -> Tensor:
