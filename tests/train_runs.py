@@ -17,9 +17,7 @@ ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
 OF_TIME = {"seconds", "rollout_seconds", "tokens_per_second", "peak_memory_bytes"}
 
 
-def training(
-    folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "dp2", **changes: Any
-) -> TrainConfig:
+def training(folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "dp2", **changes: Any) -> TrainConfig:
     """A tiny training in float64, of three updates; ``changes`` of the scenario, its ``data`` and ``objective``."""
     model = FIXTURES / "models" / changes.pop("model", "llama")
     data = {"rows": 8, **({} if kind == "sft" else {"path": ARITHMETIC, "max_len": 32}), **changes.pop("data", {})}

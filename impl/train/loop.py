@@ -123,6 +123,7 @@ class Training:
             numbers = self._update(batch) | (known if batch is work.batches[0] else {})
             of_ranks = self.backend.context.all_gather((self.stop.asked, peak_memory(self.device)))
             stopped = any(asked for asked, _ in of_ranks)
+            numbers["epoch"] = self.source.position.consumed / self.source.position.documents
             numbers["peak_memory_bytes"] = max(memory for _, memory in of_ranks)
             if batch is work.batches[-1] and self.evaluate and self._is_evaluated(first):
                 numbers |= self.evaluate()

@@ -1,0 +1,106 @@
+"""The configuration of a training as JSON, and what is made of it before ranks train."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_runs import training
+
+from conformance.batch import Batch, Document, Row
+from conformance.paths import FIXTURES
+from conformance.validation import UsageError
+from impl.models import load_model
+from impl.train.config import from_json, to_json
+from impl.train.critic import is_value_model, write_critic
+from impl.train.loop import crosses
+from impl.train.speed import ModelSize, Speed, model_size
+from impl.train.stop import Stop
+
+MODELS = FIXTURES / "models"
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "ppo"])
+def test_a_configuration_survives_json(tmp_path: Path, kind: str) -> None:
+    config = replace(training(tmp_path, kind, layout="dp2.tp2.seqpar"), options={"lr": 1e-3}, eval_dataset=tmp_path)
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layout": "dp3x"}, "layout: .*'dp3x'"),
+        ({"device": "tpu"}, "device: .*'cpu' or 'cuda'"),
+        ({"scenario": {"name": "x"}}, r"(?s)file\.json.*scenario.*model"),
+        ({"output": {}}, r"output\.log"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_name_of_the_field(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        from_json({**to_json(training(tmp_path, "sft")), **change}, source="file.json")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_critic_is_made_of_a_language_models_layers_and_a_small_new_head(tmp_path: Path, name: str) -> None:
+    source, made = MODELS / name, tmp_path / "critic"
+    assert not is_value_model(source)
+    write_critic(made, source=source, seed=1)
+    assert is_value_model(made)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, made))
+    assert before.keys() - after.keys() == ({"lm_head.weight"} & before.keys())
+    assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
+    assert after["score.weight"].shape == (1, 64)
+    assert 0 < after["score.weight"].std() < 2 / 65
+    model = load_model(made, dtype=torch.float32, attention="eager", head="value")
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1)
+    write_critic(tmp_path / "again", source=source, seed=1)
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["score.weight"], after["score.weight"])
+
+
+def test_the_first_signal_is_noted_and_the_second_does_what_it_always_does() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Stop() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with Stop():
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_something_is_due_when_a_multiple_of_its_steps_has_passed() -> None:
+    assert [after for after in range(1, 10) if crosses(after - 1, after, 3)] == [3, 6, 9]
+    assert [after for after in range(4, 20, 4) if crosses(after - 4, after, 6)] == [8, 12]
+
+
+def test_the_operations_of_a_step_count_each_documents_attention_for_itself() -> None:
+    size = ModelSize(parameters=1000, attention=10)
+    assert size.flops([2, 3]) == 6 * 1000 * 5 + 12 * 10 * (4 + 9)
+    documents = tuple(Document((1,) * n, (False,) * n) for n in (2, 3))
+    speed = Speed(models={"policy": size}, peak=1e6).of(Batch(0, 8, (Row(0, documents),)), seconds=0.5)
+    assert speed == {
+        "tokens": 5,
+        "samples": 2,
+        "seconds": 0.5,
+        "tokens_per_second": 10.0,
+        "mfu": pytest.approx(31560 / 0.5 / 1e6),
+    }
+    assert Speed(models={"policy": size}, peak=None).of(Batch(0, 8, (Row(0, documents),)), 0.5)["mfu"] is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "pangu"])
+def test_the_size_of_a_model_leaves_out_an_embedding_that_is_no_head(name: str) -> None:
+    model = load_model(MODELS / name, dtype=torch.float32, attention="eager")
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    size = model_size(MODELS / name, trusted=False)
+    assert size == ModelSize(parameters=sum(p.numel() for p in model.parameters()) - embedding, attention=2 * 8 * 8)
