@@ -1,6 +1,8 @@
 """Trainings in ranks: interrupted and resumed, the same in every layout and on every backend, and learning."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +15,7 @@ from train_runs import Trainings, lines_of, training, writing_to
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.world import Pool
-from impl.train.config import TrainConfig
+from impl.train.config import TrainConfig, to_json
 
 WORDS = FIXTURES / "data" / "word_problems.jsonl"
 
@@ -49,7 +51,7 @@ def test_a_training_that_a_signal_stops_goes_on_to_the_last_bit_as_if_it_never_h
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_training_goes_on_with_another_number_of_ranks(trainings: Trainings, tmp_path: Path, kind: str) -> None:
-    config = training(tmp_path, kind, steps=4, data={"packed": kind == "sft", "max_len": 160, "rows": 4})
+    config = training(tmp_path, kind, steps=4, data={"packed": kind == "sft", "max_len": 160})
     config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=2)
     whole = trainings(config)
     parted = writing_to(config, log=tmp_path / "parted.jsonl", ckpt_path=tmp_path / "checkpoints")
@@ -98,6 +100,21 @@ def test_sft_lowers_the_held_out_loss(trainings: Trainings, tmp_path: Path) -> N
     losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(losses) == 2
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.exhaustive
+def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
+    file, config = tmp_path / "config.json", training(tmp_path, "sft", steps=2)
+    config = writing_to(config, save_path=tmp_path / "model")
+    file.write_text(json.dumps(to_json(config)), encoding="utf-8")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "impl.train.process"]
+    told = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240, check=True)
+    assert [line["step"] for line in lines_of(config)] == [1, 2]
+    assert "step 2/2  loss" in told.stdout
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    again = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240)
+    assert again.returncode != 0
+    assert f"error: {config.output.log} is the log of another training" in again.stderr
 
 
 def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tmp_path: Path) -> None:

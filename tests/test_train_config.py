@@ -19,7 +19,7 @@ from impl.models import load_model
 from impl.train.config import from_json, to_json
 from impl.train.critic import is_value_model, write_critic
 from impl.train.loop import crosses
-from impl.train.speed import ModelSize, Speed, model_size
+from impl.train.speed import ModelSize, Speed, model_size, peak_of
 from impl.train.stop import Stop
 
 MODELS = FIXTURES / "models"
@@ -96,6 +96,20 @@ def test_the_operations_of_a_step_count_each_documents_attention_for_itself() ->
         "mfu": pytest.approx(31560 / 0.5 / 1e6),
     }
     assert Speed(models={"policy": size}, peak=None).of(Batch(0, 8, (Row(0, documents),)), 0.5)["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_a_whole_word_of_its_name(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "pangu"])

@@ -60,7 +60,6 @@ def train(config: TrainConfig) -> None:
         stop = stack.enter_context(Stop())
         seed_generators(scenario.seed, dist.get_rank(), done)
         backend = set_up(config, folders, device)
-        stack.callback(backend.teardown)
         source = source_of(config, backend, folders[POLICY.name], device)
         checkpoints = Checkpoints(backend, output)
         if checkpoint:
@@ -80,6 +79,7 @@ def train(config: TrainConfig) -> None:
         if backend.step >= scenario.steps and output.save_path:
             backend.models[POLICY.name].save_model(output.save_path)
             training.told.say(f"wrote the model {output.save_path}")
+        backend.teardown()  # collective, and so not where a rank has failed
 
 
 @dataclass(frozen=True, kw_only=True)

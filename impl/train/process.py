@@ -32,7 +32,7 @@ def main(path: str) -> int:
         dist.destroy_process_group()
     except UsageError as error:
         # Where the first rank fails alike, torchrun ends this one before it says the same again.
-        time.sleep(0 if os.environ.get("RANK", "0") == "0" else 5)
+        time.sleep(0 if os.environ.get("RANK", "0") == "0" else 2)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     return 0

@@ -1,5 +1,6 @@
 """How fast a training is, and how much memory it takes: what a line of the log says besides losses."""
 
+import re
 import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from conformance.inputs.folder import runs_code
 from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.scenario import Precision
 
-# Floating-point operations a second of dense bfloat16 products, by what the name of the device holds: NVIDIA's data
-# sheets, without sparsity.
+# Floating-point operations a second of dense products in half precision, by a word of the device's name: NVIDIA's data
+# sheets, without sparsity. Cards for slots are slower, where they have the same name.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
+_SLOWER = {"PCIe", "NVL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,13 @@ def peak_flops(device: str, precision: Precision) -> float | None:
     """Of one device a second, for the precisions whose products run at that of bfloat16; None where it is not known."""
     if not device.startswith("cuda") or precision not in ("bf16", "fp16"):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAKS.items() if known in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Of the device of this name."""
+    words = set(re.split("[ -]", name))
+    return None if words & _SLOWER else next((PEAKS[word] for word in words & PEAKS.keys()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
