@@ -66,6 +66,21 @@ def test_a_training_has_the_same_numbers_in_another_layout(trainings: Trainings,
     assert_same(of_dp, of_tp, 1e-9)
 
 
+def test_engine_and_policy_agree_on_every_logprob(trainings: Trainings, tmp_path: Path) -> None:
+    lines = trainings(training(tmp_path, "grpo", layout="tp2", objective={"temperature": 0.7}))
+    for line in lines:  # of other weights each
+        assert line["logprob_gap_mean"] <= line["logprob_gap_max"] < 1e-12
+        assert line["logprob_gap_exp"] == pytest.approx(1, abs=1e-12)
+
+
+def test_the_held_out_loss_is_that_of_a_step_on_the_same_documents(trainings: Trainings, tmp_path: Path) -> None:
+    path = held_out(tmp_path)
+    config = training(tmp_path, "sft", steps=1, data={"path": str(path), "rows": 4})
+    before, step = trainings(replace(config, eval_dataset=path))
+    assert before["eval_loss"] == pytest.approx(step["loss"], rel=1e-12)
+    assert step["eval_loss"] < before["eval_loss"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
@@ -127,9 +142,9 @@ def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tm
 
 
 def held_out(folder: Path) -> Path:
-    """A data set of three questions, short ones for all kinds of trainings."""
+    """A data set of four questions, short ones for all kinds of trainings."""
     path = folder / "held-out.jsonl"
-    samples = [{"question": f"{n}+{n}=", "answer": f"#### {2 * n}"} for n in (1, 2, 3)]
+    samples = [{"question": f"{n}+{n}=", "answer": f"#### {2 * n}"} for n in (1, 2, 3, 4)]
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
     return path
 

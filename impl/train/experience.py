@@ -138,9 +138,7 @@ def check_rollout(scenario: Scenario, config: RolloutConfig, prompts: Sequence[P
             f"{objective.steps_per_rollout}; use a multiple of it"
         )
     if config.greedy and config.n_samples_per_prompt > 1:
-        raise UsageError(
-            "greedy responses to one prompt are all the same; use n_samples_per_prompt=1, or sample"
-        )
+        raise UsageError("greedy responses to one prompt are all the same; use n_samples_per_prompt=1, or sample")
     responses, rows = config.prompts * config.n_samples_per_prompt, objective.mini_batches * data.rows
     if responses != rows and not (data.packed and responses >= rows):
         raise UsageError(
