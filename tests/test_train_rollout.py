@@ -80,21 +80,23 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert counts[1] == 0
 
 
-def test_the_largest_number_that_can_be_drawn_has_a_token() -> None:
-    scores = torch.tensor([[0.3, 0.1, -torch.inf]])
-    chosen = Choose(torch.tensor([[1 - 2**-53]], dtype=torch.float64), 1.0)(torch.empty(1, 0), scores)
-    assert chosen.argmax().item() == 1
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 2)])
+def test_no_number_that_can_be_drawn_gives_a_token_that_cannot_come(number: float, token: int) -> None:
+    scores = torch.tensor([[-torch.inf, 0.3, 0.1, -torch.inf]])
+    chosen = Choose(torch.tensor([[number]], dtype=torch.float64), 1.0)(torch.empty(1, 0), scores)
+    assert chosen.argmax().item() == token
 
 
-def test_a_response_ends_with_its_first_end_token_or_is_cut(scenario: Scenario) -> None:
-    likeliest = HfEngine(LLAMA, scenario, SAMPLING, "cpu").generate(PROMPTS[:1], [[0]], greedy=True)[0][0]
-    assert not likeliest.ended
-    assert len(likeliest.tokens) == SAMPLING.max_new_tokens
-    second = likeliest.tokens[1]
-    ending = dataclasses.replace(SAMPLING, end=(2, second))
-    shorter = HfEngine(LLAMA, scenario, ending, "cpu").generate(PROMPTS[:1], [[0]], greedy=True)[0][0]
-    assert shorter.ended
-    assert shorter.tokens == likeliest.tokens[: likeliest.tokens.index(second) + 1]
+def test_a_response_ends_with_its_first_end_token_or_is_cut(engine: HfEngine, scenario: Scenario) -> None:
+    (whole,) = engine.generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    assert not any(response.ended for response in whole)
+    end = whole[0].tokens[1]  # the other two go on without it
+    ending = dataclasses.replace(SAMPLING, end=(2, end))
+    (cut,) = HfEngine(LLAMA, scenario, ending, "cpu").generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    length = whole[0].tokens.index(end) + 1
+    assert cut[0] == Response(whole[0].tokens[:length], whole[0].logprobs[:length], ended=True)
+    assert cut[1:] == whole[1:]
+    assert {len(response.tokens) for response in whole} == {SAMPLING.max_new_tokens}
 
 
 def test_an_engine_samples_with_the_weights_that_it_was_given(scenario: Scenario) -> None:
