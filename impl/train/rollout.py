@@ -26,7 +26,7 @@ from conformance.scenario import Precision, Scenario
 from impl.models import load_model
 from impl.train.config import Engine
 
-DTYPES: dict[Precision, torch.dtype] = {
+ENGINE_DTYPES: dict[Precision, torch.dtype] = {
     "exact": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -89,7 +89,7 @@ class HfEngine:
         self.sampling, self.device = sampling, device
         self.model: Any = load_model(
             model,
-            dtype=DTYPES[scenario.precision],
+            dtype=ENGINE_DTYPES[scenario.precision],
             attention="eager" if exact else "sdpa",
             trusted=scenario.trust_remote_code,
         )

@@ -12,7 +12,7 @@ from typing import Any
 from conformance.backend import NamedTensors
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.train.rollout import DTYPES, Response, Sampling
+from impl.train.rollout import ENGINE_DTYPES, Response, Sampling
 
 MEMORY = 0.3  # share of the GPU's, for weights and cache
 
@@ -34,7 +34,7 @@ class VllmEngine:
         self._sampling = sampling
         self._engine: Any = vllm.LLM(
             model=str(model),
-            dtype=str(DTYPES[scenario.precision]).removeprefix("torch."),
+            dtype=str(ENGINE_DTYPES[scenario.precision]).removeprefix("torch."),
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=1,
             gpu_memory_utilization=MEMORY,
