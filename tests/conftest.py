@@ -25,6 +25,7 @@ LONG = (
     "test_pytest_plugin",
     "test_cells_megatron",
     "test_cells_rl",
+    "test_train",
     "test_cells_fsdp2",
     "test_liars",
     "test_megatron_models",
