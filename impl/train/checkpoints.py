@@ -48,8 +48,8 @@ class Checkpoints:
         """Write a checkpoint of now; the data behind ``position`` has been trained on."""
         assert self.output.ckpt_path
         about = replace(self.backend.about("native"), data=position)
-        with TrainingFolder(root=self.output.ckpt_path, keep=self.output.keep).writing(about) as folder:
-            native.write(folder, self.backend.context, self.backend.trained)
+        with TrainingFolder(root=self.output.ckpt_path, keep=self.output.keep).writing(about) as draft:
+            native.write(draft, self.backend.context, self.backend.trained)
 
     def load(self, folder: Path, start: DataPosition) -> DataPosition:
         """Go on from a checkpoint; returns where it stands in the data. ``start``: where this training would begin.
