@@ -50,7 +50,7 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
         "data/word_problems.jsonl",
         "data/long_problems.jsonl",
         "models/llama/tokenizer.json",
-        *(f"models/{n}/config.json" for n in [*TINY, "openpangu-embedded-7b"]),
+        *(f"models/{n}/config.json" for n in [*TINY, "openpangu-embedded-7b", "llama-3-8b", "qwen3-8b"]),
     ],
 )
 def test_text_files_are_made_again_byte_for_byte(remade: Path, file: str) -> None:
@@ -178,7 +178,13 @@ def test_pangu_carries_llamas_tensor_parallel_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "layers"), [("openpangu-embedded-7b", 8.03e9, 34), ("openpangu-embedded-1b", 1.16e9, 26)]
+    ("name", "parameters", "layers"),
+    [
+        ("openpangu-embedded-7b", 8.03e9, 34),
+        ("openpangu-embedded-1b", 1.16e9, 26),
+        ("llama-3-8b", 8.03e9, 32),
+        ("qwen3-8b", 8.19e9, 36),
+    ],
 )
 def test_full_size_configurations_build_with_the_same_code(
     tmp_path: Path, name: str, parameters: float, layers: int

@@ -58,6 +58,11 @@ def test_a_metric_that_changes_sign_is_measured_by_its_size_over_the_run() -> No
     assert judged(a, [1.01, -1.01, 1e-3, 1.2]) == [False, False, False, True]
 
 
+def test_a_rate_of_one_digit_is_not_taken_for_one_that_is_rounded_to_it() -> None:
+    assert judged([1e-5, 1e-5], [2e-5, 2e-5], any_size=True) == [True, True]
+    assert judged([1e-5, 1e-5], [1.04e-5, 1e-5], any_size=True) == [False, False]
+
+
 def test_a_rate_that_ends_at_0_is_not_infinitely_different() -> None:
     assert judged([1.0000001e-3, 5e-4, 0.0], [1.0000001e-3, 5e-4, 1e-9], any_size=True) == [False, False, False]
 

@@ -29,6 +29,7 @@ LEAST = 1e-6  # relative; below it is rounding in float32
 SAMPLED = 100  # values whose digits are counted
 SMALLEST = 1e-4  # root mean square of a metric of order one; below it are what cancelled sums leave
 CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
+SHORT = 0.05  # relative; half a unit of a second digit: what is printed as 1e-05 is that, and not rounded from 1.4e-05
 SMALL = 1e-3  # of a metric's root mean square: beside values that are smaller, differences are no ratios any more
 
 
@@ -62,7 +63,8 @@ def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool) 
         scale = np.maximum(scale, 0.0 if any_size else SMALLEST)
         scale = np.where(scale > 0, scale, 1.0)
         difference = np.where(a == b, 0.0, (b - a) / scale)
-        allowed = threshold + (printed(a) + printed(b)) / scale
+        unprinted = [np.minimum(printed(x), SHORT * np.abs(x)) if any_size else printed(x) for x in (a, b)]
+        allowed = threshold + sum(unprinted) / scale
         outside = np.where(finite, np.abs(difference) > allowed, np.isfinite(a) != np.isfinite(b))
     return Judged(difference=difference, allowed=allowed, outside=outside, spans=outside.astype(int))
 

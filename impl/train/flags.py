@@ -1,0 +1,366 @@
+"""The options of ``parity train``, declared once: the command line and recipes are both read by this table.
+
+The names are those that people know from OpenRLHF, Megatron-LM and transformers. ``None`` as a default means that the
+value follows from others (impl/train/options.py). A recipe is a TOML or YAML file with the same names as its keys; what
+the command line says comes in place of what the recipe says.
+"""
+
+import argparse
+import contextlib
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from conformance.reading import MIB, read_text, read_toml
+from conformance.validation import UsageError, one_line, shown
+
+COMMANDS = {
+    "sft": "supervised fine-tuning on inputs and outputs",
+    "grpo": "group-relative policy optimisation: roll-outs of the policy, rewards, updates",
+    "ppo": "proximal policy optimisation with a critic: roll-outs of the policy, rewards, updates",
+}
+ROLLOUT = ("grpo", "ppo")
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One option. ``kind`` is its type; a ``bool`` is a switch, ``--name`` or ``--no-name``.
+
+    least, above, most: what a number may be. commands: those that have it. refused: by backend, why it does not have
+    it. in_recipe: whether a recipe may say it.
+    """
+
+    name: str
+    kind: type[str] | type[int] | type[float] | type[bool]
+    help: str
+    default: Value = None
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    commands: tuple[str, ...] = tuple(COMMANDS)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    in_recipe: bool = True
+
+    def typed(self, value: object, *, source: str) -> Value:
+        """A recipe's value in the option's type; a text is read as the command line reads it. Raises UsageError."""
+        if self.kind is bool and isinstance(value, bool):
+            return value
+        said = value
+        if isinstance(value, str) and self.kind is not bool:
+            with contextlib.suppress(ValueError):
+                value = self.kind(value)
+        exact = isinstance(value, self.kind) or (self.kind is float and isinstance(value, int))
+        if not exact or isinstance(value, bool) or (self.choices and value not in self.choices):
+            wanted = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind]
+            raise UsageError(f"{source}: {self.name} has to be {wanted}, not {shown(said)}")
+        assert isinstance(value, str | int | float)
+        return float(value) if self.kind is float else value
+
+    def check(self, value: Value) -> None:
+        """Raises UsageError for a number out of range."""
+        if self.kind not in (int, float) or value is None:
+            return
+        assert isinstance(value, int | float)
+        bounds = {
+            f"{self.least} or more": self.least is None or value >= self.least,
+            f"more than {self.above}": self.above is None or value > self.above,
+            f"{self.most} or less": self.most is None or value <= self.most,
+        }
+        if broken := [words for words, kept in bounds.items() if not kept] or math.isnan(value):
+            words = " and ".join(broken) if isinstance(broken, list) else "a number"
+            raise UsageError(f"--{self.name} has to be {words}, not {value}")
+
+
+_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+_TP = "give --tensor_model_parallel_size, which every backend has"
+
+FLAGS = (
+    Flag(name="backend", kind=str, choices=("deepspeed", "fsdp2", "megatron"), help="who trains"),
+    # Models
+    Flag(name="pretrain", kind=str, help="Hugging Face folder of the policy, and of the reference where there is one"),
+    Flag(
+        name="critic_pretrain",
+        kind=str,
+        commands=("ppo",),
+        help="Hugging Face folder of the critic: a value model (score.weight), or a language model, which gets a new "
+        "value head (default: as --pretrain)",
+    ),
+    Flag(
+        name="trust_remote_code",
+        kind=bool,
+        default=False,
+        in_recipe=False,
+        help="run Python code that model folders bring along",
+    ),
+    # Data
+    Flag(name="dataset", kind=str, help="JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)"),
+    Flag(name="eval_dataset", kind=str, help="held-out data, in the same form (default: none)"),
+    Flag(name="input_key", kind=str, default="question", help="field of the input or prompt"),
+    Flag(name="output_key", kind=str, default="answer", help="field of the output or reference answer"),
+    Flag(name="max_len", kind=int, least=1, default=2048, help="tokens of a row at most, prompt and response together"),
+    Flag(name="packing_samples", kind=bool, default=False, help="put several documents into a row"),
+    # Steps
+    Flag(name="train_batch_size", kind=int, least=1, default=32, help="rows of an optimizer step, over all ranks"),
+    Flag(name="micro_train_batch_size", kind=int, least=1, default=1, help="rows of a forward pass of one rank"),
+    Flag(name="max_steps", kind=int, least=1, help="optimizer steps (default: by --max_epochs or --num_episodes)"),
+    Flag(name="max_epochs", kind=int, least=1, commands=("sft",), help="passes over the data (default: 1)"),
+    Flag(name="num_episodes", kind=int, least=1, commands=ROLLOUT, help="passes over the prompts (default: 1)"),
+    Flag(
+        name="seed",
+        kind=int,
+        least=0,
+        most=2**32 - 1,
+        default=0,
+        help="order of the data, sampling of responses, a new value head",
+    ),
+    # Optimizer
+    Flag(name="learning_rate", kind=float, above=0, default=5e-6, help="of AdamW, at its highest"),
+    Flag(name="lr_scheduler", kind=str, default="cosine", choices=("constant", "linear", "cosine"), help="its course"),
+    Flag(
+        name="lr_warmup_ratio",
+        kind=float,
+        least=0,
+        most=1,
+        default=0.03,
+        help="share of the steps in which the learning rate rises",
+    ),
+    Flag(name="weight_decay", kind=float, least=0, default=0.0, help="decoupled; biases and norms are exempt"),
+    Flag(name="adam_eps", kind=float, above=0, default=1e-8, help="epsilon of AdamW"),
+    Flag(
+        name="max_norm", kind=float, least=0, default=1.0, help="norm to which gradients are clipped; 0 for no clipping"
+    ),
+    Flag(
+        name="param_dtype",
+        kind=str,
+        default="bf16",
+        choices=("bf16", "fp16", "fp32", "exact"),
+        help="of the forward and backward pass; masters are float32. exact: all in float64, for comparisons",
+    ),
+    # Ranks
+    Flag(
+        name="nproc_per_node",
+        kind=int,
+        least=1,
+        help="ranks to start (default: a GPU each; on the CPU, as few as can be)",
+    ),
+    Flag(name="device", kind=str, choices=("cpu", "cuda"), help="where ranks compute (default: cuda if there is any)"),
+    Flag(
+        name="zero_stage",
+        kind=int,
+        least=0,
+        most=3,
+        help="what data-parallel ranks cut: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "
+        "megatron (1; default: 0); fsdp2 is always 3",
+    ),
+    Flag(name="tensor_model_parallel_size", kind=int, least=1, help="tensor-parallel ranks (default: 1)"),
+    Flag(
+        name="fsdp_tensor_parallel_size",
+        kind=int,
+        least=1,
+        refused={"deepspeed": _TP, "megatron": _TP},
+        help="the same, by its name in FSDP programs",
+    ),
+    Flag(
+        name="use_hf_tp_plan",
+        kind=bool,
+        default=False,
+        refused={
+            "deepspeed": "AutoTP finds the cuts of a model itself; leave it out",
+            "megatron": "megatron-core's layers are cut by their own classes; leave it out",
+        },
+        help="tensor parallelism by the plan that the model's class carries, not by an explicit one",
+    ),
+    Flag(
+        name="sequence_parallel",
+        kind=bool,
+        default=False,
+        help="norms and residuals cut along the sequence between tensor-parallel blocks",
+    ),
+    Flag(name="ring_attn_size", kind=int, least=1, help="ranks of a ring that share the tokens of rows (default: 1)"),
+    Flag(name="context_parallel_size", kind=int, least=1, help="the same, by its name in Megatron-LM"),
+    Flag(name="ring_head_stride", kind=int, least=1, default=1, help="key-value heads that a ring gathers at a time"),
+    Flag(name="pipeline_model_parallel_size", kind=int, least=1, default=1, help="pipeline stages"),
+    Flag(name="gradient_checkpointing", kind=bool, default=False, help="compute activations again in the backward"),
+    Flag(name="offload", kind=bool, default=False, help="parameters, gradients and optimizer state on the CPU"),
+    # Roll-outs
+    Flag(name="rollout_batch_size", kind=int, least=1, default=8, commands=ROLLOUT, help="prompts of a roll-out"),
+    Flag(name="n_samples_per_prompt", kind=int, least=1, default=4, commands=ROLLOUT, help="responses to each prompt"),
+    Flag(
+        name="generate_max_len", kind=int, least=1, default=1024, commands=ROLLOUT, help="tokens of a response at most"
+    ),
+    Flag(name="temperature", kind=float, above=0, default=1.0, commands=ROLLOUT, help="of sampling and of log-probs"),
+    Flag(
+        name="rollout_engine",
+        kind=str,
+        default="hf",
+        choices=("hf", "vllm"),
+        commands=ROLLOUT,
+        help="who samples responses",
+    ),
+    Flag(name="greedy", kind=bool, default=False, commands=ROLLOUT, help="the likeliest token instead of sampling"),
+    # Objective
+    Flag(name="ppo_epochs", kind=int, least=1, default=1, commands=ROLLOUT, help="passes over a roll-out"),
+    Flag(
+        name="eps_clip", kind=float, above=0, default=0.2, commands=ROLLOUT, help="the ratio is clipped to 1 -/+ this"
+    ),
+    Flag(
+        name="kl_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, off the reward"
+    ),
+    Flag(
+        name="kl_loss_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, in the loss"
+    ),
+    Flag(
+        name="advantage_estimator",
+        kind=str,
+        default="grpo",
+        choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        commands=("grpo",),
+        help="how rewards become advantages",
+    ),
+    Flag(name="gamma", kind=float, least=0, most=1, default=1.0, commands=ROLLOUT, help="discount of rewards"),
+    Flag(
+        name="lambd",
+        kind=float,
+        least=0,
+        most=1,
+        default=1.0,
+        commands=("ppo",),
+        help="lambda of generalised advantage estimation",
+    ),
+    Flag(
+        name="value_clip",
+        kind=float,
+        above=0,
+        default=0.5,
+        commands=("ppo",),
+        help="values are clipped to the old -/+ this",
+    ),
+    # Output
+    Flag(name="save_path", kind=str, help="Hugging Face folder that is written at the end (default: none)"),
+    Flag(name="ckpt_path", kind=str, help="folder of checkpoints (default: none)"),
+    Flag(name="load_checkpoint", kind=bool, default=False, help="go on from the last checkpoint in --ckpt_path"),
+    Flag(name="save_steps", kind=int, least=1, default=100, help="updates between two checkpoints"),
+    Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints that stay"),
+    Flag(name="eval_steps", kind=int, least=1, default=100, help="updates between two evaluations"),
+    Flag(
+        name="logging",
+        kind=str,
+        help="file of JSON lines, one a step (default: log.jsonl in --ckpt_path, else in parity-train/DATE_TIME)",
+    ),
+    Flag(name="use_tensorboard", kind=bool, default=False, help="write the numbers for TensorBoard, too"),
+    Flag(name="use_wandb", kind=bool, default=False, help="send the numbers to Weights & Biases, too"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an unknown option itself, with those that look like it, and knows no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            command = self.prog.rpartition(" ")[2]
+            self.error(_unknown(unknown[0].partition("=")[0], command, dashes="--"))
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """Declare a command's options. What is not given is not in the namespace."""
+    for flag in FLAGS:
+        if command not in flag.commands:
+            continue
+        default = "" if flag.default is None or flag.kind is bool else f" (default: {flag.default})"
+        about: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
+        if flag.kind is bool:
+            parser.add_argument(f"--{flag.name}", action=argparse.BooleanOptionalAction, **about)
+        else:
+            choices = {"choices": flag.choices} if flag.choices else {"metavar": _METAVARS[flag.kind]}
+            parser.add_argument(f"--{flag.name}", type=flag.kind, **choices, **about)
+
+
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+
+
+def read_recipe(path: Path, command: str) -> dict[str, Value]:
+    """The options in a TOML file, or in a YAML file if its name ends in .yaml or .yml.
+
+    Raises UsageError for a file that is none, an unknown option, one of another command, and a value of another type.
+    """
+    try:
+        values = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_toml(path)
+    except FileNotFoundError:
+        raise UsageError(f"there is no recipe {path}; give --config a TOML or YAML file") from None
+    by_name = {flag.name: flag for flag in FLAGS}
+    found: dict[str, Value] = {}
+    for name, value in values.items():
+        flag = by_name.get(name)
+        if flag is None or command not in flag.commands:
+            raise UsageError(f"{path}: {_unknown(str(name), command)}")
+        if not flag.in_recipe:
+            raise UsageError(f"{path}: {name} cannot be said by a file; use the option --{name}")
+        found[name] = flag.typed(value, source=str(path))
+    return found
+
+
+def resolve_values(given: Mapping[str, Value], recipe: Mapping[str, Value], command: str) -> dict[str, Value]:
+    """A value for every option of a command: the command line's, else the recipe's, else the default.
+
+    Raises UsageError for an option that the backend does not have, with the reason.
+    """
+    flags = [flag for flag in FLAGS if command in flag.commands]
+    said = {**recipe, **given}
+    values = {flag.name: said.get(flag.name, flag.default) for flag in flags}
+    for name in ("backend", "pretrain"):
+        if values[name] is None:
+            raise UsageError(f"--{name} is missing; {_what_it_takes(by_name=name)}")
+    backend = str(values["backend"])
+    for flag in flags:
+        flag.check(values[flag.name])
+        if said.get(flag.name) and backend in flag.refused:
+            raise UsageError(f"--{flag.name} is not for --backend {backend}: {flag.refused[backend]}")
+    return values
+
+
+def _what_it_takes(*, by_name: str) -> str:
+    flag = next(flag for flag in FLAGS if flag.name == by_name)
+    return f"give one of {', '.join(flag.choices)}" if flag.choices else f"give the {flag.help}"
+
+
+def _unknown(name: str, command: str, *, dashes: str = "") -> str:
+    """What to say of an option that a command does not have."""
+    bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
+    others = next((flag.commands for flag in FLAGS if flag.name == bare), ())
+    if others and command not in others:
+        return f"{dashes}{bare} is an option of {' and '.join(others)}, not of {command}; leave it out"
+    names = [flag.name for flag in FLAGS if command in flag.commands]
+    close = difflib.get_close_matches(bare, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(dashes + one for one in close)}?" if close else "see --help for those there are"
+    return f"there is no option {shown(name)}; {hint}"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(read_text(path, limit=MIB))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{path} is not valid YAML: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds {shown(values)} where options (name: value) are due")
+    return values
+
+
+def given_values(options: argparse.Namespace, command: str) -> dict[str, Value]:
+    """What the command line says."""
+    names: Sequence[str] = [flag.name for flag in FLAGS if command in flag.commands]
+    return {name: value for name, value in vars(options).items() if name in names}

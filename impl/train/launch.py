@@ -1,0 +1,122 @@
+"""Ranks of a training on this host, with what torchrun gives them in the environment.
+
+torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is passed on once
+and then waited for without limit. The first rank writes to the terminal, the others into files; of the one that fails
+first the last lines are told, because others mostly fail by it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed import TCPStore
+
+from conformance.world.process import signal_at_death_of, signal_process
+
+LAST_LINES, USAGE = 15, 2
+GRACE_S, _POLL_S = 5.0, 0.1
+
+
+def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
+    """Run ``command`` in so many processes, and return an exit code.
+
+    0: all ended well. 1: a rank failed, and the others were ended; 2: it said that it was used wrongly. 128 + the
+    signal: they ended after one.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
+        started: list[subprocess.Popen[bytes]] = []
+        received = _pass_signals_on(started)
+        try:
+            for rank in range(ranks):
+                log = stack.enter_context(_log(folder, rank).open("wb")) if rank else None
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **_environment(rank, ranks, port=store.port, device=device)},
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C of a terminal reaches this process alone, which passes it on
+                    preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
+                )
+                started.append(process)
+            failed = _wait(started)
+        finally:
+            _end(started)
+        if failed is not None and -started[failed].returncode not in received:
+            _tell(failed, started[failed].returncode, _log(folder, failed))
+            return USAGE if started[failed].returncode == USAGE else 1
+    return 128 + received[0] if received else 0
+
+
+def _log(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.log"
+
+
+def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # As under torchrun, ranks find each other in the store of the process that started them.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **threads,
+    }
+
+
+def _pass_signals_on(started: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Pass the first signal on to all ranks, and end them at the second; returns the list of what was received."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(signal.SIGKILL if received else number)
+        if len(received) == 1:
+            print("parity: stopping after this step; a second signal ends it at once", file=sys.stderr, flush=True)
+        for process in started:
+            signal_process(process.pid, received[-1])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> int | None:
+    """The first rank that fails; None when all have ended well."""
+    while True:
+        codes = [process.poll() for process in started]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            return failed[0]
+        if None not in codes:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: ranks that wait for one that has failed. They get a moment to say what they have to say."""
+    deadline = time.monotonic() + GRACE_S
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in started:
+        if process.poll() is None:
+            signal_process(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _tell(rank: int, code: int, log: Path) -> None:
+    """Say which rank failed, and the end of what it wrote, unless that is on the terminal."""
+    if code == USAGE and not rank:  # it has said in a line what is wrong
+        return
+    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
+    print("\n".join([f"parity: rank {rank} failed ({how})", *lines]), file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""How many bytes a rank holds of a model, calculated from its shapes, the layout and what each backend really keeps.
+
+Of the rank that has most, when gradients are ready, which is when there is most of them. Tests hold it against the
+storages of ranks (tests/test_train_memory.py).
+"""
+
+from dataclasses import dataclass
+
+from conformance.inputs.model import EMBEDDING, HEAD
+from conformance.layout import Layout
+from conformance.scenario import Precision
+from impl.megatron.shape import VOCABULARY_MULTIPLE
+from impl.megatron.stages import stages
+from impl.train.shapes import Shapes, cut, elements, layer_of
+
+FULL = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # bytes of a number of masters and of the optimizer's state
+COMPUTE_BYTES = {"exact": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is computed with
+BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
+LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes of one model on one rank.
+
+    weights: what is computed with, or cut masters from which that is gathered. gradients: when they are ready.
+    optimizer: masters beside the weights, and both moments of AdamW. passing: what is gathered or filled for a while,
+    layers and buckets. update: what AdamW needs besides, for all parameters at once, a copy of a moment. host: what
+    ``offload`` takes off the device.
+    """
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    passing: int = 0
+    update: int = 0
+    host: int = 0
+
+    @property
+    def lasting(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def states_of(backend: str, layout: Layout, precision: Precision, shapes: Shapes, *, trained: bool) -> States:
+    """Of a model with AdamW, or of a frozen one."""
+    return {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "megatron": _megatron}[backend](
+        layout, FULL[precision], COMPUTE_BYTES[precision], precision, shapes, trained
+    )
+
+
+def _fsdp2(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes, trained: bool) -> States:
+    """Parameters are the masters, cut by rows over dp x sp; a block is gathered as a whole, the next one beside it, and
+    what lies outside of blocks from the forward pass to the end of the backward pass."""
+    own = cut(shapes, layout.tp)
+    shards = layout.dp // layout.rep * layout.sp
+    held = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
+    outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
+    block = _largest_layer(own)
+    passing = (outside + 2 * block) * compute * (1 if shards > 1 or compute != full else 0)
+    lasting = (held * full, held * full * trained, 2 * held * full * trained)
+    if "offload" in layout.options:
+        return States(weights=0, passing=passing, host=sum(lasting))
+    return States(
+        weights=lasting[0],
+        gradients=lasting[1],
+        optimizer=lasting[2],
+        passing=passing + (outside + block) * compute * trained,  # gradients before they are reduced
+        update=held * full * trained,
+    )
+
+
+def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, shapes: Shapes, trained: bool) -> States:
+    """ZeRO (arXiv 1910.02054) as DeepSpeed's four classes of optimizers have it; each keeps other gradients."""
+    own = cut(shapes, layout.tp, vocabulary=(HEAD,))
+    count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
+    stage, half = 3 if layout.zero is None else layout.zero, compute != full
+    piece = -(-count // pieces)
+    if not trained:
+        whole = piece if stage == 3 else count
+        return States(weights=whole * compute, passing=min(count, LIVE) * compute if stage == 3 else 0)
+    if stage == 0:
+        masters = count * full if half else 0
+        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's
+        return States(
+            weights=count * compute,
+            gradients=count * compute,
+            optimizer=masters + 2 * count * full,
+            update=update,
+        )
+    # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
+    of_its_own = stage == 1 and precision == "bf16"
+    gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
+    bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
+    weights = (piece if stage == 3 else count) * compute
+    gradients = count * (full + compute) if of_its_own else piece * full
+    optimizer = 3 * piece * full  # there are masters beside the weights in every precision
+    if "offload" in layout.options:
+        stays = 0 if stage == 3 else weights
+        return States(weights=stays, passing=gathered + bucket, host=gradients + optimizer + weights - stays)
+    return States(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        passing=gathered + bucket,
+        update=piece * full,
+    )
+
+
+def _megatron(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes, trained: bool) -> States:
+    """The stage that holds most; a padded vocabulary; gradients in whole buffers of full precision; with the
+    distributed optimizer, masters and moments cut over dp x sp."""
+    held = max(elements(stage) for stage in _stages(layout, shapes))
+    if not trained:
+        return States(weights=held * compute)
+    piece = -(-held // (layout.dp * layout.sp)) if layout.zero == 1 else held
+    masters = piece * full if compute != full else 0
+    return States(
+        weights=held * compute,
+        gradients=held * full,
+        optimizer=masters + 2 * piece * full,
+        update=piece * full,
+    )
+
+
+def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
+    """What a rank of each stage holds; the last has the head, and a copy of the embedding that it is tied to."""
+    multiple = VOCABULARY_MULTIPLE * layout.tp
+    padded = {
+        name: (-(-shape[0] // multiple) * multiple, *shape[1:]) if name.endswith((EMBEDDING, HEAD)) else shape
+        for name, shape in shapes.items()
+    }
+    own = cut(padded, layout.tp)
+    count = 1 + max(layer for name in own if (layer := layer_of(name)) is not None)
+    cuts = stages(layers=count, pp=layout.pp, vpp=layout.vpp)
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layout.pp)]
+    tied = layout.pp > 1 and len(own) > 0 and not any(name.endswith((HEAD, "score.weight")) for name in own)
+    for name, shape in own.items():
+        layer = layer_of(name)
+        first = layer is None and name.endswith(EMBEDDING)
+        stage = 0 if first else layout.pp - 1 if layer is None else cuts.owner(layer)[0]
+        found[stage][name] = shape
+        if first and tied:
+            found[-1][name] = shape
+    return found
+
+
+def _largest_layer(shapes: Shapes) -> int:
+    layers: dict[int, int] = {}
+    for name, shape in shapes.items():
+        if (layer := layer_of(name)) is not None:
+            layers[layer] = layers.get(layer, 0) + elements({name: shape})
+    return max(layers.values())

@@ -1,0 +1,395 @@
+"""From the options of ``parity train`` to a TrainConfig: what follows from what, and what does not fit together.
+
+Every number that decides a step is in the scenario, and how ranks are arranged in the layout; the backend's adapter is
+asked whether it takes the two, as for a cell of the suite.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from conformance.backend import MissingExtra, Unsupported, find_backend
+from conformance.inputs.folder import check_model_folder, runs_code
+from conformance.inputs.model import weight_files
+from conformance.inputs.samples import read_dataset
+from conformance.layout import Layout
+from conformance.paths import resolve
+from conformance.reading import read_json
+from conformance.run.environment import model_sizes
+from conformance.scenario import Scenario, parse_scenario
+from conformance.validation import UsageError
+from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
+from impl.train.flags import Value
+
+Device = Literal["cpu", "cuda"]
+DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # where none is given
+_WAYS = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
+
+
+def train_config(
+    command: str, values: Mapping[str, Value], *, given: Mapping[str, Value], ranks: int | None, dry_run: bool = False
+) -> TrainConfig:
+    """The training that ``values`` ask for, which has one for every option of the command.
+
+    ``given``: what the user said, which the log repeats. ``ranks``: how many there are already, under torchrun.
+    ``dry_run``: whether it may be without weights, the model's code and GPUs.
+    Raises UsageError, with numbers that would work, for what does not fit together or what the backend does not take.
+    """
+    read = _Values(values)
+    backend, device = read.text("backend"), device_of(values, dry_run=dry_run)
+    model = resolve(read.text("pretrain"))
+    check_model_folder(model)
+    if not dry_run:
+        runs_code(model, trusted=read.flag("trust_remote_code"))
+        weight_files(model)
+    layout = _layout(read, backend, ranks or ranks_to_start(values, dry_run=dry_run))
+    batch = _Batch.of(read, layout, command)
+    scenario = _scenario(read, command, model=model, batch=batch)
+    layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+    _ask(backend, scenario, layout)
+    models = {role.name: model for role in scenario.objective.roles}
+    if command == "ppo":
+        models["critic"] = resolve(read.text("critic_pretrain")) if read.given("critic_pretrain") else model
+    return TrainConfig(
+        backend=backend,
+        layout=layout,
+        device=device,
+        scenario=scenario,
+        models=models,
+        output=_output(read, under_torchrun=ranks is not None),
+        rollout=None if command == "sft" else _rollout(read),
+        eval_dataset=Path(_dataset(read, "eval_dataset", command)) if read.given("eval_dataset") else None,
+        eval_steps=read.whole("eval_steps"),
+        options=dict(given),
+    )
+
+
+def device_of(values: Mapping[str, Value], *, dry_run: bool) -> Device:
+    import torch
+
+    if values["device"] == "cuda" and not dry_run and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or look at CUDA_VISIBLE_DEVICES")
+    asked = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    return "cuda" if asked == "cuda" else "cpu"
+
+
+def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
+    """``nproc_per_node``, else a rank for each visible GPU, else as few as the layout can have.
+
+    Raises UsageError where there are fewer GPUs than ranks.
+    """
+    import torch
+
+    read, gpus = _Values(values), torch.cuda.device_count()
+    on_gpus = device_of(values, dry_run=dry_run) == "cuda"
+    if values["nproc_per_node"] is not None:
+        asked = read.whole("nproc_per_node")
+        if on_gpus and asked > gpus and not dry_run:
+            raise UsageError(f"--nproc_per_node {asked}: {gpus} GPUs are visible, a rank each; use {gpus} or less")
+        return asked
+    return (
+        gpus if on_gpus and gpus else read.cut("tensor_model_parallel_size") * read.cut("ring_attn_size") * read.stages
+    )
+
+
+class _Values:
+    """Reads values in their types, which resolve_values has checked."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = values
+
+    def text(self, name: str) -> str:
+        return str(self._values[name])
+
+    def whole(self, name: str) -> int:
+        value = self._values[name]
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._values[name]
+        assert isinstance(value, float)
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self._values[name])
+
+    def path(self, name: str) -> Path | None:
+        return None if self._values[name] is None else Path(self.text(name)).expanduser().absolute()
+
+    def given(self, name: str) -> bool:
+        return self._values[name] is not None
+
+    def cut(self, name: str) -> int:
+        """A size that has two names, of which one may be given."""
+        other = _WAYS[name]
+        if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
+            raise UsageError(
+                f"--{name} {self.whole(name)} and --{other} {self.whole(other)} are two names of one size; give one"
+            )
+        return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
+
+    @property
+    def stages(self) -> int:
+        return self.whole("pipeline_model_parallel_size")
+
+
+def _layout(read: _Values, backend: str, ranks: int) -> Layout:
+    tp, sp = read.cut("tensor_model_parallel_size"), read.cut("ring_attn_size")
+    _check_ranks(ranks, {"tensor-parallel": tp, "ring": sp, "pipeline": read.stages})
+    sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=read.stages)
+    if read.flag("use_hf_tp_plan") and (tp == 1 or read.flag("sequence_parallel")):
+        raise UsageError(
+            "--use_hf_tp_plan is for tensor parallelism without --sequence_parallel, which needs an explicit plan; "
+            + ("give --fsdp_tensor_parallel_size 2, or leave it out" if tp == 1 else "leave one of the two out")
+        )
+    explicit = backend == "fsdp2" and tp > 1 and not read.flag("use_hf_tp_plan")
+    options = {
+        "plan": explicit and not read.flag("sequence_parallel"),
+        "seqpar": read.flag("sequence_parallel"),
+        "ckpt": read.flag("gradient_checkpointing"),
+        "offload": read.flag("offload"),
+    }
+    return dataclasses.replace(
+        sized,
+        stride=read.whole("ring_head_stride"),
+        zero=_stage(read, backend),
+        options=tuple(option for option, asked in options.items() if asked),
+    )
+
+
+def _check_ranks(ranks: int, sizes: Mapping[str, int]) -> None:
+    """Raises UsageError where no whole number of data-parallel ranks comes out."""
+    together = math.prod(sizes.values())
+    if ranks % together:
+        words = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+        below, above = ranks // together * together, -(-ranks // together) * together
+        raise UsageError(
+            f"{ranks} ranks cannot be divided by {words}{f' = {together}' if ' x ' in words else ''}; use "
+            f"--nproc_per_node {f'{below} or ' if below else ''}{above}, or smaller sizes"
+        )
+
+
+def _stage(read: _Values, backend: str) -> int | None:
+    """The layout's ZeRO stage; none where the one that is asked for is what the backend does without being told."""
+    if not read.given("zero_stage"):
+        return None
+    asked = read.whole("zero_stage")
+    return None if asked == _adapter(backend).describe().default_zero else asked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """rows: of an optimizer step. accumulation: micro-batches of a step and rank. mini_batches: steps of a pass over a
+    roll-out; 1 for SFT."""
+
+    rows: int
+    accumulation: int
+    mini_batches: int = 1
+
+    @classmethod
+    def of(cls, read: _Values, layout: Layout, command: str) -> "_Batch":
+        rows, micro = read.whole("train_batch_size"), read.whole("micro_train_batch_size")
+        at_once = micro * layout.dp
+        accumulation, left = divmod(rows, at_once)
+        if left or not accumulation:
+            below, above = rows // at_once * at_once, -(-rows // at_once) * at_once
+            raise UsageError(
+                f"--train_batch_size {rows} is no multiple of --micro_train_batch_size {micro} x {layout.dp} "
+                f"data-parallel ranks = {at_once}; use {f'{below} or ' if below else ''}{above}"
+            )
+        if command == "sft":
+            return cls(rows=rows, accumulation=accumulation)
+        prompts, samples = read.whole("rollout_batch_size"), read.whole("n_samples_per_prompt")
+        responses = prompts * samples
+        if read.flag("packing_samples"):
+            if responses < rows:
+                raise UsageError(
+                    f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {responses} responses do not "
+                    f"fill --train_batch_size {rows} rows; use --rollout_batch_size {-(-rows // samples)} or more"
+                )
+            return cls(rows=rows, accumulation=accumulation)
+        if responses % rows:
+            fitting = [n for n in range(1, responses + 1) if responses % n == n % at_once == 0]
+            advice = f"--train_batch_size {max(fitting)}, or " if fitting else ""
+            more = -(-responses // math.lcm(rows, samples)) * math.lcm(rows, samples) // samples
+            raise UsageError(
+                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {responses} responses fill "
+                f"no whole steps of --train_batch_size {rows}; use {advice}--rollout_batch_size {more}"
+            )
+        return cls(rows=rows, accumulation=accumulation, mini_batches=responses // rows)
+
+
+def _scenario(read: _Values, command: str, *, model: Path, batch: _Batch) -> Scenario:
+    path = _dataset(read, "dataset", command)
+    data = {
+        "path": path,
+        "input_key": read.text("input_key"),
+        "output_key": read.text("output_key"),
+        "max_len": read.whole("max_len"),
+        "packed": read.flag("packing_samples"),
+        "rows": batch.rows,
+    }
+    steps = _steps(read, command, path, batch)
+    return parse_scenario(
+        {
+            "name": command,
+            "model": str(model),
+            "precision": read.text("param_dtype"),
+            "seed": read.whole("seed"),
+            "trust_remote_code": read.flag("trust_remote_code"),
+            "accumulation": batch.accumulation,
+            "steps": steps,
+            "data": data,
+            "optimizer": {
+                "name": "adamw",
+                "lr": read.number("learning_rate"),
+                "eps": read.number("adam_eps"),
+                "weight_decay": read.number("weight_decay"),
+                "max_grad_norm": read.number("max_norm") or None,
+            },
+            "schedule": {
+                "name": read.text("lr_scheduler"),
+                "warmup_steps": math.ceil(steps * read.number("lr_warmup_ratio")),
+                "total_steps": steps,
+            },
+            "objective": {"kind": command} if command == "sft" else _policy_gradient(read, command, batch),
+        },
+        source="the options",
+    )
+
+
+def _dataset(read: _Values, name: str, command: str) -> str:
+    """The path of a data set; what is embedded and no file has a name."""
+    said = read.text(name) if read.given(name) else DATASETS[command]
+    return said if said == ARITHMETIC == DATASETS[command] else str(resolve(said))
+
+
+def _steps(read: _Values, command: str, data: str, batch: _Batch) -> int:
+    """Optimizer steps: as many as are asked for, or as whole batches of the data make in so many passes."""
+    passes = "max_epochs" if command == "sft" else "num_episodes"
+    if read.given("max_steps"):
+        if read.given(passes):
+            raise UsageError(f"--max_steps and --{passes} both say how long to train; give one of them")
+        return _whole_rollouts(read.whole("max_steps"), read, command, batch)
+    if read.flag("packing_samples") and command == "sft":
+        raise UsageError(
+            "--packing_samples: how many rows a pass over the data has depends on its lengths; give --max_steps"
+        )
+    if data == ARITHMETIC:
+        raise UsageError("the embedded arithmetic has no end; give --max_steps, or a --dataset")
+    count, epochs = len(read_dataset(Path(data))), read.whole(passes) if read.given(passes) else 1
+    each, what = (batch.rows, "train") if command == "sft" else (read.whole("rollout_batch_size"), "rollout")
+    if count * epochs < each:
+        raise UsageError(
+            f"{data} has {count} samples, and --{what}_batch_size is {each}; use --{what}_batch_size {count} or less, "
+            f"or --{passes} {-(-each // count)}"
+        )
+    made = count * epochs // each
+    return made if command == "sft" else made * batch.mini_batches * read.whole("ppo_epochs")
+
+
+def _whole_rollouts(steps: int, read: _Values, command: str, batch: _Batch) -> int:
+    if command == "sft":
+        return steps
+    each = batch.mini_batches * read.whole("ppo_epochs")
+    if steps % each:
+        below, above = steps // each * each, -(-steps // each) * each
+        raise UsageError(
+            f"--max_steps {steps} ends within a roll-out, which has {batch.mini_batches} mini-batches x "
+            f"{read.whole('ppo_epochs')} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
+        )
+    return steps
+
+
+def _policy_gradient(read: _Values, command: str, batch: _Batch) -> dict[str, Any]:
+    common = {
+        "kind": command,
+        "temperature": read.number("temperature"),
+        "mini_batches": batch.mini_batches,
+        "ppo_epochs": read.whole("ppo_epochs"),
+        "clip_ratio_low": read.number("eps_clip"),
+        "clip_ratio_high": read.number("eps_clip"),
+        "kl_coef": read.number("kl_coef"),
+        "kl_loss_coef": read.number("kl_loss_coef"),
+        "gamma": read.number("gamma"),
+    }
+    if command == "ppo":
+        return common | {"lam": read.number("lambd"), "cliprange_value": read.number("value_clip")}
+    estimator, samples = read.text("advantage_estimator"), read.whole("n_samples_per_prompt")
+    if samples == 1 and estimator != "reinforce_plus_plus":
+        raise UsageError(
+            f"--advantage_estimator {estimator} compares the responses to one prompt, and --n_samples_per_prompt is 1; "
+            f"use 2 or more, or reinforce_plus_plus"
+        )
+    return common | {"adv_estimator": estimator}
+
+
+def _rollout(read: _Values) -> RolloutConfig:
+    longest, room = read.whole("generate_max_len"), read.whole("max_len")
+    if longest >= room:
+        raise UsageError(
+            f"--generate_max_len {longest} leaves no room for a prompt in --max_len {room}; use --max_len "
+            f"{longest * 2} or --generate_max_len {max(1, room // 2)}"
+        )
+    return RolloutConfig(
+        prompts=read.whole("rollout_batch_size"),
+        n_samples_per_prompt=read.whole("n_samples_per_prompt"),
+        max_new_tokens=longest,
+        engine="vllm" if read.text("rollout_engine") == "vllm" else "hf",
+        greedy=read.flag("greedy"),
+    )
+
+
+def _output(read: _Values, *, under_torchrun: bool) -> OutputConfig:
+    if read.flag("load_checkpoint") and not read.given("ckpt_path"):
+        raise UsageError("--load_checkpoint: from where? give --ckpt_path the folder of checkpoints")
+    log, checkpoints = read.path("logging"), read.path("ckpt_path")
+    if log is None and checkpoints is None and under_torchrun:
+        raise UsageError("under torchrun every rank has to name the same log; give --logging or --ckpt_path")
+    if log is None:
+        folder = checkpoints or Path("parity-train", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")).absolute()
+        log = folder / "log.jsonl"
+    return OutputConfig(
+        log=log,
+        trackers=(
+            *(("tensorboard",) if read.flag("use_tensorboard") else ()),
+            *(("wandb",) if read.flag("use_wandb") else ()),
+        ),
+        save_path=read.path("save_path"),
+        ckpt_path=checkpoints,
+        save_steps=read.whole("save_steps"),
+        keep=read.whole("max_ckpt_num"),
+        load_checkpoint=read.flag("load_checkpoint"),
+    )
+
+
+def _adapter(backend: str) -> Any:
+    """The adapter's class; UsageError where the packages of a backend are not installed."""
+    try:
+        return find_backend(backend).load()
+    except MissingExtra as error:
+        raise UsageError(f"--backend {backend}: {error}") from None
+
+
+def _ask(backend: str, scenario: Scenario, layout: Layout) -> None:
+    """Raises UsageError where the backend does not take a scenario in a layout."""
+    answer = _adapter(backend).supports(scenario, layout)
+    if isinstance(answer, Unsupported):
+        raise UsageError(f"--backend {backend} does not train this in the layout {layout}: {answer.reason}")
+    if "plan" in layout.options or (backend == "fsdp2" and "seqpar" in layout.options):
+        from impl.fsdp2.tensor_parallel import LAYER_NORMS  # loads transformers
+
+        kind = _model_type(Path(scenario.model))
+        if kind not in LAYER_NORMS:
+            raise UsageError(
+                f"there is no explicit tensor-parallel plan for models of type {kind!r} (there is for "
+                f"{', '.join(LAYER_NORMS)}); give --use_hf_tp_plan, without --sequence_parallel"
+            )
+
+
+def _model_type(folder: Path) -> str:
+    return str(read_json(folder / "config.json").get("model_type"))

@@ -1,0 +1,140 @@
+"""The plan of a training, as ``--dry_run`` prints it: ranks, rows, models, and the memory that a rank will need."""
+
+from dataclasses import dataclass
+
+from conformance.layout import AXES, OPTIONS
+from conformance.role import POLICY, Role
+from impl.train.activations import Activations, activations_of
+from impl.train.config import TrainConfig
+from impl.train.memory import COMPUTE_BYTES, States, states_of
+from impl.train.shapes import elements, parameter_shapes, read_sizes
+
+GIB = 2**30
+_AXES = {
+    "dp": "data-parallel",
+    "tp": "tensor-parallel",
+    "sp": "ring",
+    "ulysses": "Ulysses",
+    "pp": "pipeline",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """Of one role; ``activations`` of a frozen one are those of its logits alone."""
+
+    role: Role
+    parameters: int
+    states: States
+    activations: Activations
+
+
+def memory_of(config: TrainConfig) -> list[ModelMemory]:
+    """The memory of each role's model on the rank that needs most."""
+    scenario, layout = config.scenario, config.layout
+    rows = scenario.data.rows // (layout.dp * scenario.accumulation)
+    found = []
+    for role in scenario.objective.roles:
+        folder = config.models[role.name]
+        shapes = parameter_shapes(folder, role.head)
+        activations = activations_of(
+            config.backend,
+            layout,
+            read_sizes(folder),
+            compute=COMPUTE_BYTES[scenario.precision],
+            tokens=rows * scenario.data.max_len // (layout.sp * layout.ulysses),
+            micro_batches=scenario.accumulation,
+            entropy=scenario.objective.kind != "sft",
+        )
+        if not role.trained:
+            activations = Activations(kept=0, layer=activations.layer, logits=activations.logits)
+        if role.head == "value":
+            activations = Activations(kept=activations.kept, layer=activations.layer, logits=0)
+        states = states_of(config.backend, layout, scenario.precision, shapes, trained=role.trained)
+        found.append(ModelMemory(role=role, parameters=elements(shapes), states=states, activations=activations))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Bytes of the engine that samples responses in every rank: a whole replica of the policy, and, while it samples,
+    keys and values of the responses to one prompt."""
+
+    weights: int = 0
+    cache: int = 0
+
+
+def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
+    if config.rollout is None:
+        return Sampler()
+    sizes, compute = read_sizes(config.models[policy.role.name]), COMPUTE_BYTES[config.scenario.precision]
+    tokens = config.rollout.n_samples_per_prompt * config.scenario.data.max_len
+    return Sampler(weights=policy.parameters * compute, cache=tokens * sizes.layers * 2 * sizes.keys * compute)
+
+
+def peak_of(models: list[ModelMemory], sampler: Sampler) -> int:
+    """Bytes at the worst moment: sampling, or of any model its loss, the backward pass of a layer or its update. What
+    all of them hold all the time stands beside it."""
+    lasting = sampler.weights + sum(one.states.lasting for one in models)
+    moments = [
+        max(
+            one.states.passing + one.activations.kept + max(one.activations.logits, one.activations.layer),
+            one.states.update,
+        )
+        for one in models
+    ]
+    return lasting + max(sampler.cache, *moments)
+
+
+def plan(config: TrainConfig) -> str:
+    """The plan in words and numbers; nothing is loaded."""
+    scenario, layout, data = config.scenario, config.layout, config.scenario.data
+    models = memory_of(config)
+    sizes = [f"{getattr(layout, axis)} {_AXES[axis]}" for axis in AXES if axis in _AXES and getattr(layout, axis) > 1]
+    rows = data.rows // (layout.dp * scenario.accumulation)
+    lines = [
+        f"training   {scenario.objective.kind} on {config.backend}, {scenario.precision}, {config.device}",
+        f"ranks      {layout.world_size}{' = ' + ' x '.join(sizes) if sizes else ''}; layout {layout}",
+        *(f"           {option}: {OPTIONS[option]}" for option in layout.options),
+        f"a step     {data.rows} rows of at most {data.max_len} tokens{', packed' if data.packed else ''} = "
+        f"{layout.dp} data-parallel ranks x {scenario.accumulation} micro-batches x {rows} rows",
+    ]
+    if config.rollout is not None:
+        each = data.rows * scenario.steps
+        lines.append(
+            f"a roll-out {config.rollout.prompts} prompts x {config.rollout.n_samples_per_prompt} responses of at most "
+            f"{config.rollout.max_new_tokens} tokens ({each} rows are trained on in all)"
+        )
+    lines.append(f"length     {scenario.steps} steps")
+    lines += [
+        f"{one.role.name:<10} {one.parameters / 1e9:.3g} B parameters, {'trained' if one.role.trained else 'frozen'} "
+        f"({config.models[one.role.name]})"
+        for one in models
+    ]
+    policy = next(one for one in models if one.role == POLICY)
+    return "\n".join([*lines, "", *_table(models, sampler_of(config, policy))])
+
+
+def _table(models: list[ModelMemory], sampler: Sampler) -> list[str]:
+    """Lines of a table in GiB, a column for each model."""
+    rows = {
+        "weights": [one.states.weights for one in models],
+        "gradients": [one.states.gradients for one in models],
+        "optimizer": [one.states.optimizer for one in models],
+        "gathered and buckets": [one.states.passing for one in models],
+        "activations kept": [one.activations.kept for one in models],
+        "a layer again": [one.activations.layer for one in models],
+        "logits and loss": [one.activations.logits for one in models],
+        "update": [one.states.update for one in models],
+        "on the host": [one.states.host for one in models],
+    }
+    head = f"{'GiB of the fullest rank':<24}" + "".join(f"{one.role.name:>12}" for one in models)
+    body = [f"{name:<24}" + "".join(f"{size / GIB:>12.2f}" for size in sizes) for name, sizes in rows.items()]
+    if sampler.weights:
+        body.append(f"{'sampling':<24}{sampler.weights / GIB:>12.2f} a replica, {sampler.cache / GIB:.2f} its cache")
+    return [
+        head,
+        *body,
+        f"peak, estimated: {peak_of(models, sampler) / GIB:.1f} GiB a rank; the first three rows are what a rank "
+        f"really holds, the others are estimates",
+    ]

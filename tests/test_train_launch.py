@@ -1,0 +1,97 @@
+"""How ``parity train`` starts ranks and ends: environment, signals, failures, exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from impl.train.launch import run_ranks
+
+ENVIRONMENT = """
+import os, pathlib, sys
+from torch.distributed import TCPStore
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store.add("seen", 1)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+"""
+# Of three ranks, the second fails and the others wait for it, as in a collective.
+FAILURE = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("the reason", file=sys.stderr)
+    sys.exit(int(sys.argv[1]))
+print("not this")
+time.sleep(600)
+"""
+# A rank that is asked to stop writes a checkpoint, which takes a while, and ends well; the third argument is how long.
+STOPPED = """
+import os, pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append("SIGINT"))
+signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+pathlib.Path(sys.argv[1], "ready" + os.environ["RANK"]).touch()
+while not asked:
+    time.sleep(0.01)
+time.sleep(float(sys.argv[2]))
+pathlib.Path(sys.argv[1], "saved" + os.environ["RANK"]).write_text(" ".join(asked))
+"""
+LAUNCH = "import sys; from impl.train.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], ranks=2, device='cpu'))"
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> object:
+    """The signal handlers of this process are put back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def test_ranks_get_what_torchrun_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run_ranks(python(ENVIRONMENT, tmp_path), ranks=2, device="cpu") == 0
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "0 0 2 2 1", "1": "1 1 2 2 1"}
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(7, 1), (2, 2)])
+def test_the_rank_that_failed_is_told_and_the_others_are_ended(
+    code: int, exit_code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("impl.train.launch.GRACE_S", 0.2)
+    begun = time.monotonic()
+    assert run_ranks(python(FAILURE, code), ranks=3, device="cpu") == exit_code
+    assert time.monotonic() - begun < 60
+    told = capfd.readouterr().err
+    assert f"rank 1 failed (exit code {code})\nthe reason" in told
+    assert "not this" not in told
+
+
+@pytest.mark.parametrize(("signals", "long"), [((signal.SIGINT,), 0.5), ((signal.SIGTERM, signal.SIGINT), 600)])
+def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
+    signals: tuple[signal.Signals, ...], long: float, tmp_path: Path
+) -> None:
+    command = python(STOPPED, tmp_path, long)
+    with subprocess.Popen(python(LAUNCH, *command), env={**os.environ, "PYTHONPATH": str(Path.cwd())}) as process:
+        wait_for(tmp_path, "ready")
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.3)
+        assert process.wait(60) == 128 + signals[0]
+    saved = sorted(file.read_text() for file in tmp_path.glob("saved*"))
+    assert saved == (["SIGINT", "SIGINT"] if len(signals) == 1 else [])
+
+
+def wait_for(folder: Path, name: str) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(f"{name}*"))) < 2:
+        assert time.monotonic() < deadline, f"no {name} in {folder}"
+        time.sleep(0.02)
