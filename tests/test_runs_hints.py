@@ -97,17 +97,19 @@ def test_a_factor_is_constant_from_the_first_third_to_the_last() -> None:
     assert found.log == pytest.approx(math.log(4), abs=4 * found.error)
     assert constant_factor(NOISE[0]) is None
     assert constant_factor(math.log(4) * STEPS / 100) is None
+    assert constant_factor(math.log(4) * (0.6 + 0.8 * STEPS / 100)) is None  # it grows
+    assert constant_factor(0.18 + 6 * NOISE[0]) is None  # it does not stand out
     assert constant_factor(np.where(STEPS < 50, math.log(4), -math.log(4))) is None
 
 
-def names(firsts: dict[str, int], **curves: tuple[Floats, Floats]) -> list[str]:
+def names(firsts: dict[str, int], *, seeds: bool = False, **curves: tuple[Floats, Floats]) -> list[str]:
     evidence = Evidence(
         curves={name: (STEPS, a, b) for name, (a, b) in curves.items()},
         firsts=firsts,
         numbers={},
         resumed={},
         by="step",
-        seeds=False,
+        seeds=seeds,
     )
     return [hint.name for hint in hints(evidence)]
 
@@ -158,6 +160,7 @@ def test_a_jump_is_told_where_it_begins_and_not_where_it_leaves_the_band() -> No
 def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> None:
     a, b = LOSS * (1 + NOISE[0]), LOSS * (1 + NOISE[1])
     assert names({"loss": 0}, loss=(a, b)) == ["data order"]
+    assert names({"loss": 0}, seeds=True, loss=(a, b)) == []  # each seed has an order of its own
     assert names({"loss": 0}, loss=(a, 1.2 * a)) == ["loss factor"]  # the same noise
     assert "data order" not in names({"loss": 0}, loss=(a, 1.2 * b))
 

@@ -1,7 +1,8 @@
 """CSV: a header with a counter of steps and metrics; also what wandb exports of a panel.
 
-wandb names a column ``RUN - METRIC`` and adds ``__MIN`` and ``__MAX`` of the interval that a point stands for
-(docs.wandb.ai, "Export data from a panel"). A panel of several runs is read one run at a time: ``panel.csv#RUN``.
+wandb names a column ``RUN - METRIC`` and adds ``__MIN`` and ``__MAX`` of the interval that a point stands for, which
+are no metrics here (docs.wandb.ai, "Export data from a panel"). A panel of several runs is read one run at a time:
+``panel.csv#RUN``.
 """
 
 import csv
@@ -11,7 +12,6 @@ from conformance.validation import UsageError
 from reports.runs.metrics import STEP
 from reports.runs.run import Log, Row
 
-BOUNDS = ("__MIN", "__MAX")
 BETWEEN = " - "
 
 
@@ -26,7 +26,7 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
     if counter is None or len(header) < 2:
         return None
     table = [line for line in csv.reader(io.StringIO(text, newline=None), delimiter=delimiter) if line]
-    names = {place: column for place, column in enumerate(header) if place != counter and not column.endswith(BOUNDS)}
+    names = {place: column for place, column in enumerate(header) if place != counter}
     exported = any(BETWEEN in column for column in names.values())
     if exported:
         names = _of_one_run(names, name=name, chosen=chosen)
