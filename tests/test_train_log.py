@@ -10,6 +10,7 @@ import pytest
 from conformance.validation import UsageError
 from impl.train.run_log import open_log, read_log
 from impl.train.trackers import follow
+from reports.runs.readers.recognise import read_log as read_any_log
 
 HEADER = {"options": {"backend": "fsdp2"}}
 
@@ -73,3 +74,13 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_name_of_the_extr
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=rf"backend-parity\[{tracker}\]"):
         follow([tracker], tmp_path / "log.jsonl", HEADER, step=0)
+
+
+def test_tensorboard_gets_the_numbers_of_the_log(tmp_path: Path) -> None:
+    """As its own library writes them, and ``parity diff`` reads them."""
+    (tracker,) = follow(["tensorboard"], tmp_path / "log.jsonl", HEADER, step=0)
+    for step in (1, 2):
+        tracker.write(step, {"loss": step / 4, "mfu": None})
+    tracker.close()
+    rows = read_any_log(str(tmp_path / "log.jsonl.tensorboard")).rows
+    assert [(row.step, row.values) for row in rows] == [(1, {"loss": 0.25}), (2, {"loss": 0.5})]
