@@ -123,3 +123,5 @@ def test_an_expected_difference_hides_no_lie(
     assert verdict.state == "differs", verdict.reason
     assert "but not like this: clipped update, step 0: " in verdict.reason
     assert any(f.tensor.endswith(AGAINST_REBUILT) and f.step == 0 for f in verdict.findings)
+    # A second noise run was made before it was told.
+    assert precision == "exact" or (session._oracles.folder(cell) / f"{precision}-plain").exists()

@@ -203,8 +203,13 @@ def _check_shapes(record: Record) -> None:
 
 
 def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple[Defect, ...]) -> tuple[Record, ...]:
-    """The oracle's runs in the cell's precision, which begin where the float64 run begins."""
-    noise = tuple(_read_oracle(folder, name, scenario, defects) for name in noise_runs(scenario.precision))
+    """The oracle's runs in the cell's precision, which begin where the float64 run begins.
+
+    The further ones are only made where a cell differs by the first (conformance.run.session).
+    """
+    first, further = noise_runs(scenario.precision)[:1], noise_runs(scenario.precision)[1:]
+    made = (*first, *(name for name in further if (folder / name).exists()))
+    noise = tuple(_read_oracle(folder, name, scenario, defects) for name in made)
     for run in noise:
         check_start(run, oracle)
     return noise

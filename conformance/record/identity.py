@@ -18,7 +18,8 @@ FLOAT64 = "float64"  # the precision of the oracle run that cells are compared w
 def noise_runs(precision: str) -> tuple[str, ...]:
     """The oracle's runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
 
-    One has torch's fused attention kernel and one the plain formula, because backends have the one or the other.
+    The first has torch's fused attention kernel; the second, which is only made where a cell differs by the first, has
+    the plain formula. Backends have the one or the other.
     """
     return () if precision == "exact" else (precision, f"{precision}-plain")
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -64,15 +65,27 @@ class Oracles:
     def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
         """Start the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
         ``defects``, of the oracle with these defects. Does not wait."""
-        for has in {(), defects}:
-            for policy in _policies(cell):
-                out = self.folder(cell, has) / policy
-                if out not in self._runs:
-                    self._runs[out] = self._thread.submit(self._run, cell, inputs, out, policy, has)
+        self._start(cell, inputs, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
 
     def wait(self, cell: Cell, defects: Defects = ()) -> str:
         """Wait for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
-        runs = [self._runs[self.folder(cell, has) / policy] for has in {(), defects} for policy in _policies(cell)]
+        return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
+
+    def more_noise(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> bool:
+        """Make the further noise runs of a cell. Returns whether there are any more, and none failed."""
+        further = noise_runs(cell.scenario.precision)[1:]
+        self._start(cell, inputs, further, defects)
+        return bool(further) and not self._wait(cell, further, defects)
+
+    def _start(self, cell: Cell, inputs: FrozenInputs, policies: Sequence[str], defects: Defects) -> None:
+        for has in {(), defects}:
+            for policy in policies:
+                out = self.folder(cell, has) / policy
+                if out not in self._runs:
+                    self._runs[out] = self._thread.submit(self._run, cell, inputs, out, cast(PolicyName, policy), has)
+
+    def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
+        runs = [self._runs[self.folder(cell, has) / policy] for has in {(), defects} for policy in policies]
         return "; ".join(filter(None, (run.result() for run in runs)))
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
@@ -158,10 +171,6 @@ def prune(folder: Path, *, size: int) -> None:
         held += sum(file.stat().st_size for file in record.glob("*"))
         if held > size:
             shutil.rmtree(record, ignore_errors=True)
-
-
-def _policies(cell: Cell) -> list[PolicyName]:
-    return [cast(PolicyName, name) for name in (FLOAT64, *noise_runs(cell.scenario.precision))]
 
 
 def _relevant(scenario: Scenario) -> dict[str, object]:

@@ -167,7 +167,7 @@ class Session:
         elif ended.failure:
             verdict, failed = Verdict(state="infrastructure", reason=ended.failure), ended.kind != "hung"
         else:
-            verdict, failed = self._judge(cell, paths), False
+            verdict, failed = self._judge(cell, paths, inputs), False
         if verdict.state in ("conforms", "partly_observed"):
             for path in paths:
                 shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
@@ -175,16 +175,26 @@ class Session:
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=records)
         return attempt, ended.used and not cell.faults and (failed or verdict.state == "differs")
 
-    def _judge(self, cell: Cell, records: Sequence[Path]) -> Verdict:
+    def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
+        """Judge the records by one noise run, and by further ones only if the cell differs: bounds only grow by them.
+
+        A planted fault is judged by one run alone, so it has to be told at the narrower bounds.
+        """
         known = self._refusals.known(cell)
-        return judge_cell(
-            str(cell),
-            records,
-            oracle=self._oracles.folder(cell),
-            known=known,
-            defective=self._defective(cell, known),
-            observables=all_observables(cell.scenario.objective),
-        )
+
+        def judged() -> Verdict:
+            return judge_cell(
+                str(cell),
+                records,
+                oracle=self._oracles.folder(cell),
+                known=known,
+                defective=self._defective(cell, known),
+                observables=all_observables(cell.scenario.objective),
+            )
+
+        verdict = judged()
+        may_be_noise = verdict.state == "differs" and not cell.faults
+        return judged() if may_be_noise and self._oracles.more_noise(cell, inputs, defects_of(known)) else verdict
 
     def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
         """The folder of the oracle's records with the cell's expected defects; None if it has no such defects."""
