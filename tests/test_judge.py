@@ -224,6 +224,26 @@ def test_a_lucky_run_is_no_bound_because_there_is_another_with_the_other_kernel(
     assert verdict("beyond", 1.1 * NOISE_FACTOR * 2e-7).first_stage == "gradients"
 
 
+@pytest.mark.parametrize(
+    ("off", "further", "state"),
+    [
+        (2.5e-7, 1e-2, "conforms"),  # by the first run
+        (5e-7, 2e-7, "conforms"),
+        (7e-7, 2e-7, "differs"),
+        (5e-7, 1e-2, "differs"),  # a run that is too noisy to judge by excuses nothing
+    ],
+)
+def test_a_further_noise_run_decides_only_where_a_cell_differs_by_the_first(
+    tmp_path: Path, off: float, further: float, state: str
+) -> None:
+    write(tmp_path / "oracle" / "float64", oracle="float64")
+    for run, noise in zip(noise_runs("fp32"), (1e-7, further), strict=True):
+        write(tmp_path / "oracle" / run, scale("gradient/a", 1 + noise), precision="fp32", oracle=run)
+    write(tmp_path / "cell", scale("gradient/a", 1 + off), precision="fp32")
+    verdict = judge_folders("x/m/b/dp2.tp2/fp32", [tmp_path / "cell"], tmp_path / "oracle")
+    assert verdict.state == state, verdict.reason
+
+
 def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) -> None:
     def tiny(step: int, values: Values, tensors: Tensors) -> None:
         if step >= 0:

@@ -4,6 +4,7 @@ Needs no GPU, no backend and no ranks, so old records can be judged again. A com
 record, a missing stage) is never a pass (claim 8).
 """
 
+import contextlib
 import math
 import traceback
 from collections.abc import Sequence
@@ -33,11 +34,18 @@ DEFECT = "the judge failed on these records, which is a defect of the suite"
 def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
     """Judge the records of the legs of the cell with this id against the oracle's in ``oracle``, which has ``defects``.
 
-    A record that cannot be trusted, or that is not the cell's own or the oracle's, gives an infrastructure failure.
+    The first noise run decides alone where the cell agrees by it. Where it does not, all runs that are there decide
+    together. A record that cannot be trusted, or that is not the cell's own or the oracle's, gives an infrastructure
+    failure.
     """
     try:
         records = read_records(cell, legs, oracle, defects=defects)
-        return judge(records.legs, oracle=records.oracle, noise=records.noise)
+        verdict = judge(records.legs, oracle=records.oracle, noise=records.noise[:1])
+        if verdict.state != "differs" or len(records.noise) < 2:
+            return verdict
+        with contextlib.suppress(RecordError):  # a further run that is too noisy to judge by excuses nothing
+            verdict = judge(records.legs, oracle=records.oracle, noise=records.noise)
+        return verdict
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
     except Exception as error:  # a defect of the judge must not keep the other cells from being judged

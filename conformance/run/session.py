@@ -176,10 +176,7 @@ class Session:
         return attempt, ended.used and not cell.faults and (failed or verdict.state == "differs")
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
-        """Judge the records by one noise run, and by further ones only if the cell differs: bounds only grow by them.
-
-        A planted fault is judged by one run alone, so it has to be told at the narrower bounds.
-        """
+        """Judge the records; if they differ by the first noise run, make the further ones, and judge again."""
         known = self._refusals.known(cell)
 
         def judged() -> Verdict:
@@ -193,8 +190,10 @@ class Session:
             )
 
         verdict = judged()
-        may_be_noise = verdict.state == "differs" and not cell.faults
-        return judged() if may_be_noise and self._oracles.more_noise(cell, inputs, defects_of(known)) else verdict
+        # Cells with planted faults too: they have to be found by the bounds that everybody is judged by.
+        if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, defects_of(known)):
+            return judged()
+        return verdict
 
     def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
         """The folder of the oracle's records with the cell's expected defects; None if it has no such defects."""
