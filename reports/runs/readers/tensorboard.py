@@ -89,9 +89,10 @@ def _scalars(event: list[Field]) -> Iterator[tuple[str, float]]:
 
 def _number(tensor: dict[int, int | bytes]) -> float | None:
     """The only number of a tensor of floats or doubles; None for any other tensor."""
-    code = CODES.get(tensor.get(DTYPE, 0))  # type: ignore[arg-type]
-    if code is None:
+    dtype = tensor.get(DTYPE, 0)
+    if not isinstance(dtype, int) or dtype not in CODES:
         return None
+    code = CODES[dtype]
     content = tensor.get(CONTENT) or tensor.get(FLOATS if code == "<f" else DOUBLES)
     return (
         struct.unpack(code, content)[0]
