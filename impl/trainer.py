@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from conformance.backend import StepMetrics
@@ -46,7 +47,7 @@ def train_step(
             for key, value in evaluation.values.items():
                 sums[key] += value.item()
             for key, value in evaluation.highest.items():
-                highest[key] = max(value.item(), highest.get(key, value.item()))
+                highest[key] = largest([value.item(), highest.get(key, value.item())])
             for key, numbers in evaluation.rows.items():
                 rows[key] |= target_rows(micro_batch, mine, numbers)
         if role.trained:
@@ -58,7 +59,12 @@ def train_step(
 def of_all_ranks(context: Context, sums: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
     """The numbers of the whole step: ``sums`` added up over data ranks, and the largest of ``highest`` on any rank."""
     together = {key: context.all_reduce(value) for key, value in sums.items()}
-    return together | {key: max(context.all_gather(value)) for key, value in highest.items()}
+    return together | {key: largest(context.all_gather(value)) for key, value in highest.items()}
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest of some numbers; NaN if one of them is NaN, which Python's ``max`` loses behind another number."""
+    return float(np.max(values))
 
 
 def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:

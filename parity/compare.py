@@ -44,6 +44,11 @@ class Comparison:
     def differs(self) -> bool:
         return any(pair.parted for pair in self.pairs)
 
+    @property
+    def comparable(self) -> bool:
+        """Whether gradients of a step were compared in every pair, or it parted before."""
+        return all(pair.parted or any(stage.name == "gradients" for stage in pair.stages) for pair in self.pairs)
+
     def text(self) -> str:
         """What a person reads: plain text, which is Markdown as well."""
         return "\n\n".join(told.text(pair) for pair in self.pairs)
@@ -58,13 +63,15 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
 
     threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the
     coarsest dtype, and a tenth of that for losses (docs/recording.md). Raises UsageError for fewer than two, for what
-    is no record or a damaged one, and for a threshold that is not between 0 and 1.
+    is no record or a damaged one, for a record that is given twice, and for a threshold that is not between 0 and 1.
     """
     if len(folders) < 2:
         raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")
     if threshold is not None and not 0 < threshold < 1:
         raise UsageError(f"threshold {threshold}: it has to lie between 0 and 1")
     first, *others = (read_run(Path(folder)) for folder in folders)
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise UsageError("the same record is given twice; a record agrees with itself whatever is in it")
     return Comparison(pairs=tuple(_compare(first, other, threshold) for other in others))
 
 

@@ -99,7 +99,7 @@ def batch(a: Line, b: Line) -> Iterator[Quantity]:
 def number(what: str, a: float, b: float, allowed: float) -> Quantity:
     """Two numbers; relative to the larger of the two."""
     size = max(abs(a), abs(b))
-    observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b else math.inf
+    observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b == 0 else math.inf
     return Quantity(what=what, observed=observed, allowed=allowed, norms=(a, b), scale=b / a if a and b else None)
 
 
@@ -113,7 +113,7 @@ def compared(
     for i, name in enumerate(names):
         size = max(float(sizes[i]), floor)
         observed, said = (float(apart[i]) / size if size else 0.0), ""
-        if a.not_finite[i] != b.not_finite[i]:
+        if a.not_finite[i] or b.not_finite[i]:  # what is not finite on both sides has no distance, and is no agreement
             counts = " and ".join(f"{int(t.not_finite[i])} in {run.name}" for t, run in zip((a, b), runs, strict=True))
             observed, said = math.inf, f"numbers that are not finite: {counts}"
         elif a.present[i] != b.present[i] and sizes[i]:  # a gradient of zeros is as good as none

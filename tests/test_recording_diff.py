@@ -6,6 +6,7 @@ The trainings are the scripts of examples/record, real libraries on a tiny model
 import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -290,9 +291,10 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text('{"schema": 3}\n', encoding="utf-8")
     with pytest.raises(UsageError, match="records of parity run are for parity compare"):
         compare_records([folder, tmp_path], threshold=None)
-    (folder / "step-000001.safetensors").write_bytes(b"damaged")
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    (damaged / "step-000001.safetensors").write_bytes(b"damaged")
     with pytest.raises(UsageError, match=r"step-000001.safetensors cannot be read"):
-        compare_records([folder, folder], threshold=None)
+        compare_records([folder, damaged], threshold=None)
 
 
 def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
@@ -312,3 +314,29 @@ def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
     size = stage.different[0].norms[1] if stage.different[0].norms else 0.0
     assert float(found.group(1)) == pytest.approx(6 / size, rel=1e-4)  # of six rows, a micro-batch each
     assert stage.different[0].observed == pytest.approx(6 / size, rel=1e-4)  # the sketch sees one element exactly
+
+
+def test_what_is_not_finite_in_both_is_no_agreement(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        model = tiny()
+        model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: gradient / 0)
+        recorded(tmp_path / name, model=model)
+    stage, _ = parted(tmp_path / "a", tmp_path / "b")
+    assert (stage.step, stage.name) == (0, "gradients")
+
+
+def test_a_record_is_not_compared_with_itself(plain: Path) -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        compare_records([plain, plain.parent / "." / plain.name], threshold=None)
+
+
+def test_records_without_a_step_are_not_comparable(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        with parity.record(model, adamw(model), out=tmp_path / name):
+            pass
+    compared = compare_records([tmp_path / "a", tmp_path / "b"], threshold=None)
+    assert not compared.differs
+    assert not compared.comparable

@@ -29,7 +29,7 @@ def part(first: int, last: int, stride: int = 1, shift: int = 0) -> dict[int, fl
 
 def test_runs_are_compared_at_the_steps_that_both_have() -> None:
     found = aligned(run(part(1, 50), "a"), run(part(11, 80), "b"))
-    assert found.notes == ()
+    assert found.notes == ("a ends at step 50 and b at 80: what follows is not compared",)
     (one,) = found.metrics
     assert list(one.positions) == list(range(11, 51))
     assert (one.sides[0] == one.sides[1]).all()

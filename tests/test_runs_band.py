@@ -85,6 +85,28 @@ def test_digits_that_are_not_printed_are_no_difference() -> None:
     assert judged([1.234, 2.345], [1.2359219871, 2.3448219871], threshold=1e-6) == [True, False]
 
 
+@pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.0, 1.0), (2.0, 3.0), (100.0, 200.0)])
+def test_values_of_one_digit_differ_as_any_others_do(a: float, b: float) -> None:
+    assert judged([a] * 9, [b] * 9) == [True] * 9
+    assert within_spread(np.full((2, 9), a), np.full((2, 9), b), metrics=1, any_size=False).outside.all()
+
+
+def test_a_spike_has_no_digits_for_the_rest_of_a_run() -> None:
+    seeds = np.full((4, 50), 1.234)
+    seeds[0, 0] = 5123.0
+    seeds[2:, 1:] = 2.345
+    assert within_spread(seeds[:2], seeds[2:], metrics=1, any_size=True).outside[12:].all()
+
+
+def test_seeds_that_break_down_on_one_side_only_are_outside() -> None:
+    (seeds,) = worlds(1, seed=3)
+    seeds[4:, 150:] = math.nan
+    found = within_spread(seeds[:3], seeds[3:], metrics=1, any_size=False)
+    assert found.outside[150:].all()
+    assert not found.outside[:150].any()
+    assert judged([math.nan, math.inf], [math.inf, -math.inf]) == [True, True]
+
+
 def test_what_is_not_finite_on_one_side_only_is_outside() -> None:
     nan, inf = math.nan, math.inf
     assert judged([1.0, nan, nan, inf, 1.0], [1.0, nan, 1.0, inf, inf]) == [False, False, True, False, True]

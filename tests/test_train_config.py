@@ -19,6 +19,7 @@ from impl.models import load_model
 from impl.train.config import from_json, to_json
 from impl.train.critic import is_value_model, write_critic
 from impl.train.loop import crosses
+from impl.train.setup import check_save_path
 from impl.train.speed import ModelSize, Speed, model_size, peak_of
 from impl.train.stop import Stop
 
@@ -45,6 +46,13 @@ def test_a_wrong_configuration_is_refused_with_the_name_of_the_field(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         from_json({**to_json(training(tmp_path, "sft")), **change}, source="file.json")
+
+
+def test_a_model_that_could_not_be_written_at_the_end_is_refused_at_the_beginning(tmp_path: Path) -> None:
+    config = training(tmp_path, "sft")
+    for folder, said in ((tmp_path, "would replace the log"), (config.models["policy"], "was loaded from")):
+        with pytest.raises(UsageError, match=said):
+            check_save_path(replace(config, output=replace(config.output, save_path=folder)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -43,6 +43,7 @@ def test_a_training_that_resumes_without_a_checkpoint_begins_its_log_anew(tmp_pa
     write(path, range(0, 3))
     write(path, range(0, 2), resumes=True)
     assert [line["step"] for line in read_log(path)[1]] == [0, 1]
+    assert len(read_log(tmp_path / "log.jsonl.before")[1]) == 3, "nothing is lost"
 
 
 def test_the_log_of_another_training_is_not_overwritten(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from impl.train.rewards import exact_answer, last_number, near_answer, reference
         ("12,3456", "3456"),
         ("42.", "42"),
         ("3.0", "3"),
+        ("-.5", "-0.5"),
+        ("so ...5", "5"),
         ("\u0663", None),
         ("none", None),
         ("", None),

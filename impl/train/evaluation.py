@@ -10,6 +10,7 @@ from impl.rollouts import look
 from impl.strategy import Context, Trainable
 from impl.train.experience import RolloutSource, sampled, text_of
 from impl.train.prompts import Prompt
+from impl.train.rewards import Reward
 
 
 def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Batch]:
@@ -37,12 +38,12 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
     return {"eval_loss": context.all_reduce(total) / count}
 
 
-def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """The mean reward of the likeliest response to each prompt; collective."""
+def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt], reward: Reward) -> dict[str, float]:
+    """The mean ``reward`` of the likeliest response to each prompt; collective."""
     source.engine.load(source.policy.named_tensors("weight"))
     groups = sampled(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
     rewards = [
-        source.reward(text_of(response, source.tokenizer), prompt.answer)
+        reward(text_of(response, source.tokenizer), prompt.answer)
         for prompt, (response,) in zip(prompts, groups, strict=True)
     ]
     return {"eval_reward": fmean(rewards)}

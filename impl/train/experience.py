@@ -23,6 +23,7 @@ from impl.train.prompts import Prompt
 from impl.train.rewards import Reward
 from impl.train.rollout import Response, RolloutEngine, seed_of
 from impl.train.source import Work
+from impl.trainer import largest
 
 
 @dataclass
@@ -161,7 +162,7 @@ def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> 
     the mean of exp(policy - engine), which is 1 where both are the same policy.
     """
     sums = {"logprob_gap_mean": 0.0, "logprob_gap_exp": 0.0}
-    count, largest = 0, 0.0
+    count, differences = 0, [0.0]
     for row in batch.rows:
         if row.index not in logprobs:
             continue
@@ -169,10 +170,11 @@ def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> 
         difference = logprobs[row.index] - sampled
         sums["logprob_gap_mean"] += difference.abs().sum().item()
         sums["logprob_gap_exp"] += difference.exp().sum().item()
-        largest, count = max(largest, difference.abs().max().item()), count + len(sampled)
+        differences.append(difference.abs().max().item())
+        count += len(sampled)
     total = context.all_reduce(count)
     means = {key: context.all_reduce(value) / total for key, value in sums.items()}
-    return means | {"logprob_gap_max": max(context.all_gather(largest))}
+    return means | {"logprob_gap_max": largest(context.all_gather(largest(differences)))}
 
 
 def rollout_logprobs(row: Row) -> list[float]:

@@ -2,7 +2,7 @@
 
 The answer of a reference is what follows ``####``, as GSM8K writes it, or else its last number; that of a response is
 its last number. A sign belongs to a number unless a digit stands in front of it ("7-2" ends with 2, "-2" and "= -2"
-with -2), commas may part thousands, and 3.0 is 3.
+with -2), commas may part thousands, 3.0 is 3, and .5 is 0.5.
 """
 
 import re
@@ -15,7 +15,8 @@ Reward = Callable[[str, Decimal], float]  # (response, answer) -> reward
 
 MARK = "####"
 NUMBER_REWARD, NEARNESS_REWARD, FAR = 0.2, 0.3, 10
-_NUMBER = re.compile(r"(?:(?<![0-9])[-+\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_WHOLE, _PART = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)", r"\.[0-9]+"
+_NUMBER = re.compile(rf"(?:(?<![0-9])[-+\u2212])?(?:{_WHOLE}(?:{_PART})?|(?<![0-9.]){_PART})")
 
 
 def last_number(text: str) -> Decimal | None:

@@ -33,7 +33,8 @@ class RunLog:
 
 @contextlib.contextmanager
 def open_log(path: Path, header: Mapping[str, Any], *, done: int, resumes: bool) -> Iterator[RunLog]:
-    """Begin a log, or go on with one behind the update ``done``; its first line then stays.
+    """Begin a log, or go on with one behind the update ``done``; its first line then stays. Where a training resumes
+    and there was no checkpoint yet, the log that is there is kept as ``LOG.before``.
 
     Raises UsageError where a training that does not resume finds a log there: nothing is overwritten.
     """
@@ -41,6 +42,8 @@ def open_log(path: Path, header: Mapping[str, Any], *, done: int, resumes: bool)
         raise UsageError(f"{path} is the log of another training; give a new one, or go on with load_checkpoint")
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = kept_lines(path, done) if done and path.exists() else []
+    if path.exists() and not done:
+        path.replace(path.with_name(path.name + ".before"))
     beside = path.with_name(path.name + ".partial")
     beside.write_text("".join(kept or [json.dumps({"run": header}) + "\n"]), encoding="utf-8")
     beside.replace(path)

@@ -13,6 +13,7 @@ from conformance.role import POLICY
 from conformance.validation import UsageError
 from impl.adapter import StrategyBackend
 from impl.data_position import DataPosition
+from impl.model_folder import check_target
 from impl.objectives import functions_of
 from impl.together import on_first
 from impl.train.config import TrainConfig
@@ -41,9 +42,21 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"{scenario.objective.kind} has a model {missing[0]!r}, too; give its Hugging Face folder")
     if scenario.objective.reads == "rollouts" and config.rollout is None:
         raise UsageError(f"{scenario.objective.kind} samples responses; say how many, to how many prompts")
+    check_save_path(config)
     supported = backend_class(config.backend).supports(scenario, layout)
     if isinstance(supported, Unsupported):
         raise UsageError(f"{config.backend} does not train {layout} in {scenario.precision}: {supported.reason}")
+
+
+def check_save_path(config: TrainConfig) -> None:
+    """Raises UsageError for a folder that the model could not be written to after the last update."""
+    output = config.output
+    if output.save_path is None:
+        return
+    check_target(output.save_path, source=config.models[POLICY.name])
+    for name, path in (("the log", output.log), ("ckpt_path", output.ckpt_path)):
+        if path and path.resolve().is_relative_to(output.save_path.resolve()):
+            raise UsageError(f"save_path {output.save_path} would replace {name}, which lies in it; give another one")
 
 
 def backend_class(name: str) -> type[StrategyBackend]:
@@ -133,6 +146,6 @@ def evaluation_of(config: TrainConfig, backend: StrategyBackend, source: Source,
             vocabulary=vocabulary_size(policy, trusted=scenario.trust_remote_code),
             max_new_tokens=source.config.max_new_tokens,
         )
-        return lambda: held_out_reward(source, prompts)
+        return lambda: held_out_reward(source, prompts, reward_of(data))
     batches = held_out_batches(read_documents(scenario, data, policy), data)
     return lambda: held_out_loss(backend.context, backend.models[POLICY.name], batches)

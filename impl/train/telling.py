@@ -51,10 +51,11 @@ def telling(config: TrainConfig, *, done: int) -> Iterator[Telling]:
         def begin() -> tuple[RunLog | None, list[Follower]]:
             if not first:
                 return None, []
+            # First the log: where that of another training is in the way, its trackers are not touched either.
+            log = stack.enter_context(open_log(output.log, header, done=done, resumes=output.load_checkpoint))
             followers = follow(output.trackers, output.log, header, step=done)
             for follower in followers:
                 stack.callback(follower.close)
-            log = stack.enter_context(open_log(output.log, header, done=done, resumes=output.load_checkpoint))
             return log, followers
 
         kept: list[tuple[RunLog | None, list[Follower]]] = []

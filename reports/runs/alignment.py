@@ -70,6 +70,12 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             continue
         split = len(sides[0])
         metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:])))
+    ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
+    if by == "step" and max(ends) > min(ends):
+        last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name
+        notes.append(
+            f"{first} ends at step {min(ends):.0f} and {last} at {max(ends):.0f}: what follows is not compared"
+        )
     return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
 
 
@@ -77,6 +83,12 @@ def _first(run: Run) -> float:
     """The first step of training; an evaluation may come before it."""
     trained = [curve.steps[0] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
     return float(min(trained or [curve.steps[0] for curve in run.curves.values()]))
+
+
+def _last(run: Run) -> float:
+    """The last step of training."""
+    trained = [curve.steps[-1] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
 
 
 def _shift(reference: Run, run: Run) -> float:

@@ -63,9 +63,9 @@ def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool) 
         scale = np.maximum(scale, 0.0 if any_size else SMALLEST)
         scale = np.where(scale > 0, scale, 1.0)
         difference = np.where(a == b, 0.0, (b - a) / scale)
-        unprinted = [np.minimum(printed(x), SHORT * np.abs(x)) if any_size else printed(x) for x in (a, b)]
-        allowed = threshold + sum(unprinted) / scale
-        outside = np.where(finite, np.abs(difference) > allowed, np.isfinite(a) != np.isfinite(b))
+        allowed = threshold + (unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size)) / scale
+        same = (a == b) | (np.isnan(a) & np.isnan(b))  # of values that are not finite
+        outside = np.where(finite, np.abs(difference) > allowed, ~same)
     return Judged(difference=difference, allowed=allowed, outside=outside, spans=outside.astype(int))
 
 
@@ -73,11 +73,11 @@ def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool) -> Judg
     """Several runs a side, [R, T] and [S, T], R + S > 2; ``metrics``: how many are judged, ``any_size`` as above."""
     count = a.shape[1]
     finite = np.isfinite(a).all(axis=0) & np.isfinite(b).all(axis=0)
-    half = np.isfinite(a).any(axis=0) & np.isfinite(b).any(axis=0)
+    # As many of a side's seeds have broken down as of the other's, or they part.
+    broken = ~finite & (np.isfinite(a).mean(axis=0) != np.isfinite(b).mean(axis=0))
     known = np.concatenate([a[:, finite], b[:, finite]])
     size = _size(known, any_size=any_size)
     logarithmic = bool(known.size) and bool((known > 0).all()) and (any_size or size > SMALLEST)
-    rounding = max(float(printed(values).max(initial=0.0)) for values in (*a, *b))
     spans = sorted({1, max(1, count // BLOCKS)})
     tests = metrics * sum(math.ceil(count / span) for span in spans)
     difference, allowed = np.full(count, np.nan), np.full(count, np.nan)
@@ -86,19 +86,21 @@ def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool) -> Judg
     if len(where):
         with np.errstate(all="ignore"):
             x, y = (np.log(side[:, finite]) if logarithmic else side[:, finite] / (size or 1.0) for side in (a, b))
-        least = (LEAST if any_size or logarithmic else CANCELLED) + 2 * rounding / (
-            float(np.median(np.abs(known))) if logarithmic else size or 1.0
-        )
+            units = size or 1.0
+            digits = [unprinted(v, any_size=any_size) / (np.abs(v) if logarithmic else units) for v in (*a, *b)]
+        rounding = np.max(digits, axis=0)[finite]
         for span in reversed(spans):
             starts = np.arange(0, len(where), span)
             gap, band = _blocks(x, y, starts, tests=tests)
+            sizes = np.diff([*starts, len(where)])
+            least = (LEAST if any_size or logarithmic else CANCELLED) + 2 * np.add.reduceat(rounding, starts) / sizes
             band = np.maximum(band, least)
-            beyond = np.repeat(np.abs(gap) > band, np.diff([*starts, len(where)]))
+            beyond = np.repeat(np.abs(gap) > band, sizes)
             shown[where[beyond]] = span
             if span == 1:
                 difference[finite] = np.expm1(gap) if logarithmic else gap
                 allowed[finite] = np.expm1(band) if logarithmic else band
-    outside = (shown > 0) | (~half & (np.isfinite(a).any(axis=0) | np.isfinite(b).any(axis=0)))
+    outside = (shown > 0) | broken
     return Judged(
         difference=difference, allowed=allowed, outside=outside, spans=np.where(outside, np.maximum(shown, 1), 0)
     )
@@ -137,6 +139,17 @@ def _independent(residuals: Floats) -> float:
     r = float((unit[:, 1:] * unit[:, :-1]).sum()) / total if total else 0.0
     r = min(max(r, 0.0), 0.99)
     return (1 - r) / (1 + r)
+
+
+def unprinted(values: Floats, *, any_size: bool) -> Floats:
+    """What a log may have rounded away of each of a run's values [T].
+
+    That is what ``printed`` says, and at most SHORT of the value, or, where the metric is not of ``any_size``, of the
+    run's root mean square: 1.0 against 0.0 is no matter of digits.
+    """
+    finite = values[np.isfinite(values)]
+    size = np.abs(values) if any_size else math.sqrt(float(np.mean(finite**2))) if finite.size else 0.0
+    return np.minimum(printed(values), SHORT * size)
 
 
 def printed(values: Floats) -> Floats:

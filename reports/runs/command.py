@@ -84,7 +84,7 @@ def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
     from reports.runs.run import run_of
 
     names = [name for side in sides for name in side]
-    if len(set(names)) < len(names):
+    if len({Path(name).resolve() for name in names}) < len(names):
         raise UsageError("the same log is given twice")
     parts = [Path(name).parts for name in names]
     shared = 0
@@ -107,7 +107,9 @@ def _compare_records(options: argparse.Namespace, sides: list[list[str]], record
 
     found = compare_records([Path(name) for name in records], threshold=options.threshold)
     print(dumps(found.to_json()) if options.json else found.text())
-    return PART if found.differs else AGREE
+    if found.differs:
+        return PART
+    return AGREE if found.comparable else NOT_COMPARABLE
 
 
 def _tell(comparisons: "Sequence[Comparison]", options: argparse.Namespace) -> None:

@@ -41,6 +41,8 @@ def read_log(name: str) -> Log:
     if found is None:
         lines = lines_of(text)
         found = max((read(lines) for read in CONSOLES), key=lambda log: len(log.rows))
+    if chosen is not None and found.format != "wandb CSV":
+        raise UsageError(f"{path} is no panel of wandb with several runs; name it without #{chosen}")
     if not found.rows:
         first = next((line for line in text.splitlines() if line.strip()), "")
         raise UsageError(
