@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,16 +191,25 @@ def train(of: dict[str, Any], scenario: Scenario, device: str) -> tuple[dict[str
 def differences(one: Path, other: Path) -> dict[str, float]:
     """The largest difference of a tensor's values in two training states, relative to its largest value; by kind."""
     found: dict[str, float] = {}
-    for file in sorted((one / "checkpoint").rglob("*.safetensors")):
-        twin = other / file.relative_to(one)
-        with safe_open(file, framework="pt") as these, safe_open(twin, framework="pt") as those:
-            assert sorted(these.keys()) == sorted(those.keys()), f"{file} and {twin} have other tensors"
-            for name in sorted(these.keys()):
-                a, b = these.get_tensor(name), those.get_tensor(name)
+    folders = sorted(file.parent for file in (one / "checkpoint").rglob("*.safetensors"))
+    for folder in dict.fromkeys(folders):
+        twin = other / folder.relative_to(one)
+        with tensors(folder) as these, tensors(twin) as those:
+            assert these.keys() == those.keys(), f"{folder} and {twin} have other tensors"
+            for name, read in these.items():
+                a, b = read(name), those[name](name)
                 assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{name} has another dtype or shape in {twin}"
                 apart = 0.0 if torch.equal(a, b) else float((a - b).abs().max() / a.abs().max())
-                found[file.parent.name] = max(found.get(file.parent.name, 0.0), apart)
+                found[folder.name] = max(found.get(folder.name, 0.0), apart)
     return found
+
+
+@contextlib.contextmanager
+def tensors(folder: Path) -> Iterator[dict[str, Callable[[str], torch.Tensor]]]:
+    """Of every tensor in a folder, what reads it by its name."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
+        yield {name: file.get_tensor for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def relative(one: float, other: float) -> float:

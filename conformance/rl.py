@@ -204,6 +204,7 @@ class Ppo(PolicyGradient):
         return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
 
     def critic_observables(self) -> tuple[Observable, ...]:
-        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss", made_of="critic.value")
+        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss")
+        loss = replace(loss, made_of="critic.value", one_direction=True)
         clipped = curve("critic.clipfrac", "critic metrics", "critic clip fraction", printed="vf_clipfrac")
         return (rows("critic.value", "values"), loss, clipped)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from conformance.backend import BackendEntry, TensorKind
 from conformance.batch import Batch, read_batches
@@ -216,6 +217,7 @@ def save_one_after_another(
     except UsageError as error:
         told = str(error)
     third = _names(Path(root))
+    dist.barrier()  # until every rank has looked, because the next save makes room
     save(3, lambda: None)
     folder.finish()
     backend.teardown()

@@ -10,11 +10,14 @@ import pytest
 import torch
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unchanged, verdict_of, write
 
+from conformance.judge.compare import _of_parts
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
+from conformance.objective import all_observables
 from conformance.observable import stages
 from conformance.record.identity import noise_runs
 from conformance.record.verdict import Verdict
+from conformance.rl import Ppo
 
 
 def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> None:
@@ -242,6 +245,16 @@ def test_a_further_noise_run_decides_only_where_a_cell_differs_by_the_first(
     write(tmp_path / "cell", scale("gradient/a", 1 + off), precision="fp32")
     verdict = judge_folders("x/m/b/dp2.tp2/fp32", [tmp_path / "cell"], tmp_path / "oracle")
     assert verdict.state == state, verdict.reason
+
+
+def test_a_critics_loss_may_be_as_far_off_as_values_that_are_all_off_in_one_direction() -> None:
+    """With a mean of ``n`` independent errors its bound would be the root of n times narrower."""
+    (loss,) = (o for o in all_observables(Ppo()) if o.key == "critic.loss")
+    values, off = {"0": torch.ones(50), "1": -torch.ones(50)}, 1e-6
+    wrong = {name: value * (1 + off) for name, value in values.items()}
+    assert loss.made_of == "critic.value"
+    assert _of_parts(wrong, values, independent=not loss.one_direction) == pytest.approx(off, rel=0.1)
+    assert _of_parts(wrong, values, independent=True) == pytest.approx(off / 10, rel=0.1)
 
 
 def test_a_near_zero_gradient_is_held_against_the_norm_of_all(tmp_path: Path) -> None:

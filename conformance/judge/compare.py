@@ -153,7 +153,9 @@ def _step(
             yield _of_rows(o, step, tensors)
         elif o.kind in ("scalar", "setting"):
             parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
-            typical = _of_parts(parts, named(reference, o.norm_of or o.made_of), independent=bool(o.made_of))
+            typical = _of_parts(
+                parts, named(reference, o.norm_of or o.made_of), independent=not (o.norm_of or o.one_direction)
+            )
             for found in _scalar(o, step, oracle, parts if o.norm_of else {}):
                 yield replace(found, typical=found.typical or typical)
         elif o.kind == "rows":
@@ -304,8 +306,8 @@ def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
     """The relative error of a sum of these numbers if theirs are ``independent``: theirs over the root of how many they
-    are. Else that of a norm of these tensors at most: their errors may point in one direction, as those of gradients
-    do that follow from one wrong digit of a loss."""
+    are. Else the most that a sum or norm of them can have: their errors may point in one direction, as those of
+    gradients do that follow from one wrong digit of a loss."""
     if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
         return 0.0
     squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]
