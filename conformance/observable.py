@@ -52,8 +52,8 @@ class Observable:
     made_of: key of the rows of which this scalar is a weighted sum. The error of a sum of N numbers is about the error
         of one number divided by sqrt(N). One noise run of the oracle may be closer by chance, so the noise is taken to
         be at least this estimate.
-    one_direction: the errors of the numbers that this sum is ``made_of`` may all point in one direction, so the error of
-        the sum may be as large as that of one number. Values are such numbers: one row of weights makes all of them.
+    one_direction: the errors of the numbers that this sum is ``made_of`` may all point in one direction, so the error
+        of the sum may be as large as that of one number. Values are such numbers: one row of weights makes them all.
     rowwise: the worst row of each tensor is judged as well.
     rebuilt: the tensors are weights after a step. The judge also computes them from the weights before and compares.
     column: the column of the comparison between backends that shows this quantity. Empty: none.
