@@ -107,7 +107,7 @@ def test_a_record_holds_norms_sketches_losses_and_settings_of_each_step(plain: P
     line = run.steps[0]
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert (line["tokens"], line["batch"]["rows"]) == (tokens, 6)
-    assert line["settings"]["0"] | {"lr": 1e-3, "betas": [0.9, 0.999], "optimizer": "AdamW"} == line["settings"]["0"]
+    assert line["settings"]["0.0"].items() >= {"lr": 1e-3, "betas": [0.9, 0.999], "optimizer": "AdamW"}.items()
     assert line["computed_in"] == "float32"
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     assert line["norm"] == pytest.approx(float(norm), rel=1e-6)
@@ -117,7 +117,7 @@ def test_a_record_holds_norms_sketches_losses_and_settings_of_each_step(plain: P
         for array, part in (
             ("sums", slice(0, ROWS_AT)),
             ("rows", slice(ROWS_AT, SKETCH_AT)),
-            ("sketch", slice(SKETCH_AT, -1)),
+            ("sketch", slice(SKETCH_AT, None)),
         ):
             found = torch.from_numpy(arrays[f"gradient.{array}"][row])
             torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=1e-6)
@@ -154,10 +154,13 @@ def test_parameters_of_several_optimizers_and_of_none_are_each_seen_once(tmp_pat
         recorder.step()
         recorder.step()  # as where a loss scaler has skipped the step
     run = read_run(tmp_path / "run")
-    assert [parameter["group"] for parameter in run.parameters.values()] == [0, 0, 1, 1, None, None]
+    assert [parameter["group"] for parameter in run.parameters.values()] == ["0.0"] * 2 + ["1.0"] * 2 + [None] * 2
     assert [line["stepped"] for line in run.steps] == [True, False]
     settings = run.steps[0]["settings"]
-    assert [(settings[group]["optimizer"], settings[group]["lr"]) for group in "01"] == [("SGD", 0.1), ("AdamW", 0.2)]
+    assert [(settings[group]["optimizer"], settings[group]["lr"]) for group in ("0.0", "1.0")] == [
+        ("SGD", 0.1),
+        ("AdamW", 0.2),
+    ]
     arrays = run.arrays(run.steps[0])
     assert arrays["gradient.sums"][:, 0].tolist() == [1.0] * 6
     moved = (arrays["weight.sketch"] - run.arrays(run.loaded)["weight.sketch"]).any(axis=1)
