@@ -6,9 +6,12 @@ float64 arrays with a row per trained parameter: ``sums`` [P, 3], ``rows`` [P, 6
 Read and written without torch. A record that is read may come from anybody: lines and arrays are checked.
 """
 
+import contextlib
+import errno
 import json
+import os
 from dataclasses import dataclass
-from io import BufferedWriter
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +97,14 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lines: BufferedWriter | None = None
+        self._lines: FileIO | None = None
 
     def begin(self, header: Line) -> None:
         """Make the file of lines, which must not be there, and write the first."""
         try:
-            self._lines = (self.folder / FILE).open("xb")  # neither appends to another record nor follows a link
+            self._lines = (self.folder / FILE).open(
+                "xb", buffering=0
+            )  # neither appends to another record nor follows a link
         except FileExistsError:
             raise UsageError(_taken(self.folder)) from None
         except OSError as error:
@@ -107,12 +112,16 @@ class Writer:
         self.line(header)
 
     def line(self, line: Line) -> None:
-        """Append a line; whoever reads in the meantime, or after a crash, sees whole lines."""
+        """Append a line, whole or not at all; whoever reads in the meantime, or after a crash, sees whole lines."""
         assert self._lines is not None
+        content, start = json.dumps(line).encode() + b"\n", self._lines.tell()
         try:
-            self._lines.write(json.dumps(line).encode() + b"\n")
-            self._lines.flush()
+            if self._lines.write(content) < len(content):  # where the disk is full in the middle
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            with contextlib.suppress(OSError):  # lines that come after it would make the record unreadable
+                self._lines.truncate(start)
+                self._lines.seek(start)
             raise UsageError(_unwritable(self.folder / FILE, error)) from None
 
     def end(self, line: Line) -> None:

@@ -110,7 +110,7 @@ def batch(a: Line, b: Line) -> Iterator[Quantity]:
     if a["batch"] and b["batch"]:
         counts = f"{a['batch']['rows']} and {b['batch']['rows']} rows"
         yield _fact("rows", "" if a["batch"] == b["batch"] else f"not the same rows of tokens ({counts})")
-    if a["tokens"] and b["tokens"]:
+    if a["tokens"] is not None and b["tokens"] is not None:
         yield number("tokens", a["tokens"], b["tokens"], EXACT)
 
 
