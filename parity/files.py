@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from conformance.record.files import Unreadable, Unwritable, file_size, is_link, read_file, write_file
+from conformance.record.files import Unreadable, Unwritable, file_size, read_file, write_file
 from conformance.validation import UsageError, one_line
 from parity.lines import problem
 
@@ -145,7 +145,7 @@ def why_not(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"out={folder} cannot be made: {error.strerror}; choose another folder"
-    return _taken(folder) if (folder / FILE).exists() or is_link(folder / FILE) else ""
+    return _taken(folder) if (folder / FILE).exists() else ""
 
 
 def _taken(folder: Path) -> str:

@@ -69,8 +69,8 @@ def tied_names(model: nn.Module, pieces: Sequence[Piece], names: Names | None) -
     found: dict[str, str] = {}
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         for name, (start, stop) in _parts(canonical(raw), parameter, names).items() if raw not in first else ():
-            kept = own.get((id(parameter), start, stop), name)
-            found |= {name: kept} if kept != name else {}
+            if (kept := own.get((id(parameter), start, stop), name)) != name:
+                found[name] = kept
     return found
 
 

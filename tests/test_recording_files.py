@@ -142,7 +142,7 @@ def test_a_line_that_the_disk_refuses_in_its_middle_leaves_those_before(tmp_path
     writer.begin({"kind": "header"})
     path = tmp_path / "record.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
     try:
         with pytest.raises(UsageError, match=r"record.jsonl cannot be written: .*; record into another folder"):
             writer.line({"kind": "step", "step": 0})

@@ -147,5 +147,6 @@ def test_the_same_tied_weights_under_another_of_their_names_are_told_as_that(tmp
     assert parameters_of([a, b]) == {"embed.weight": f"is called head.weight in {b}; {advice}"}
     assert parameters_of([b, a]) == {"head.weight": f"is called embed.weight in {a}; {advice}"}
     named = two_steps(tmp_path / "c", model=Heads("head", "embed", tied=True), names=lambda name: "embed.weight")
+    assert read_run(named).header["tied"] == {}
     compared = compare_records([a, named], threshold=None)
     assert not compared.differs, compared.text()
