@@ -70,6 +70,7 @@ class Recorder:
         self._model, self._names, self._full, self._writer = model, names, full, Writer(out)
         self._optimizers, self._pieces = together(lambda: self._observed(optimizer))
         self._trained = tuple(piece for piece in self._pieces if piece.parameter.requires_grad)
+        self._frozen = tuple(piece for piece in self._pieces if not piece.parameter.requires_grad)
         self._first_group = grouped(self._optimizers)
         self._holders = find_holders(self._pieces)
         device = self._pieces[0].parameter.device
@@ -192,8 +193,8 @@ class Recorder:
         if own.keys() & self._settings.keys():
             raise UsageError("an optimizer has stepped twice since r.step(); call r.step() after each of its steps")
         self._settings |= own
-        stepped, late = grouped([optimizer]), (piece for piece in self._pieces if piece not in self._trained)
-        if thawed := next((p.name for p in late if p.parameter.requires_grad and id(p.parameter) in stepped), ""):
+        stepped, late = grouped([optimizer]), [p for p in self._frozen if p.parameter.requires_grad]
+        if thawed := next((piece.name for piece in late if id(piece.parameter) in stepped), ""):
             raise UsageError(f"{thawed} was frozen when the recording began and is trained now; begin it afterwards")
         for piece in self._stepped_by(optimizer):
             if piece.parameter.grad is not None:
