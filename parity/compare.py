@@ -16,11 +16,11 @@ from parity import told
 from parity.files import Line, Run, read_run
 from parity.quantities import Pair, Stage
 from parity.stages import (
-    COARSEST,
-    EPSILON,
     EXACT,
+    MOST,
     allowed_update,
     batch,
+    coarsest,
     common,
     compared,
     difference,
@@ -29,6 +29,7 @@ from parity.stages import (
     number,
     parameters,
     replicas,
+    setting,
     settings,
     tensors,
 )
@@ -62,8 +63,9 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
     """Compare folders that ``parity.record`` wrote with the first of them.
 
     threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the
-    coarsest dtype, and a tenth of that for losses (docs/recording.md). Raises UsageError for fewer than two, for what
-    is no record or a damaged one, for a record that is given twice, and for a threshold that is not between 0 and 1.
+    coarsest dtype, a tenth of that for losses, and of updates what follows from it (docs/recording.md). Raises
+    UsageError for fewer than two, for what is no record or a damaged one, for a record that is given twice, and for a
+    threshold that is not between 0 and 1.
     """
     if len(folders) < 2:
         raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")
@@ -76,22 +78,24 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
 
 
 def _compare(a: Run, b: Run, threshold: float | None) -> Pair:
-    derived = math.sqrt(epsilon(a, b))
+    rounding, because = coarsest(a, b)
+    derived = math.sqrt(rounding)
     allowed, of_loss = (derived, derived / 10) if threshold is None else (threshold, threshold)
     seen: list[Stage] = []
-    for stage in _walk(a, b, allowed, of_loss):
+    for stage in _walk(a, b, allowed, of_loss, given=threshold is not None):
         seen.append(stage)
         if stage.different:
             break
-    return Pair(a=a, b=b, threshold=allowed, loss_threshold=of_loss, stages=tuple(seen))
+    because = because if threshold is None else "the threshold was given"
+    return Pair(a=a, b=b, threshold=allowed, loss_threshold=of_loss, because=because, stages=tuple(seen))
 
 
-def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
+def _walk(a: Run, b: Run, threshold: float, of_loss: float, *, given: bool) -> Iterator[Stage]:
     """All stages in causal order, each computed when it is asked for."""
     yield Stage(name="parameters", step=None, quantities=tuple(parameters(a, b)))
     runs, every = (a, b), common(a, b, trained=False)
     x, y = (tensors(run.arrays(run.loaded), "weight", tuple(run.parameters), every) for run in runs)
-    loaded = [EXACT if _dtype(a, name) == _dtype(b, name) else epsilon(a, b) for name in every]
+    loaded = [EXACT if _dtype(a, name) == _dtype(b, name) else _rounding(runs, name) for name in every]
     yield Stage(name="weights", step=None, quantities=tuple(compared(every, x, y, loaded, runs=runs)))
     yield _replicas(a, b, a.loaded, b.loaded, kind="weight", step=None)
 
@@ -113,23 +117,36 @@ def _walk(a: Run, b: Run, threshold: float, of_loss: float) -> Iterator[Stage]:
         if here["stepped"] and there["stepped"]:
             after = [tensors(found, "weight", run.trained, names) for run, found in zip(runs, arrays, strict=True)]
             x, y = (difference(old, new) for old, new in zip(before, after, strict=True))
-            adaptive = any("betas" in group for group in here["settings"].values())
-            allowed = [
+            adaptive = ["betas" in setting(a, here, name) | setting(b, there, name) for name in names]
+            derived = [
                 allowed_update(
                     threshold,
-                    noise=uncertain[i] if adaptive else np.zeros(0),
-                    stored=max(EPSILON.get(_dtype(run, name), COARSEST) for run in runs) * float(after[0].norms[i]),
-                    update=float(x.norms[i]),
+                    noise=uncertain[i] if adaptive[i] else np.zeros(0),
+                    stored=_rounding(runs, name) * float(after[0].norms[i]),
+                    updates=(float(x.norms[i]), float(y.norms[i])),
                 )
                 for i, name in enumerate(names)
             ]
-            yield Stage(name="update", step=step, quantities=tuple(compared(names, x, y, allowed, runs=runs)))
+            allowed = [threshold if given else MOST if bound is None else bound for bound in derived]
+            undetermined = [] if given else [name for name, bound in zip(names, derived, strict=True) if bound is None]
+            quantities = compared(names, x, y, allowed, runs=runs)
+            yield Stage(
+                name="update",
+                step=step,
+                quantities=tuple(q for q in quantities if q.said or q.what not in undetermined),
+                undetermined=tuple(undetermined),
+            )
             yield _replicas(a, b, here, there, kind="weight", step=step)
             before = after
 
 
 def _dtype(run: Run, name: str) -> str:
     return str(run.parameters[name]["dtype"])
+
+
+def _rounding(runs: tuple[Run, Run], name: str) -> float:
+    """That of a parameter in the coarser of its two dtypes."""
+    return max(epsilon(_dtype(run, name)) for run in runs)
 
 
 def _replicas(a: Run, b: Run, here: Line, there: Line, *, kind: str, step: int | None) -> Stage:

@@ -2,26 +2,32 @@
 
 The lines: a header (what ran, and the parameters in the model's order), the loaded weights, one per optimizer step,
 and an end, which a training that was interrupted lacks. A step's ``file`` holds by kind (``weight``, ``gradient``)
-float64 arrays with a row per trained parameter: ``sums`` [P, 5], ``rows`` [P, 64] (squares), ``sketch`` [P, 64],
-``largest`` [P]. Read and written without torch.
+float64 arrays with a row per trained parameter: ``sums`` [P, 3], ``rows`` [P, 64] (squares), ``sketch`` [P, 64].
+Read and written without torch. A record that is read may come from anybody: lines and arrays are checked.
 """
 
+import contextlib
+import errno
 import json
+import os
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
-from conformance.record.files import Unreadable, read_file, write_file
-from conformance.validation import UsageError
+from conformance.record.files import Unreadable, Unwritable, file_size, read_file, write_file
+from conformance.validation import UsageError, one_line
+from parity.lines import problem
 
-FORMAT, VERSION = "parity.record", 1
+FORMAT, VERSION = "parity.record", 2
 FILE = "record.jsonl"
 LONGEST = 2**31  # bytes of a file; the lines of a million steps are fewer
+WIDTHS = {"sums": 3, "rows": 64, "sketch": 64}  # columns of the arrays of each kind
 Line = dict[str, Any]
 Arrays = dict[str, NDArray[np.float64]]
 
@@ -42,7 +48,7 @@ class Run:
 
     @property
     def parameters(self) -> dict[str, Line]:
-        """By name: shape, dtype, whether it is trained, and by which group of the optimizers."""
+        """By name: shape, dtype, whether it is trained, and by which group of the optimizers at first."""
         found: dict[str, Line] = self.header["parameters"]
         return found
 
@@ -53,28 +59,83 @@ class Run:
 
     def arrays(self, line: Line) -> Arrays:
         """The summaries of a step, or of the loaded weights. Raises UsageError where they are damaged."""
-        path = self.folder / str(line["file"])
+        path, is_step = self._beside(line["file"]), line is not self.loaded
         try:
             found: Arrays = load(read_file(path, limit=LONGEST))
-        except (Unreadable, FileNotFoundError, SafetensorError) as error:
-            raise UsageError(f"{path} cannot be read ({error}); record the training again") from None
+        except (Unreadable, FileNotFoundError, SafetensorError, KeyError) as error:
+            raise UsageError(f"{path} cannot be read ({one_line(error)}); record the training again") from None
+        rows = len(self.trained if is_step else self.parameters)
+        for kind in ("weight", "gradient") if is_step else ("weight",):
+            for name, width in WIDTHS.items():
+                array = found.get(f"{kind}.{name}")
+                if array is None or array.shape != (rows, width) or array.dtype != np.float64:
+                    raise UsageError(
+                        f"{path} has no {kind}.{name} of float64 [{rows}, {width}]; record the training again"
+                    )
         return found
+
+    def tensors(self, line: Line) -> Path | None:
+        """The file with the whole tensors of a step, or of the loaded weights, if these were kept."""
+        if "tensors" not in line:
+            return None
+        path = self._beside(line["tensors"])
+        try:
+            file_size(path)
+        except (Unreadable, FileNotFoundError) as error:
+            raise UsageError(f"{path} cannot be read ({error}); record the training again") from None
+        return path
+
+    def _beside(self, name: object) -> Path:
+        """The path of a file of the record. Raises UsageError for one that lies elsewhere."""
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise UsageError(f"{self.folder / FILE} names the file {name!r}, which is not one of its folder; refused")
+        return self.folder / name
 
 
 class Writer:
-    """Writes a record into a folder that holds none."""
+    """Writes a record into a folder that holds none. All of its methods raise UsageError where the disk refuses."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lines: FileIO | None = None
+
+    def begin(self, header: Line) -> None:
+        """Make the file of lines, which must not be there, and write the first."""
+        try:
+            self._lines = (self.folder / FILE).open(
+                "xb", buffering=0
+            )  # neither appends to another record nor follows a link
+        except FileExistsError:
+            raise UsageError(_taken(self.folder)) from None
+        except OSError as error:
+            raise UsageError(_unwritable(self.folder / FILE, error)) from None
+        self.line(header)
 
     def line(self, line: Line) -> None:
-        """Append a line; whoever reads in the meantime, or after a crash, sees whole lines."""
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Append a line, whole or not at all; whoever reads in the meantime, or after a crash, sees whole lines."""
+        assert self._lines is not None
+        content, start = json.dumps(line).encode() + b"\n", self._lines.tell()
+        try:
+            if self._lines.write(content) < len(content):  # where the disk is full in the middle
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):  # lines that come after it would make the record unreadable
+                self._lines.truncate(start)
+                self._lines.seek(start)
+            raise UsageError(_unwritable(self.folder / FILE, error)) from None
 
-    def arrays(self, name: str, arrays: Arrays) -> str:
-        """Write a file of arrays, whole or not at all; its name."""
-        write_file(self.folder / name, save(arrays))
+    def end(self, line: Line) -> None:
+        """Append the last line."""
+        assert self._lines is not None
+        with self._lines:
+            self.line(line)
+
+    def file(self, name: str, content: bytes) -> str:
+        """Write a file beside the lines, whole or not at all; its name."""
+        try:
+            write_file(self.folder / name, content)
+        except Unwritable as error:
+            raise UsageError(f"{error}; record into another folder") from None
         return name
 
 
@@ -84,24 +145,31 @@ def why_not(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"out={folder} cannot be made: {error.strerror}; choose another folder"
-    return (
-        f"out={folder} holds a record already; remove it or choose another folder" if (folder / FILE).exists() else ""
-    )
+    return _taken(folder) if (folder / FILE).exists() else ""
+
+
+def _taken(folder: Path) -> str:
+    return f"out={folder} holds a record already; remove it or choose another folder"
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written: {error.strerror}; record into another folder"
 
 
 def read_run(folder: Path) -> Run:
-    """Raises UsageError where ``folder`` holds no record of ``parity.record``."""
+    """Raises UsageError where ``folder`` holds no record of ``parity.record``, or a damaged one."""
     path = folder / FILE
     try:
         text = read_file(path, limit=LONGEST).decode("utf-8", errors="replace")
     except (Unreadable, FileNotFoundError) as error:
         raise UsageError(f"{error}; name a folder that parity.record wrote") from None
+    texts = text.split("\n")
     lines: list[Line] = []
-    for number, line in enumerate(whole := text.split("\n")):
+    for number, line in enumerate(texts):
         try:
-            lines += [json.loads(line)] if line.strip() else []
-        except ValueError:
-            if number + 1 < len(whole):  # the last one may have been cut off when the training died
+            lines += [_object(line)] if line or number + 1 < len(texts) else []
+        except (ValueError, RecursionError):
+            if number + 1 < len(texts):  # the last one may have been cut off when the training died
                 raise UsageError(f"line {number + 1} of {path} is damaged; record the training again") from None
     header = lines[0] if lines else {}
     if header.get("format") != FORMAT:
@@ -110,10 +178,22 @@ def read_run(folder: Path) -> Run:
         raise UsageError(f"{path} is a record of version {header.get('version')}; this parity reads {VERSION}")
     if len(lines) < 2:
         raise UsageError(f"{path} ends before the weights were recorded; record the training again")
+    ended = lines[-1].get("kind") == "end"
+    kinds = ["header", "loaded", *(["step"] * (len(lines) - 2 - ended)), *(["end"] if ended else [])]
+    for number, kind in enumerate(kinds):
+        if said := problem(texts[number], kind=kind):
+            raise UsageError(f"line {number + 1} of {path} is damaged ({said}); record the training again")
     return Run(
         folder=folder,
         header=header,
         loaded=lines[1],
-        steps=tuple(line for line in lines[2:] if line["kind"] == "step"),
-        complete=lines[-1]["kind"] == "end" and not lines[-1]["error"],
+        steps=tuple(lines[2 : len(lines) - ended]),
+        complete=ended and not lines[-1]["error"],
     )
+
+
+def _object(text: str) -> Line:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"a line is {type(found).__name__} and no object")
+    return found

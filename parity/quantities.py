@@ -29,11 +29,15 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The quantities of one stage, in the order of the model; ``step`` is None before the first."""
+    """The quantities of one stage, in the order of the model; ``step`` is None before the first.
+
+    undetermined: what is not among the quantities because rounding decides it.
+    """
 
     name: str
     step: int | None
     quantities: tuple[Quantity, ...]
+    undetermined: tuple[str, ...] = ()
 
     @property
     def different(self) -> tuple[Quantity, ...]:
@@ -47,12 +51,16 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two records, A the one that the other is held against; ``stages`` up to the first that differs."""
+    """Two records, A the one that the other is held against; ``stages`` up to the first that differs.
+
+    because: where the thresholds are from.
+    """
 
     a: Run
     b: Run
     threshold: float
     loss_threshold: float
+    because: str
     stages: tuple[Stage, ...]
 
     @property

@@ -2,10 +2,11 @@
 
 Gradients are read where they are, when an optimizer's step begins, weights when it has ended (torch's hooks of
 optimizers), both as sketches (parity/sketch.py): no parameter is copied, no random number drawn, nothing written to.
-Ranks meet once per step, in one all_reduce of these sketches; rank 0 writes.
+Ranks meet once per step, in one all_reduce of these sketches, and agree that none has failed; rank 0 writes.
 """
 
 import platform
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,24 +15,25 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from safetensors.numpy import save as save_arrays
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from conformance.record.files import write_file
 from conformance.validation import UsageError, one_line
 from parity.batches import Rows, fingerprint, hexadecimal
 from parity.files import FORMAT, VERSION, Line, Writer, why_not
+from parity.groups import grouped, settings
 from parity.names import Names
 from parity.reduction import SQUARES, Reduced, reduce_over_ranks
-from parity.shards import Piece, find_holders, own_rank, pieces_of, tied_names, world_size
+from parity.shards import Piece, find_holders, left_out, pieces_of, tied_names
 from parity.sketch import WIDTH, summarize
+from parity.together import own_rank, together, world_size
 from parity.unwrapping import refusal, torch_optimizers, watch_precision
 
 WEIGHT, GRADIENT = KINDS = ("weight", "gradient")
 LIBRARIES = ("backend-parity", "torch", "transformers", "accelerate", "peft", "trl")
-HOW = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}  # how an optimizer computes, not what
 
 
 def record(
@@ -48,7 +50,7 @@ def record(
     list. out: a folder that holds no record. names: from a parameter's name without wrappers to its Hugging Face
     name, or, for a fused one, to the rows of each part (``{"q_proj.weight": slice(0, 64), ...}``). full: keep whole
     tensors as well, for small models; exact distances and places, at the price of gathering every tensor. On every
-    rank, before the first step. Raises UsageError for what it cannot observe, on all ranks.
+    rank, before the first step. Raises UsageError for what it cannot observe. What one rank raises, all raise.
     """
     return Recorder(model, optimizer, out=Path(out), names=names, full=full)
 
@@ -65,13 +67,12 @@ class Recorder:
         names: Names | None,
         full: bool,
     ) -> None:
-        self._optimizers = torch_optimizers(optimizer)
-        self._model, self._full, self._writer = model, full, Writer(out)
-        self._pieces = pieces_of(model, names)
+        self._model, self._names, self._full, self._writer = model, names, full, Writer(out)
+        self._optimizers, self._pieces = together(lambda: self._observed(optimizer))
         self._trained = tuple(piece for piece in self._pieces if piece.parameter.requires_grad)
-        self._groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._group = {id(parameter): n for n, group in enumerate(self._groups) for parameter in group["params"]}
-        self._holders = find_holders(self._pieces, problem=self._problem(out))
+        self._frozen = tuple(piece for piece in self._pieces if not piece.parameter.requires_grad)
+        self._first_group = grouped(self._optimizers)
+        self._holders = find_holders(self._pieces)
         device = self._pieces[0].parameter.device
         self._device = device if device.type == "cuda" else torch.device("cpu")  # where summaries meet
         self._handles: list[RemovableHandle] = []
@@ -80,24 +81,29 @@ class Recorder:
         self._steps = 0
         self._begin_step()
 
-    def _problem(self, out: Path) -> str:
-        if not any(id(piece.parameter) in self._group for piece in self._trained):
-            return "the optimizer has none of the model's parameters; give both as they are trained, after all wrapping"
-        return refusal(self._model) or (why_not(out) if own_rank() == 0 else "")
+    def _observed(self, optimizer: Optimizer | Sequence[Optimizer]) -> tuple[tuple[Optimizer, ...], tuple[Piece, ...]]:
+        """What is recorded. Raises UsageError for what cannot be, and where rank 0 cannot write."""
+        optimizers = torch_optimizers(optimizer)
+        if problem := refusal(self._model) or (why_not(self._writer.folder) if own_rank() == 0 else ""):
+            raise UsageError(problem)
+        pieces, group = pieces_of(self._model, self._names), grouped(optimizers)
+        if not any(piece.parameter.requires_grad and id(piece.parameter) in group for piece in pieces):
+            raise UsageError(
+                "the optimizer has none of the model's parameters; give both as they are trained, after all wrapping"
+            )
+        return optimizers, pieces
 
     def _begin_step(self) -> None:
         self._gradients: dict[str, Tensor] = {}  # summaries
         self._tensors: dict[str, Tensor] = {}  # whole ones, by kind and name
-        self._settings: dict[int, Line] = {}  # of the groups of the optimizers that stepped, by number
+        self._settings: dict[str, Line] = {}  # of the groups of the optimizers that stepped
 
     @torch.no_grad()
     def __enter__(self) -> Self:
         summaries = [self._summary(WEIGHT, piece, piece.parameter) for piece in self._pieces]
         self._weights = {piece.name: summary for piece, summary in zip(self._pieces, summaries, strict=True)}
         reduced = reduce_over_ranks(torch.stack(summaries)[None], (), names=list(self._weights), holders=self._holders)
-        if own_rank() == 0:
-            self._writer.line(self._header())
-            self._writer.line({"kind": "loaded", **self._files("loaded", reduced, KINDS[:1])})
+        together(lambda: self._begin(reduced) if own_rank() == 0 else None)
         self._begin_step()
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -113,7 +119,10 @@ class Recorder:
             handle.remove()
         if own_rank() == 0:
             said = "" if error is None else f"{type(error).__name__}: {one_line(error)}"
-            self._writer.line({"kind": "end", "steps": self._steps, "error": said})
+            try:
+                self._writer.end({"kind": "end", "steps": self._steps, "error": said})
+            except UsageError as unwritable:  # ranks that die before they come here cannot be met: nothing is raised
+                warnings.warn(f"the end of the record is not in it: {unwritable}", stacklevel=2)
 
     @torch.no_grad()
     def step(
@@ -125,33 +134,42 @@ class Recorder:
         given. tokens: how many targets this rank had. batch: the rows of token ids of all of this rank's micro-batches,
         without padding; their fingerprint tells whether another run had the same. Ranks that share their rows (tensor
         parallelism) hand them on one of them only. A step that no optimizer made, because a loss scaler skipped it, is
-        recorded as such. Raises UsageError for a batch that is not rows of whole numbers.
+        recorded as such. Raises UsageError for a batch that is not rows of whole numbers, for losses of which some have
+        tokens and some have none, and where the record cannot be written. What one rank raises, all raise.
         """
-        weight = 0.0 if loss is None else 1.0 if tokens is None else float(tokens)
-        total = weight * float(loss) if loss is not None and weight else 0.0
+        numbers = together(lambda: _numbers(loss, tokens, batch))
         names = [piece.name for piece in self._trained]
         nothing = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
         weights = torch.stack([self._weights[name] for name in names])
         gradients = torch.stack([self._gradients.get(name, nothing) for name in names])
-        numbers = (total, weight, float(tokens or 0), *fingerprint(batch))
         summaries = torch.stack([weights, gradients])
         reduced = reduce_over_ranks(summaries, numbers, names=names, holders=self._holders)
-        if own_rank() == 0:
-            self._writer.line(self._line(reduced))
+        counted, uncounted = reduced.numbers[3:5]
+        if counted and uncounted:
+            raise UsageError("some ranks hand a loss with tokens= and some without; hand tokens= with every loss")
+        together(lambda: self._writer.line(self._line(reduced)) if own_rank() == 0 else None)
         self._steps += 1
         self._begin_step()
 
     def _line(self, reduced: Reduced) -> Line:
-        total, weight, tokens, rows, *words = reduced.numbers
+        total, weight, tokens, counted, _, rows, *words = reduced.numbers
+        group = grouped(self._optimizers)
+        known = {id(piece.parameter) for piece in self._pieces}
         line: Line = {
             "kind": "step",
             "step": self._steps,
             "stepped": bool(self._settings),
             "loss": total / weight if weight else None,
-            "tokens": int(tokens),
+            "tokens": int(tokens) if counted else None,
             "batch": {"rows": int(rows), "hash": hexadecimal(words)} if rows else None,
             "norm": float(np.sqrt(reduced.summaries[1, :, SQUARES].sum())),
-            "settings": {str(number): settings for number, settings in self._settings.items()},
+            "settings": self._settings,
+            "regrouped": {
+                piece.name: own
+                for piece in self._trained
+                if (own := group.get(id(piece.parameter))) != self._first_group.get(id(piece.parameter))
+            },
+            "unseen": len(group.keys() - known),
             "computed_in": self._precision[0] if self._precision else None,
         }
         return line | (self._files(f"step-{self._steps:06d}", reduced, KINDS) if self._settings else {})
@@ -160,9 +178,8 @@ class Recorder:
         """Write what was seen of tensors; the fields of the line about it."""
         line: Line = {"replicas": dict(zip(kinds, reduced.drift, strict=True))}
         if self._full:
-            line["tensors"] = f"{stem}-tensors.safetensors"
-            write_file(self._writer.folder / line["tensors"], save(self._tensors))
-        return line | {"file": self._writer.arrays(f"{stem}.safetensors", reduced.arrays(kinds))}
+            line["tensors"] = self._writer.file(f"{stem}-tensors.safetensors", save(self._tensors))
+        return line | {"file": self._writer.file(f"{stem}.safetensors", save_arrays(reduced.arrays(kinds)))}
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -171,13 +188,14 @@ class Recorder:
             raise UsageError(
                 "gradients still have the loss scale in them; call scaler.unscale_(optimizer) before its step"
             )
-        for number, group in enumerate(self._groups):
-            if any(group is own for own in optimizer.param_groups):
-                if number in self._settings:
-                    raise UsageError(
-                        "an optimizer has stepped twice since r.step(); call r.step() after each of its steps"
-                    )
-                self._settings[number] = {"optimizer": type(optimizer).__name__, **_numbers(group)}
+        number = next(number for number, own in enumerate(self._optimizers) if own is optimizer)
+        own = settings(optimizer, number=number)
+        if own.keys() & self._settings.keys():
+            raise UsageError("an optimizer has stepped twice since r.step(); call r.step() after each of its steps")
+        self._settings |= own
+        stepped, late = grouped([optimizer]), [p for p in self._frozen if p.parameter.requires_grad]
+        if thawed := next((piece.name for piece in late if id(piece.parameter) in stepped), ""):
+            raise UsageError(f"{thawed} was frozen when the recording began and is trained now; begin it afterwards")
         for piece in self._stepped_by(optimizer):
             if piece.parameter.grad is not None:
                 self._gradients[piece.name] = self._summary(GRADIENT, piece, piece.parameter.grad)
@@ -190,12 +208,12 @@ class Recorder:
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Piece]:
         """The trained pieces of an optimizer; those of none go with the first."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own, every = grouped([optimizer]), grouped(self._optimizers)
         first = optimizer is self._optimizers[0]
         return [
             piece
             for piece in self._trained
-            if id(piece.parameter) in own or (first and id(piece.parameter) not in self._group)
+            if id(piece.parameter) in own or (first and id(piece.parameter) not in every)
         ]
 
     def _summary(self, kind: str, piece: Piece, tensor: Tensor) -> Tensor:
@@ -205,13 +223,17 @@ class Recorder:
                 self._tensors[f"{kind}/{piece.name}"] = whole.cpu().clone()
         return summarize(piece.local(tensor), piece.box, seed=piece.seed).to(self._device)
 
+    def _begin(self, reduced: Reduced) -> None:
+        self._writer.begin(self._header())
+        self._writer.line({"kind": "loaded", **self._files("loaded", reduced, KINDS[:1])})
+
     def _header(self) -> Line:
         parameters = {
             piece.name: {
                 "shape": list(piece.box.shape),
                 "dtype": str(piece.parameter.dtype).removeprefix("torch."),
                 "trained": piece.parameter.requires_grad,
-                "group": self._group.get(id(piece.parameter)),
+                "group": self._first_group.get(id(piece.parameter)),
                 "shards": len(self._holders.ranks[piece.name]),
             }
             for piece in self._pieces
@@ -224,22 +246,17 @@ class Recorder:
             "python": platform.python_version(),
             "libraries": {library: found for library in LIBRARIES if (found := _version(library))},
             "parameters": parameters,
-            "tied": tied_names(self._model, self._pieces),
+            "tied": tied_names(self._model, self._pieces, self._names),
+            "left_out": left_out(self._model, self._names),
         }
 
 
-def _numbers(group: dict[str, Any]) -> Line:
-    """The settings of a group of parameters that are numbers, or several (betas)."""
-    found = {}
-    for name, value in group.items():
-        values = [float(one) for one in (value if isinstance(value, tuple | list) else [value]) if _is_number(one)]
-        if name not in HOW and values:
-            found[name] = values if len(values) > 1 else values[0]
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0)
+def _numbers(loss: Tensor | float | None, tokens: Tensor | int | None, batch: Rows | None) -> list[float]:
+    """What adds up over ranks: the weighted loss and its weight, tokens, who counted them and who did not, the rows."""
+    weight = 0.0 if loss is None else 1.0 if tokens is None else float(tokens)
+    total = weight * float(loss) if loss is not None and weight else 0.0
+    uncounted = loss is not None and tokens is None
+    return [total, weight, float(tokens or 0), tokens is not None, uncounted, *fingerprint(batch)]
 
 
 def _version(library: str) -> str:

@@ -1,7 +1,6 @@
 """Reduction: the one all_reduce of a step, which adds up what the ranks saw of their shards.
 
-What does not add up goes along in slots, one for each rank: the largest absolute values, and a checksum of each
-piece, by which replicas are compared.
+What does not add up goes along in slots, one for each rank: a checksum of each piece, by which replicas are compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from parity.files import Arrays
-from parity.shards import Holders, own_rank, world_size
-from parity.sketch import LARGEST_AT, ROWS_AT, SKETCH_AT, SUMS
+from parity.shards import Holders
+from parity.sketch import ROWS_AT, SKETCH_AT, SUMS
+from parity.together import add_up, own_rank, world_size
 
 PRESENT, SQUARES, NOT_FINITE = (SUMS.index(name) for name in ("present", "squares", "not_finite"))
 SAME = 1e-9  # of the norm: replicas hold the same bits, and their float64 sums differ by their order at most
@@ -37,8 +36,8 @@ class Reduced:
         """The summaries as a record keeps them, by kind and name of the array."""
         found: Arrays = {}
         for kind, summary in zip(kinds, self.summaries, strict=True):
-            sums, rows, sketch, largest = np.split(summary, [ROWS_AT, SKETCH_AT, LARGEST_AT], axis=1)
-            for name, array in {"sums": sums, "rows": rows, "sketch": sketch, "largest": largest[:, 0]}.items():
+            sums, rows, sketch = np.split(summary, [ROWS_AT, SKETCH_AT], axis=1)
+            for name, array in {"sums": sums, "rows": rows, "sketch": sketch}.items():
                 found[f"{kind}.{name}"] = np.ascontiguousarray(array)
         return found
 
@@ -52,24 +51,15 @@ def reduce_over_ranks(
     """
     ranks, rank = world_size(), own_rank()
     counted = torch.tensor([holders.counts(name, rank) for name in names], device=summaries.device)
-    slots = torch.zeros(ranks, *summaries.shape[:2], 2, dtype=torch.float64, device=summaries.device)
-    slots[rank, :, :, 0] = summaries[..., LARGEST_AT]
-    slots[rank, :, :, 1] = summaries[..., SKETCH_AT:LARGEST_AT].sum(-1) + summaries[..., NOT_FINITE]
+    slots = torch.zeros(ranks, *summaries.shape[:2], dtype=torch.float64, device=summaries.device)
+    slots[rank] = summaries[..., SKETCH_AT:].sum(-1) + summaries[..., NOT_FINITE]
     sums = summaries.where(counted[:, None], 0.0)
     further = torch.tensor(numbers, dtype=torch.float64, device=summaries.device)
-    vector = torch.cat([sums.flatten(), slots.flatten(), further])
-    if ranks > 1:
-        if dist.get_backend() == "nccl" and not vector.is_cuda:
-            vector = vector.cuda()
-        dist.all_reduce(vector)
-    parts = vector.cpu().numpy()
+    parts = add_up(torch.cat([sums.flatten(), slots.flatten(), further])).cpu().numpy()
     total = parts[: sums.numel()].reshape(sums.shape).copy()
     everybody = parts[sums.numel() : sums.numel() + slots.numel()].reshape(slots.shape)
-    total[..., LARGEST_AT] = everybody[..., 0].max(axis=0)
     total[..., PRESENT] /= [len(holders.ranks[name]) for name in names]
-    drift = tuple(
-        dict(_drift(total[k], everybody[:, k, :, 1], names=names, holders=holders)) for k in range(len(total))
-    )
+    drift = tuple(dict(_drift(total[k], everybody[:, k], names=names, holders=holders)) for k in range(len(total)))
     return Reduced(summaries=total, numbers=parts[sums.numel() + slots.numel() :].tolist(), drift=drift)
 
 

@@ -6,7 +6,7 @@ elements.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from conformance.validation import UsageError
+from conformance.validation import UsageError, shown
 from parity.names import Names, canonical
 from parity.sketch import Box, seed_of, whole
+from parity.together import world_size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,24 +62,50 @@ def pieces_of(model: nn.Module, names: Names | None) -> tuple[Piece, ...]:
     return tuple(found.values())
 
 
-def tied_names(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, str]:
+def tied_names(model: nn.Module, pieces: Sequence[Piece], names: Names | None) -> dict[str, str]:
     """Further names of tied parameters, and the name that each is recorded under."""
-    own = {id(piece.parameter): piece.name for piece in pieces}
-    every = {canonical(raw): own[id(p)] for raw, p in model.named_parameters(remove_duplicate=False)}
-    first = {canonical(raw) for raw, _ in model.named_parameters()}
-    return {name: kept for name, kept in every.items() if name not in first}
+    own = {(id(piece.parameter), piece.part.start, piece.part.stop): piece.name for piece in pieces}
+    first = {raw for raw, _ in model.named_parameters()}
+    found: dict[str, str] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        for name, (start, stop) in _parts(canonical(raw), parameter, names).items() if raw not in first else ():
+            if (kept := own.get((id(parameter), start, stop), name)) != name:
+                found[name] = kept
+    return found
+
+
+def left_out(model: nn.Module, names: Names | None) -> dict[str, str]:
+    """Which parameters ``names`` leaves without a name, and how many of their rows."""
+    found = {}
+    for raw, parameter in model.named_parameters() if names else ():
+        rows = whole(tuple(parameter.shape)).shape[0]
+        named = sum(stop - start for start, stop in _parts(canonical(raw), parameter, names).values())
+        if named < rows:
+            found[canonical(raw)] = f"{rows - named} of {rows} rows"
+    return found
+
+
+def _parts(name: str, parameter: nn.Parameter, names: Names | None) -> dict[str, tuple[int, int]]:
+    """The rows of a parameter, from and to, that have each name. Raises UsageError for what are no parts of it."""
+    count = whole(tuple(parameter.shape)).shape[0]
+    said = names(name) if names else name
+    parts = {said: slice(None)} if isinstance(said, str) else said
+    if not isinstance(parts, Mapping) or "" in parts:
+        raise UsageError(f"names= gives {shown(said)} for {name}; it has to give a name, or the rows of several")
+    found: dict[str, tuple[int, int]] = {}
+    for part, rows in parts.items():
+        start, stop, step = rows.indices(count) if isinstance(rows, slice) else (0, 0, 1)
+        if step != 1 or (stop <= start and count):
+            raise UsageError(f"names= gives {part} the rows {rows} of {name}, which has {count}; give some, in one run")
+        if twice := next((other for other, (low, high) in found.items() if start < high and low < stop), ""):
+            raise UsageError(f"names= gives rows of {name} to {twice} and again to {part}; give each to one")
+        found[part] = start, stop
+    return found
 
 
 def _named(name: str, parameter: nn.Parameter, names: Names | None) -> Iterator[Piece]:
     box = _box(parameter)
-    said = names(name) if names else name
-    parts = {said: slice(None)} if isinstance(said, str) else said
-    for part, rows in parts.items():
-        start, stop, step = rows.indices(box.shape[0])
-        if step != 1 or stop <= start:
-            raise UsageError(
-                f"names= gives {part} the rows {rows} of {name}, which has {box.shape[0]}; give some, in one run"
-            )
+    for part, (start, stop) in _parts(name, parameter, names).items():
         # The rows of this rank that belong to the part, as places in the local tensor.
         low = min(max(start - box.offsets[0], 0), box.sizes[0])
         high = max(low, min(stop - box.offsets[0], box.sizes[0]))
@@ -113,30 +140,19 @@ class Holders:
         return any(holders[0] == rank for holders in self.ranks[name])
 
 
-def find_holders(pieces: Sequence[Piece], *, problem: str) -> Holders:
-    """Ask all ranks once what they hold. Raises UsageError on every rank if one has a ``problem``, or others' names."""
-    own: tuple[str, dict[str, Any]] = (problem, {p.name: (p.box.offsets, p.box.sizes) for p in pieces})
-    everybody: list[tuple[str, dict[str, Any]]] = [own]
+def find_holders(pieces: Sequence[Piece]) -> Holders:
+    """Ask all ranks once what they hold. Raises UsageError on every rank if one has other names."""
+    own: dict[str, Any] = {p.name: (p.box.offsets, p.box.sizes) for p in pieces}
+    everybody = [own] * world_size()
     if world_size() > 1:
-        everybody = [own] * world_size()
         dist.all_gather_object(everybody, own)
-    if said := next((said for said, _ in everybody if said), ""):
-        raise UsageError(said)
-    for rank, (_, boxes) in enumerate(everybody):
-        if list(boxes) != list(everybody[0][1]):
+    for rank, boxes in enumerate(everybody):
+        if list(boxes) != list(everybody[0]):
             raise UsageError(
                 f"rank {rank} has other parameters than rank 0, as in a pipeline; record a run without pipeline stages"
             )
     ranks: dict[str, dict[Any, list[int]]] = {piece.name: defaultdict(list) for piece in pieces}
-    for rank, (_, boxes) in enumerate(everybody):
+    for rank, boxes in enumerate(everybody):
         for name, box in boxes.items():
             ranks[name][box].append(rank)
     return Holders(ranks={name: tuple(map(tuple, boxes.values())) for name, boxes in ranks.items()})
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def own_rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0

@@ -1,6 +1,6 @@
-"""Sketch: what is kept of a tensor of any size, in 134 numbers that add up over its shards.
+"""Sketch: what is kept of a tensor of any size, in 131 numbers that add up over its shards.
 
-Sums (of squares, of values, of zeros and of numbers that are not finite), the squares of at most 64 groups of rows,
+Sums (of squares, and of numbers that are not finite), the squares of at most 64 groups of rows,
 and a count sketch of 64 buckets: every element has a random sign and a random bucket, and a bucket is the signed sum
 of its elements (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002; as an estimate
 of the second moment: Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996,
@@ -22,11 +22,10 @@ from torch import Tensor
 
 BUCKETS = 64
 ROW_GROUPS = 64
-SUMS = ("present", "squares", "sum", "zeros", "not_finite")  # the order in which they are stored
+SUMS = ("present", "squares", "not_finite")  # the order in which they are stored
 ROWS_AT = len(SUMS)
 SKETCH_AT = ROWS_AT + ROW_GROUPS
-LARGEST_AT = SKETCH_AT + BUCKETS  # the largest absolute value; of all numbers the only one that does not add up
-WIDTH = LARGEST_AT + 1
+WIDTH = SKETCH_AT + BUCKETS
 
 # Every bucket is added up in so many places: threads of a GPU that add to one place wait for each other.
 LANES = 256
@@ -78,14 +77,12 @@ def summarize(values: Tensor, box: Box, *, seed: int) -> Tensor:
         for left in range(0, width, wide):
             part = table[top : top + high, left : left + wide].to(device).double()  # [high, wide]
             lost = ~part.isfinite()
-            zeros = (part == 0).sum().double()
             part = part.where(~lost, 0.0)
             squares = part.square().sum(1)  # [high]
-            total[1:ROWS_AT] += torch.stack([squares.sum(), part.sum(), zeros, lost.sum().double()])
+            total[1:ROWS_AT] += torch.stack([squares.sum(), lost.sum().double()])
             total.index_add_(0, group, squares)
-            total[LARGEST_AT] = torch.maximum(total[LARGEST_AT], part.abs().max())
             _add(lanes, part, row[:, None] * math.prod(box.shape[1:]) + columns[left : left + wide], seed=seed)
-    total[SKETCH_AT:LARGEST_AT] = lanes.view(LANES, BUCKETS).sum(0)
+    total[SKETCH_AT:] = lanes.view(LANES, BUCKETS).sum(0)
     return total
 
 

@@ -19,7 +19,9 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
 EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
 FLOOR = 0.05
+CLASS = "optimizer"  # among the settings of a group: what is told and not compared, for one algorithm has many classes
 NEAR_ZERO = 4.0  # see ``allowed_update``
+MOST = 0.9  # that an update may differ by: one that is not made is 1 apart, one in another direction 1.4
 
 Vector = NDArray[np.float64]
 
@@ -38,21 +40,33 @@ class Tensors:
 def tensors(arrays: Arrays, kind: str, names: Sequence[str], chosen: Sequence[str]) -> Tensors:
     """Those of ``chosen`` out of a file of arrays whose rows are ``names``."""
     places = [names.index(name) for name in chosen]
-    sums = arrays[f"{kind}.sums"][places]
+    present, squares, not_finite = arrays[f"{kind}.sums"][places].T
     return Tensors(
-        norms=np.sqrt(sums[:, 1]),
-        present=sums[:, 0],
-        not_finite=sums[:, 4],
+        norms=np.sqrt(squares),
+        present=present,
+        not_finite=not_finite,
         rows=np.sqrt(arrays[f"{kind}.rows"][places]),
         sketches=arrays[f"{kind}.sketch"][places],
     )
 
 
-def epsilon(a: Run, b: Run) -> float:
-    """The rounding of the coarsest dtype in which either side keeps what it trains, or computes."""
-    dtypes = {p["dtype"] for run in (a, b) for p in run.parameters.values() if p["trained"]}
-    dtypes |= {line["computed_in"] for run in (a, b) for line in run.steps if line["computed_in"]}
-    return max((EPSILON.get(dtype, COARSEST) for dtype in dtypes), default=EPSILON["float32"])
+def epsilon(dtype: str) -> float:
+    """The spacing of numbers of a dtype beside 1."""
+    return EPSILON.get(dtype, COARSEST)
+
+
+def coarsest(a: Run, b: Run) -> tuple[float, str]:
+    """The rounding of the coarsest dtype in which either side keeps what it trains, or computes, and who does that."""
+    found = [
+        (epsilon(dtype), f"{run.name} {does} {dtype}")
+        for run in (a, b)
+        for does, dtypes in (
+            ("keeps what it trains in", [p["dtype"] for p in run.parameters.values() if p["trained"]]),
+            ("computes in", [line["computed_in"] for line in run.steps if line["computed_in"]]),
+        )
+        for dtype in dtypes
+    ]
+    return max(found, key=lambda one: one[0], default=(epsilon("float32"), "nothing is trained"))
 
 
 def parameters(a: Run, b: Run) -> Iterator[Quantity]:
@@ -61,8 +75,12 @@ def parameters(a: Run, b: Run) -> Iterator[Quantity]:
         for name in one.parameters:
             if name not in other.parameters:
                 tied, like = other.header["tied"].get(name), nearest(name, set(other.parameters) - set(one.parameters))
+                if tied and one.header["tied"].get(tied) == name:  # both tie the two, and each kept another name
+                    if one is a:
+                        yield _fact(name, f"is called {tied} in {other.name}; record it under one name, by names=")
+                    continue
                 hint = f", which ties it to {tied}" if tied else f"; the nearest name there is {like}" if like else ""
-                yield _fact(name, "" if tied and one is b else f"not in {other.name}{hint}")
+                yield _fact(name, f"not in {other.name}{hint}")
     for name in (name for name in a.parameters if name in b.parameters):
         p, q = a.parameters[name], b.parameters[name]
         said = []
@@ -92,7 +110,7 @@ def batch(a: Line, b: Line) -> Iterator[Quantity]:
     if a["batch"] and b["batch"]:
         counts = f"{a['batch']['rows']} and {b['batch']['rows']} rows"
         yield _fact("rows", "" if a["batch"] == b["batch"] else f"not the same rows of tokens ({counts})")
-    if a["tokens"] and b["tokens"]:
+    if a["tokens"] is not None and b["tokens"] is not None:
         yield number("tokens", a["tokens"], b["tokens"], EXACT)
 
 
@@ -173,17 +191,23 @@ def difference(before: Tensors, after: Tensors) -> Tensors:
     )
 
 
-def allowed_update(threshold: float, *, noise: Vector, stored: float, update: float) -> float:
-    """How far apart two updates of norm ``update`` may be: the threshold, what Adam makes of noise, and ``stored``.
+def allowed_update(threshold: float, *, noise: Vector, stored: float, updates: tuple[float, float]) -> float | None:
+    """How far apart two updates of these norms may be: the threshold, what Adam makes of noise, and ``stored``.
 
     noise: the relative error of the gradients by group of rows [64]; empty for an optimizer that moves with the
     gradient's size. Adam divides by that size, so an element that is nearer to zero than its error moves by the sign of
     that error, wrong by twice its step. Of normally distributed elements of relative error e, 0.8 e are; gradients have
     more elements near zero than that, hence the 4. stored: the rounding of the weights when they are written back.
+
+    None where rounding decides: where half of the elements may be turned, or what is written back rounds as much as it
+    moves. Even there, a gradient by which one side does not move anything at all is a difference.
     """
     turned = np.minimum(1.0, NEAR_ZERO * noise[noise > 0])
-    amplified = 2.0 * math.sqrt(float(turned.mean())) if len(turned) else 0.0
-    return max(threshold, amplified) + (stored / update if update else 0.0)
+    part = float(turned.mean()) if len(turned) else 0.0
+    written = stored / max(updates) if any(updates) else 0.0
+    if written >= MOST or (part >= 0.5 and all(updates)):
+        return None
+    return min(MOST, max(threshold, 2.0 * math.sqrt(part)) + written)
 
 
 def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> Iterator[Quantity]:
@@ -194,21 +218,24 @@ def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> I
         return
     worst: dict[str, Quantity] = {}
     for name in names:
-        p, q = (_setting(run, line, name) for run, line in ((a, here), (b, there)))
-        for key in (key for key in p if key in q):
-            if isinstance(p[key], str):
-                if p[key] != q[key]:
-                    worst[key] = _fact(key, f"{p[key]} and {q[key]}")
+        p, q = setting(a, here, name), setting(b, there, name)
+        if bool(p) != bool(q):
+            yield _fact(name, f"no optimizer stepped it in {(b if p else a).name}")
+        for key in (key for key in p if key in q and key != CLASS):
+            x_y = _several(p[key]), _several(q[key])
+            if len(x_y[0]) != len(x_y[1]):
+                worst[key] = _fact(f"{key} of {name}", f"{p[key]} and {q[key]}")
                 continue
-            for x, y in zip(_several(p[key]), _several(q[key]), strict=False):
+            for x, y in zip(*x_y, strict=True):
                 found = number(key, x, y, EXACT)
                 if key not in worst or found.observed > worst[key].observed:
                     worst[key] = found if not found.differs else number(f"{key} of {name}", x, y, EXACT)
     yield from worst.values()
 
 
-def _setting(run: Run, line: Line, name: str) -> Line:
-    found: Line = line["settings"].get(str(run.parameters[name]["group"]), {})
+def setting(run: Run, line: Line, name: str) -> Line:
+    """What the group is set to that has a parameter at a step; empty if none has it, or its optimizer did not step."""
+    found: Line = line["settings"].get(line["regrouped"].get(name, run.parameters[name]["group"]), {})
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from parity.files import Run
 from parity.hints import hints
+from parity.notes import notes
 from parity.quantities import Pair, Quantity, Stage
 
 LISTED = 10  # quantities of the stage that differs
@@ -14,14 +15,15 @@ LISTED = 10  # quantities of the stage that differs
 def text(pair: Pair) -> str:
     """Where and how they part, or how closely they agree."""
     lines = [f"{run.name}: {_described(run)}" for run in (pair.a, pair.b)]
-    lines += [f"Allowed: {pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss.", ""]
+    allowed = f"{pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss"
+    lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
     if parted := pair.parted:
         lines += [f"The records part at {_where(parted)}.", *_different(parted)]
         lines += [f"Hint: {hint}" for hint in _hints(pair, parted)]
     else:
         lines.append("The records agree.")
     lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
-    return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in _largest(pair)), *_notes(pair)])
+    return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in _largest(pair)), *notes(pair)])
 
 
 def values(pair: Pair) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def values(pair: Pair) -> dict[str, Any]:
         "b": pair.b.name,
         "threshold": pair.threshold,
         "loss_threshold": pair.loss_threshold,
+        "because": pair.because,
         "parted": None
         if parted is None
         else {
@@ -43,7 +46,7 @@ def values(pair: Pair) -> dict[str, Any]:
         "largest": [
             {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
         ],
-        "notes": _notes(pair),
+        "notes": list(notes(pair)),
     }
 
 
@@ -121,16 +124,3 @@ def _largest(pair: Pair) -> list[tuple[Stage, Quantity]]:
         if worst and (known is None or worst.observed * known[1].allowed > known[1].observed * worst.allowed):
             found[stage.name] = stage, worst
     return list(found.values())
-
-
-def _notes(pair: Pair) -> list[str]:
-    """What was not compared, and why."""
-    a, b = pair.a, pair.b
-    notes = []
-    if len(a.steps) != len(b.steps):
-        notes.append(f"Compared are the first {min(len(a.steps), len(b.steps))} steps, which both have.")
-    for what in ("batch", "loss"):
-        lacking = [run.name for run in (a, b) if run.steps and all(line[what] is None for line in run.steps)]
-        if lacking:
-            notes.append(f"Not compared: {what}, which {' and '.join(lacking)} did not record.")
-    return notes

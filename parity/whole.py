@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from conformance.validation import UsageError, one_line
 from parity.files import Line, Run
 from parity.quantities import Pair, Stage
 
@@ -43,8 +44,12 @@ def _values(run: Run, stage: Stage, name: str) -> Tensor | None:
 
 
 def _read(run: Run, line: Line, key: str) -> Tensor | None:
-    if "tensors" not in line:
+    path = run.tensors(line)
+    if path is None:
         return None
-    with safe_open(run.folder / line["tensors"], framework="pt") as file:
-        found: Tensor = file.get_tensor(key)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} cannot be read ({one_line(error)}); record the training again") from None
     return found.double()

@@ -119,17 +119,37 @@ def sharded_twice(context: RankContext, *, out: str) -> None:
                 recorder.step()
 
 
-def refused(context: RankContext, *, out: str) -> str:
-    """What every rank says of a folder that rank 0 finds taken."""
-    if context.rank == 0:
-        Path(out).mkdir()
-        (Path(out) / "record.jsonl").write_text("{}\n", encoding="utf-8")
-    model = nn.Linear(4, 4)
-    try:
-        parity.record(model, torch.optim.SGD(model.parameters(), lr=0.1), out=out)
-    except UsageError as error:
-        return str(error)
-    return ""
+def failing(context: RankContext, *, out: str) -> dict[str, str]:
+    """What a rank says of errors that one rank alone runs into."""
+
+    def said(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except (UsageError, RuntimeError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def record(folder: str, **how: Any) -> Any:
+        return parity.record(model, torch.optim.SGD(model.parameters(), lr=0.1), out=Path(out) / folder, **how)
+
+    model, first = nn.Linear(4, 4), context.rank == 0
+    if first:
+        (Path(out) / "taken").mkdir(parents=True)
+        (Path(out) / "taken" / "record.jsonl").write_text("{}\n", encoding="utf-8")
+    found = {
+        "taken": said(lambda: record("taken")),
+        "names": said(lambda: record("names", names=(lambda name: name) if first else {}.__getitem__)),
+        "usage": said(lambda: record("usage", names=(lambda name: name) if first else (lambda name: ""))),
+    }
+    with record("run") as recorder:
+        found["rows"] = said(lambda: recorder.step(batch=[[1, 2]] if first else [[1.5]]))
+        found["tokens"] = said(lambda: recorder.step(loss=1.0, tokens=4 if first else None))
+        recorder.step(loss=1.0, batch=[[1, 2]])
+        if first:
+            (Path(out) / "run" / "step-000001.safetensors.unfinished").mkdir()
+        next(iter(recorder._optimizers)).step()
+        found["disk"] = said(recorder.step)
+    return found
 
 
 def _record(model: nn.Module, context: RankContext, out: str) -> None:

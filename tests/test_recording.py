@@ -18,9 +18,10 @@ from torch import nn
 import parity
 from conformance.validation import UsageError
 from conformance.world import Pool, WorldConfig
-from parity.compare import compare_records
+from parity.compare import Comparison, compare_records
 from parity.files import read_run
 from parity.sketch import ROWS_AT, SKETCH_AT, seed_of, summarize, whole
+from parity.stages import setting
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,15 @@ def run_ranks(pool: Pool, tmp_path: Path, task: str, size: int) -> list[Any]:
     )
     assert outcome.state == "done", outcome.reason
     return outcome.results
+
+
+def agree_closely(compared: Comparison) -> None:
+    """To the rounding of sums in another order, of which Adam makes a hundred times as much."""
+    assert not compared.differs, compared.text()
+    for stage in compared.pairs[0].stages:
+        bound = 1e-3 if stage.name == "update" else 1e-5
+        assert all(quantity.observed < bound for quantity in stage.quantities), compared.text()
+        assert not stage.undetermined
 
 
 def test_a_recorded_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
@@ -62,8 +72,8 @@ def test_a_recorded_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None
 
 def test_two_sharded_ranks_agree_with_one_process_that_has_all_rows(pool: Pool, plain: Path, tmp_path: Path) -> None:
     run_ranks(pool, tmp_path, "fsdp2", 2)
-    compared = compare_records([plain, tmp_path / "fsdp2"], threshold=1e-5)
-    assert not compared.differs, compared.text()
+    compared = compare_records([plain, tmp_path / "fsdp2"], threshold=None)
+    agree_closely(compared)
     run = read_run(tmp_path / "fsdp2")
     assert run.header["ranks"] == 2
     assert {parameter["shards"] for parameter in run.parameters.values()} == {2}
@@ -74,8 +84,7 @@ def test_two_sharded_ranks_agree_with_one_process_that_has_all_rows(pool: Pool, 
 @pytest.mark.parametrize(("task", "size"), [("fsdp2", 3), ("ddp", 2), ("sharded_twice", 4)])
 def test_other_layouts_agree_as_well(task: str, size: int, pool: Pool, plain: Path, tmp_path: Path) -> None:
     run_ranks(pool, tmp_path, task, size)
-    compared = compare_records([plain, tmp_path / task], threshold=1e-5)
-    assert not compared.differs, compared.text()
+    agree_closely(compare_records([plain, tmp_path / task], threshold=None))
 
 
 @pytest.mark.exhaustive
@@ -88,11 +97,23 @@ def test_ranks_that_train_apart_are_told(pool: Pool, plain: Path, tmp_path: Path
     assert (parted.step, parted.name) == (0, "gradients")
 
 
-@pytest.mark.exhaustive
-def test_every_rank_hears_why_nothing_can_be_recorded(pool: Pool, tmp_path: Path) -> None:
-    first, second = run_ranks(pool, tmp_path, "refused", 2)
+def test_what_one_rank_fails_in_all_ranks_raise(pool: Pool, tmp_path: Path) -> None:
+    first, second = run_ranks(pool, tmp_path, "failing", 2)
+    out = tmp_path / "failing"
+    assert (first.pop("names"), second.pop("names")) == (
+        "RuntimeError: rank 1 failed: 'weight'",
+        "KeyError: 'weight'",
+    )
     assert first == second
-    assert first.startswith(f"out={tmp_path}/refused holds a record already")
+    assert first["taken"].startswith(f"UsageError: out={out}/taken holds a record already")
+    assert first["usage"] == "UsageError: names= gives '' for weight; it has to give a name, or the rows of several"
+    assert first["rows"].startswith("UsageError: batch= has to be rows of token ids")
+    assert (
+        first["tokens"]
+        == "UsageError: some ranks hand a loss with tokens= and some without; hand tokens= with every loss"
+    )
+    assert first["disk"].startswith(f"UsageError: {out}/run/step-000001.safetensors cannot be written: ")
+    assert [line["loss"] for line in read_run(out / "run").steps] == [1.0]
 
 
 def test_a_record_holds_norms_sketches_losses_and_settings_of_each_step(plain: Path) -> None:
@@ -107,7 +128,7 @@ def test_a_record_holds_norms_sketches_losses_and_settings_of_each_step(plain: P
     line = run.steps[0]
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert (line["tokens"], line["batch"]["rows"]) == (tokens, 6)
-    assert line["settings"]["0"] | {"lr": 1e-3, "betas": [0.9, 0.999], "optimizer": "AdamW"} == line["settings"]["0"]
+    assert line["settings"]["0.0"].items() >= {"lr": 1e-3, "betas": [0.9, 0.999], "optimizer": "AdamW"}.items()
     assert line["computed_in"] == "float32"
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     assert line["norm"] == pytest.approx(float(norm), rel=1e-6)
@@ -117,7 +138,7 @@ def test_a_record_holds_norms_sketches_losses_and_settings_of_each_step(plain: P
         for array, part in (
             ("sums", slice(0, ROWS_AT)),
             ("rows", slice(ROWS_AT, SKETCH_AT)),
-            ("sketch", slice(SKETCH_AT, -1)),
+            ("sketch", slice(SKETCH_AT, None)),
         ):
             found = torch.from_numpy(arrays[f"gradient.{array}"][row])
             torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=1e-6)
@@ -154,14 +175,54 @@ def test_parameters_of_several_optimizers_and_of_none_are_each_seen_once(tmp_pat
         recorder.step()
         recorder.step()  # as where a loss scaler has skipped the step
     run = read_run(tmp_path / "run")
-    assert [parameter["group"] for parameter in run.parameters.values()] == [0, 0, 1, 1, None, None]
+    assert [parameter["group"] for parameter in run.parameters.values()] == ["0.0"] * 2 + ["1.0"] * 2 + [None] * 2
     assert [line["stepped"] for line in run.steps] == [True, False]
     settings = run.steps[0]["settings"]
-    assert [(settings[group]["optimizer"], settings[group]["lr"]) for group in "01"] == [("SGD", 0.1), ("AdamW", 0.2)]
+    assert [(settings[group]["optimizer"], settings[group]["lr"]) for group in ("0.0", "1.0")] == [
+        ("SGD", 0.1),
+        ("AdamW", 0.2),
+    ]
     arrays = run.arrays(run.steps[0])
     assert arrays["gradient.sums"][:, 0].tolist() == [1.0] * 6
     moved = (arrays["weight.sketch"] - run.arrays(run.loaded)["weight.sketch"]).any(axis=1)
     assert moved.tolist() == [True] * 4 + [False] * 2
+
+
+def test_groups_are_known_by_their_place_and_not_by_their_dictionaries(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    for weight in model.parameters():
+        nn.init.constant_(weight, 0.5)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with parity.record(model, optimizer, out=tmp_path / "run") as recorder:
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.3
+        optimizer.load_state_dict(state)
+        for step in range(2):
+            (model[0](torch.ones(2, 4)) + model[1](torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+            recorder.step()
+            if step == 0:
+                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.2})
+                optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    run = read_run(tmp_path / "run")
+    assert [line["stepped"] for line in run.steps] == [True, True]
+    assert {group: of["lr"] for group, of in run.steps[0]["settings"].items()} == {"0.0": 0.3}
+    assert {group: of["lr"] for group, of in run.steps[1]["settings"].items()} == {"0.0": 0.3, "0.1": 0.2, "0.2": 0.1}
+    assert [line["regrouped"] for line in run.steps] == [{}, {"1.weight": "0.1"}]
+    assert [line["unseen"] for line in run.steps] == [0, 1]
+    assert setting(run, run.steps[1], "1.weight")["lr"] == 0.2
+
+
+def test_a_parameter_that_is_trained_only_later_is_refused_when_it_is(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"base": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
+    model["base"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parity.record(model, optimizer, out=tmp_path / "run") as recorder:
+        optimizer.step()
+        recorder.step()
+        model["base"].requires_grad_(True)
+        with pytest.raises(UsageError, match=r"base.weight was frozen when the recording began and is trained now"):
+            optimizer.step()
 
 
 def test_names_rename_and_take_fused_parameters_apart(tmp_path: Path) -> None:
@@ -241,6 +302,10 @@ def test_what_cannot_be_seen_is_refused_with_what_to_do(tmp_path: Path) -> None:
         parity.record(model, torch.optim.lr_scheduler.StepLR(optimizer, 1), out=tmp_path / "run")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"weight the rows slice\(5, 9, None\) of weight, which has 4; give some"):
         parity.record(model, optimizer, out=tmp_path / "run", names=lambda name: {name: slice(5, 9)})
+    with pytest.raises(UsageError, match="names= gives rows of weight to q and again to k; give each to one"):
+        parity.record(model, optimizer, out=tmp_path / "run", names=lambda name: {"q": slice(0, 3), "k": slice(2, 4)})
+    with pytest.raises(UsageError, match="names= gives None for weight; it has to give a name, or the rows of several"):
+        parity.record(model, optimizer, out=tmp_path / "run", names=lambda name: None)  # type: ignore[arg-type,return-value]
     with parity.record(model, optimizer, out=tmp_path / "run") as recorder:
         with pytest.raises(UsageError, match="rows of token ids; it has a row of shape"):
             recorder.step(batch=torch.zeros(2, 3))

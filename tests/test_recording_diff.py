@@ -5,8 +5,10 @@ The trainings are the scripts of examples/record, real libraries on a tiny model
 
 import importlib.util
 import json
+import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ import parity
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from parity.compare import Comparison, compare_records
+from parity.files import read_run
 from parity.quantities import Stage
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "record"
@@ -167,6 +170,33 @@ def test_a_loss_that_is_a_mean_per_micro_batch_is_told_at_the_loss(honest: Path,
     model.accepts_loss_kwargs = False  # the Trainer then takes a mean of each micro-batch, and the mean of these
     stage, _ = parted(honest, trainer_run(model=model))
     assert (stage.step, stage.name) == (0, "loss")
+
+
+def test_a_loss_that_is_not_finite_is_recorded_where_the_trainer_logs_a_mean_in_its_place(
+    trainer_run: TrainerRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, losses = tiny(), []
+
+    def third_is_no_number(module: nn.Module, args: Any, outputs: Any) -> Any:
+        losses.append(outputs.loss)
+        outputs.loss = outputs.loss * (math.nan if len(losses) == 3 else 1.0)
+        return outputs
+
+    model.register_forward_hook(third_is_no_number)
+    run = trainer_run(model=model, max_steps=2)
+    logged = re.findall(r"'loss': '?([^,'}]+)", capsys.readouterr().out)
+    assert [math.isfinite(float(loss)) for loss in logged] == [True, True]
+    assert [math.isfinite(line["loss"]) for line in read_run(run).steps] == [True, False]
+
+
+def test_a_loss_that_is_not_seen_is_warned_of_while_the_trainer_may_replace_it(trainer_run: TrainerRun) -> None:
+    model = tiny()
+    model.register_forward_hook(lambda module, args, outputs: outputs.to_tuple())
+    with pytest.warns(UserWarning, match="pass logging_nan_inf_filter=False for losses as they were computed"):
+        trainer_run(model=model, max_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model gives no loss")
+        trainer_run(model=model, max_steps=1, logging_nan_inf_filter=False)
 
 
 def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path, trainer_run: TrainerRun) -> None:
