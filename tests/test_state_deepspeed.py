@@ -74,7 +74,7 @@ def test_every_layout_goes_on_from_the_state_of_another(session: Session, layout
 
 
 HALF_CIRCLE = ("dp2.zero1", "dp2.zero3", "tp2.zero1", "dp2.zero2.offload", "ulysses2.zero2", "dp2.zero1")
-FAST: set[tuple[Precision, str, str]] = {("fp16", "dp2.zero1", "dp2.zero3")}  # the loss scale, too
+FAST: set[tuple[Precision, str, str]] = {("fp32", "dp2.zero1", "dp2.zero3")}  # half precision is slow on a CPU
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
