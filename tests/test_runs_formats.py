@@ -7,10 +7,12 @@ ones); torchtitan, its documentation and benchmarks; Megatron-LM, published job 
 import contextlib
 import io
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conformance.validation import UsageError
@@ -94,7 +96,6 @@ def test_verl_prints_numbers_with_numpys_types_behind_rays_prefix(opened: Opened
     assert points(run, "reward") == {1: 0.63671875, 2: 0.056}
     assert points(run, "entropy") == {1: 0.1194450631737709, 2: 0.452}
     assert list(run.curves["critic_loss"].steps) == [1, 2]  # and the second is NaN
-    assert "timing_s/step" in run.ignored
 
 
 def test_verls_sft_logs_a_learning_rate_in_its_own_unit(opened: Opened) -> None:
@@ -118,6 +119,36 @@ def test_megatron_leaves_out_the_loss_of_skipped_iterations(opened: Opened) -> N
     assert points(run, "grad_norm") == {20: 23.668, 30: 8.515}
     assert points(run, "lr") == {10: 0.0, 20: 2.34375e-07, 30: 9.999994e-06}
     assert points(run, "eval_loss") == {20: 9.009587}
+
+
+MEGATRON_LINE = (
+    " iteration {step:8d}/     200 | learning rate: 1.000000E-06 |{loss} loss scale: 1.0 | grad norm: 2.5 |"
+    " number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "nan", "lost"),
+    [(0, 0, True), (9, 0, True), (10, 0, False), (10, 1, True)],
+)
+def test_a_loss_that_megatron_does_not_print_is_nan_unless_all_iterations_were_skipped(
+    skipped: int, nan: int, lost: bool, opened: Opened
+) -> None:
+    lines = [
+        MEGATRON_LINE.format(step=10, loss=" lm loss: 2.500000E+00 |", skipped=0, nan=0),
+        MEGATRON_LINE.format(step=20, loss="", skipped=skipped, nan=nan),
+    ]
+    found = points(opened("".join(lines)), "loss")
+    assert list(found) == [10, 20] if lost else [10]
+    assert math.isnan(found.get(20, math.nan))
+
+
+def test_a_loss_that_megatron_never_prints_is_nan_where_the_model_has_no_other(opened: Opened) -> None:
+    line = {"skipped": 0, "nan": 0}
+    never = "".join(MEGATRON_LINE.format(step=step, loss="", **line) for step in (10, 20))
+    assert np.isnan(opened(never).curves["loss"].values).all()
+    other = "".join(MEGATRON_LINE.format(step=step, loss=" sop loss: 1.5 |", **line) for step in (10, 20))
+    assert "loss" not in opened(other).curves
 
 
 def test_openrlhf_prints_a_dictionary_behind_its_step(opened: Opened) -> None:
@@ -147,6 +178,56 @@ def test_verls_file_logger_nests_its_metrics(opened: Opened) -> None:
     }
 
 
+def blanks(name: str, values: list[float | None], **others: float) -> str:
+    """Lines of JSON with a metric at steps 1, 2, 3, ..., null for None, and others at each of them."""
+    lines = [json.dumps({"step": step, name: value, **others}) for step, value in enumerate(values, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def nan_of(run: Run, metric: str) -> list[float]:
+    curve = run.curves.get(metric)
+    return [] if curve is None else [float(step) for step in curve.steps[np.isnan(curve.values)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("loss", [3.0, 2.0, None, 1.0], [3]),
+        ("loss", [3.0, None, None, None, None], [2, 3, 4, 5]),  # a run that breaks down
+        ("loss", [None, None, None], [1, 2, 3]),
+        ("eval_loss", [None, 3.0, None, 2.0, None, 1.0, None], []),  # of every second step
+        ("eval_loss", [None, 3.0, None, 2.0, None, None, None, None], [6, 8]),
+        ("eval_loss", [None, 3.0, None, None], []),  # nothing says when the next one is due
+        ("eval_loss", [None, None, None], []),
+    ],
+)
+def test_null_is_nan_where_a_metric_is_due_and_all_else_is_there(
+    name: str, values: list[float | None], expected: list[float], opened: Opened
+) -> None:
+    run = opened(blanks(name, values, lr=1e-3, grad_norm=0.5))
+    assert nan_of(run, name) == expected
+    table = "step,lr,grad_norm," + name + "\n"
+    table += "".join(f"{step},1e-3,0.5,{'' if x is None else x}\n" for step, x in enumerate(values, 1))
+    assert nan_of(opened(table), name) == expected
+    if expected:
+        number = len(expected)
+        note = f"{name} has no number at {number} steps that have all else; it was taken to be NaN there"
+        assert run.notes == (note,)
+
+
+def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
+    assert nan_of(opened(blanks("loss", [3.0, None, 1.0])), "loss") == []
+    lines = [{"step": 1, "loss": 3.0, "lr": 0.1}, {"step": 2, "loss": None, "lr": None}, {"step": 3, "loss": 1.0}]
+    assert nan_of(opened("\n".join(map(json.dumps, lines))), "loss") == []
+
+
+def test_an_evaluation_on_a_line_of_its_own_leaves_the_losses_cells_empty(opened: Opened) -> None:
+    """As pandas writes the Trainer's log_history."""
+    run = opened("step,loss,lr,eval_loss\n10,3.0,0.1,\n10,,,3.5\n15,,,3.2\n20,2.0,0.1,\n20,,,2.5\n")
+    assert nan_of(run, "loss") == nan_of(run, "lr") == nan_of(run, "eval_loss") == []
+    assert points(run, "eval_loss") == {10: 3.5, 15: 3.2, 20: 2.5}
+
+
 def test_wandbs_history_counts_by_the_trainers_step_and_not_by_its_own(opened: Opened) -> None:
     run = opened(
         '{"_step": 0, "_timestamp": 1.0, "train/loss": 3.0, "train/global_step": 10}\n'
@@ -164,11 +245,11 @@ def test_a_line_that_a_kill_has_cut_is_left_out_and_told(opened: Opened) -> None
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_csv_has_a_header_with_a_step(delimiter: str, opened: Opened) -> None:
-    text = "Step,Train/Loss,grad_norm,comment\n1,3.0,0.5,a\n2,,0.25,b\n".replace(",", delimiter)
+    text = "Step,Train/Loss,grad_norm,comment\n1,3.0,0.5,a\n2,,,b\n3,1.0,0.25,\n".replace(",", delimiter)
     run = opened("\ufeff" + text)
     assert run.format == "CSV"
-    assert points(run, "loss") == {1: 3.0}
-    assert points(run, "grad_norm") == {1: 0.5, 2: 0.25}
+    assert points(run, "loss") == {1: 3.0, 3: 1.0}
+    assert points(run, "grad_norm") == {1: 0.5, 3: 0.25}
 
 
 PANEL = (
@@ -215,6 +296,9 @@ def test_event_files_of_tensorboard_are_read_as_other_libraries_write_them(tmp_p
         run_of(log, name="log")
     with pytest.raises(UsageError, match="holds several runs of TensorBoard; name one"):
         read_log(str(tmp_path.parent))
+    (tmp_path / "events.out.tfevents.3.host").symlink_to(tmp_path / "events.out.tfevents.1.host")
+    with pytest.raises(UsageError, match=r"tfevents.3.host is a link and not a file"):
+        read_log(str(tmp_path))
 
 
 def record(event: bytes) -> bytes:
