@@ -215,6 +215,12 @@ def test_null_is_nan_where_a_metric_is_due_and_all_else_is_there(
         assert run.notes == (note,)
 
 
+def test_of_a_step_that_is_logged_twice_a_later_null_counts(opened: Opened) -> None:
+    first, second = (blanks("loss", values, lr=1e-3) for values in ([4.0, 3.0, 2.0, 1.0], [4.0, 3.0, None, None]))
+    resumed = "".join(second.splitlines(keepends=True)[2:])
+    assert nan_of(opened(first + resumed), "loss") == [3, 4]
+
+
 def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
     assert nan_of(opened(blanks("loss", [3.0, None, 1.0])), "loss") == []
     lines = [{"step": 1, "loss": 3.0, "lr": 0.1}, {"step": 2, "loss": None, "lr": None}, {"step": 3, "loss": 1.0}]

@@ -88,8 +88,11 @@ def run_of(log: Log, *, name: str) -> Run:
     found: dict[str, dict[int, tuple[int, float]]] = {}
     ignored: dict[str, None] = {}
     blank: dict[str, set[int]] = {}
+    highest, again = -1, False
     for row in rows:
         assert row.step is not None
+        again = row.step < highest or (again and row.step == highest)
+        highest = max(highest, row.step)
         for own, value in row.values.items():
             place = ("tokens", TOKENS.index(own.lower()), 1.0) if own.lower() in TOKENS else canonical(own)
             if place is None:
@@ -102,6 +105,8 @@ def run_of(log: Log, *, name: str) -> Run:
         for own in row.blank:
             if place := canonical(own):
                 blank.setdefault(place[0], set()).add(row.step)
+                if again:  # of a step that is logged twice, the later line counts
+                    found.get(place[0], {}).pop(row.step, None)
     tokens = _curve(found.pop("tokens")) if "tokens" in found else None
     added = tokens is not None and not _grows(tokens)
     if tokens and added:
