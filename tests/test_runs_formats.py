@@ -219,6 +219,10 @@ def test_of_a_step_that_is_logged_twice_a_later_null_counts(opened: Opened) -> N
     first, second = (blanks("loss", values, lr=1e-3) for values in ([4.0, 3.0, 2.0, 1.0], [4.0, 3.0, None, None]))
     resumed = "".join(second.splitlines(keepends=True)[2:])
     assert nan_of(opened(first + resumed), "loss") == [3, 4]
+    once = (
+        '{"step": 2, "lr": 0.1, "eval_loss": 3.0}\n{"step": 1, "lr": 0.1}\n{"step": 2, "lr": 0.1, "eval_loss": null}\n'
+    )
+    assert list(opened(once).curves) == ["lr"]
 
 
 def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
@@ -229,7 +233,8 @@ def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
 
 def test_an_evaluation_on_a_line_of_its_own_leaves_the_losses_cells_empty(opened: Opened) -> None:
     """As pandas writes the Trainer's log_history."""
-    run = opened("step,loss,lr,eval_loss\n10,3.0,0.1,\n10,,,3.5\n15,,,3.2\n20,2.0,0.1,\n20,,,2.5\n")
+    table = "step,loss,lr,eval_loss\n10,3.0,0.1,\n10,,,3.5\n15,,,3.2\n20,2.0,0.1,\n20,,,2.5\n"
+    run = opened(table + "30,1.5,0.1,\n40,1.0,0.1,\n50,0.5,0.1,\n")
     assert nan_of(run, "loss") == nan_of(run, "lr") == nan_of(run, "eval_loss") == []
     assert points(run, "eval_loss") == {10: 3.5, 15: 3.2, 20: 2.5}
 

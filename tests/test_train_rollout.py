@@ -171,21 +171,22 @@ def test_a_roll_out_that_does_not_fill_its_rows_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("consumed", "rollout", "objective"),
+    ("step", "consumed", "rollout", "objective"),
     [
-        (4, {"prompts": 4}, {}),  # roll-outs of twice as many prompts
-        (4, {}, {"ppo_epochs": 2}),
-        (2, {}, {}),
+        (2, 4, {"prompts": 4}, {}),  # roll-outs of twice as many prompts
+        (2, 4, {}, {"ppo_epochs": 2}),
+        (2, 2, {}, {}),
+        (6, 2, {}, {"ppo_epochs": 4}),  # it would end within a roll-out
     ],
 )
 def test_a_training_does_not_go_on_with_other_roll_outs(
-    tmp_path: Path, consumed: int, rollout: dict[str, Any], objective: dict[str, Any]
+    tmp_path: Path, step: int, consumed: int, rollout: dict[str, Any], objective: dict[str, Any]
 ) -> None:
     config = training(tmp_path, "grpo", steps=4, objective=objective)
     assert config.rollout
     own = dataclasses.replace(config.rollout, **rollout)
-    with pytest.raises(UsageError, match=f"2 updates on {consumed} prompts.*begun with"):
-        check_goes_on(config.scenario, own, step=2, position=DataPosition(seed=0, documents=110, consumed=consumed))
+    with pytest.raises(UsageError, match=f"{step} updates on {consumed} prompts.*begun with"):
+        check_goes_on(config.scenario, own, step=step, position=DataPosition(seed=0, documents=110, consumed=consumed))
     before = DataPosition(seed=0, documents=110, consumed=2 * config.rollout.prompts)
     check_goes_on(training(tmp_path, "grpo").scenario, config.rollout, step=2, position=before)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from conformance.validation import UsageError
 from reports.runs.blanks import nan_steps
-from reports.runs.metrics import METRICS, TOKENS, canonical
+from reports.runs.metrics import EVALUATION, METRICS, TOKENS, canonical
 
 Floats = NDArray[np.float64]
 
@@ -111,15 +111,15 @@ def run_of(log: Log, *, name: str) -> Run:
     added = tokens is not None and not _grows(tokens)
     if tokens and added:
         tokens = Curve(tokens.steps, np.cumsum(tokens.values))
-    if not found:
-        known = ", ".join(METRICS)
-        names = ", ".join(list(ignored)[:12]) or "nothing"
-        raise UsageError(f"{name}: no metric that can be compared ({known}); it has {names}")
     lost = nan_steps({metric: set(points) for metric, points in found.items()}, blank)
     for metric, steps in lost.items():
         found.setdefault(metric, {}).update(dict.fromkeys(steps, (0, math.nan)))
         notes.append(f"{metric} has no number at {len(steps)} steps that have all else; it was taken to be NaN there")
-    curves = {metric: _curve(found[metric]) for metric in METRICS if metric in found}
+    curves = {metric: _curve(found[metric]) for metric in METRICS if found.get(metric)}
+    if not curves:
+        known = ", ".join(METRICS)
+        names = ", ".join(list(ignored)[:12]) or "nothing"
+        raise UsageError(f"{name}: no metric that can be compared ({known}); it has {names}")
     return Run(
         name=name,
         format=log.format,
@@ -140,7 +140,7 @@ def _counted(rows: list[Row]) -> tuple[list[Row], list[str]]:
     step, counted = 0, []
     for row in rows:
         named = {place[0] for own in row.values if (place := canonical(own))}
-        step += any(not name.startswith("eval_") for name in named)
+        step += any(not name.startswith(EVALUATION) for name in named)
         counted.append(replace(row, step=step))
     return counted, ["the log counts no steps: its lines are counted instead (1, 2, 3, ...)"]
 
