@@ -234,9 +234,10 @@ def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
 def test_an_evaluation_on_a_line_of_its_own_leaves_the_losses_cells_empty(opened: Opened) -> None:
     """As pandas writes the Trainer's log_history."""
     table = "step,loss,lr,eval_loss\n10,3.0,0.1,\n10,,,3.5\n15,,,3.2\n20,2.0,0.1,\n20,,,2.5\n"
-    run = opened(table + "30,1.5,0.1,\n40,1.0,0.1,\n50,0.5,0.1,\n")
+    table += "".join(f"{step},1.0,0.1,\n{step},,,1.5\n" for step in (30, 40, 50))
+    run = opened(table)
     assert nan_of(run, "loss") == nan_of(run, "lr") == nan_of(run, "eval_loss") == []
-    assert points(run, "eval_loss") == {10: 3.5, 15: 3.2, 20: 2.5}
+    assert list(points(run, "eval_loss")) == [10, 15, 20, 30, 40, 50]
 
 
 def test_wandbs_history_counts_by_the_trainers_step_and_not_by_its_own(opened: Opened) -> None:
