@@ -7,12 +7,10 @@ ones); torchtitan, its documentation and benchmarks; Megatron-LM, published job 
 import contextlib
 import io
 import json
-import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from conformance.validation import UsageError
@@ -121,36 +119,6 @@ def test_megatron_leaves_out_the_loss_of_skipped_iterations(opened: Opened) -> N
     assert points(run, "eval_loss") == {20: 9.009587}
 
 
-MEGATRON_LINE = (
-    " iteration {step:8d}/     200 | learning rate: 1.000000E-06 |{loss} loss scale: 1.0 | grad norm: 2.5 |"
-    " number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("skipped", "nan", "lost"),
-    [(0, 0, True), (9, 0, True), (10, 0, False), (10, 1, True)],
-)
-def test_a_loss_that_megatron_does_not_print_is_nan_unless_all_iterations_were_skipped(
-    skipped: int, nan: int, lost: bool, opened: Opened
-) -> None:
-    lines = [
-        MEGATRON_LINE.format(step=10, loss=" lm loss: 2.500000E+00 |", skipped=0, nan=0),
-        MEGATRON_LINE.format(step=20, loss="", skipped=skipped, nan=nan),
-    ]
-    found = points(opened("".join(lines)), "loss")
-    assert list(found) == [10, 20] if lost else [10]
-    assert math.isnan(found.get(20, math.nan))
-
-
-def test_a_loss_that_megatron_never_prints_is_nan_where_the_model_has_no_other(opened: Opened) -> None:
-    line = {"skipped": 0, "nan": 0}
-    never = "".join(MEGATRON_LINE.format(step=step, loss="", **line) for step in (10, 20))
-    assert np.isnan(opened(never).curves["loss"].values).all()
-    other = "".join(MEGATRON_LINE.format(step=step, loss=" sop loss: 1.5 |", **line) for step in (10, 20))
-    assert "loss" not in opened(other).curves
-
-
 def test_openrlhf_prints_a_dictionary_behind_its_step(opened: Opened) -> None:
     run = opened(OPENRLHF)
     assert run.format == "OpenRLHF console"
@@ -176,68 +144,6 @@ def test_verls_file_logger_nests_its_metrics(opened: Opened) -> None:
     assert points(opened('{"step": 3, "data": {"actor/grad_norm": 0.5}}\n{"step": 4, "data": {}}\n'), "grad_norm") == {
         3: 0.5
     }
-
-
-def blanks(name: str, values: list[float | None], **others: float) -> str:
-    """Lines of JSON with a metric at steps 1, 2, 3, ..., null for None, and others at each of them."""
-    lines = [json.dumps({"step": step, name: value, **others}) for step, value in enumerate(values, 1)]
-    return "\n".join(lines) + "\n"
-
-
-def nan_of(run: Run, metric: str) -> list[float]:
-    curve = run.curves.get(metric)
-    return [] if curve is None else [float(step) for step in curve.steps[np.isnan(curve.values)]]
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "expected"),
-    [
-        ("loss", [3.0, 2.0, None, 1.0], [3]),
-        ("loss", [3.0, None, None, None, None], [2, 3, 4, 5]),  # a run that breaks down
-        ("loss", [None, None, None], [1, 2, 3]),
-        ("eval_loss", [None, 3.0, None, 2.0, None, 1.0, None], []),  # of every second step
-        ("eval_loss", [None, 3.0, None, 2.0, None, None, None, None], [6, 8]),
-        ("eval_loss", [None, 3.0, None, None], []),  # nothing says when the next one is due
-        ("eval_loss", [None, None, None], []),
-    ],
-)
-def test_null_is_nan_where_a_metric_is_due_and_all_else_is_there(
-    name: str, values: list[float | None], expected: list[float], opened: Opened
-) -> None:
-    run = opened(blanks(name, values, lr=1e-3, grad_norm=0.5))
-    assert nan_of(run, name) == expected
-    table = "step,lr,grad_norm," + name + "\n"
-    table += "".join(f"{step},1e-3,0.5,{'' if x is None else x}\n" for step, x in enumerate(values, 1))
-    assert nan_of(opened(table), name) == expected
-    if expected:
-        number = len(expected)
-        note = f"{name} has no number at {number} steps that have all else; it was taken to be NaN there"
-        assert run.notes == (note,)
-
-
-def test_of_a_step_that_is_logged_twice_a_later_null_counts(opened: Opened) -> None:
-    first, second = (blanks("loss", values, lr=1e-3) for values in ([4.0, 3.0, 2.0, 1.0], [4.0, 3.0, None, None]))
-    resumed = "".join(second.splitlines(keepends=True)[2:])
-    assert nan_of(opened(first + resumed), "loss") == [3, 4]
-    once = (
-        '{"step": 2, "lr": 0.1, "eval_loss": 3.0}\n{"step": 1, "lr": 0.1}\n{"step": 2, "lr": 0.1, "eval_loss": null}\n'
-    )
-    assert list(opened(once).curves) == ["lr"]
-
-
-def test_null_beside_nothing_else_is_no_value(opened: Opened) -> None:
-    assert nan_of(opened(blanks("loss", [3.0, None, 1.0])), "loss") == []
-    lines = [{"step": 1, "loss": 3.0, "lr": 0.1}, {"step": 2, "loss": None, "lr": None}, {"step": 3, "loss": 1.0}]
-    assert nan_of(opened("\n".join(map(json.dumps, lines))), "loss") == []
-
-
-def test_an_evaluation_on_a_line_of_its_own_leaves_the_losses_cells_empty(opened: Opened) -> None:
-    """As pandas writes the Trainer's log_history."""
-    table = "step,loss,lr,eval_loss\n10,3.0,0.1,\n10,,,3.5\n15,,,3.2\n20,2.0,0.1,\n20,,,2.5\n"
-    table += "".join(f"{step},1.0,0.1,\n{step},,,1.5\n" for step in (30, 40, 50))
-    run = opened(table)
-    assert nan_of(run, "loss") == nan_of(run, "lr") == nan_of(run, "eval_loss") == []
-    assert list(points(run, "eval_loss")) == [10, 15, 20, 30, 40, 50]
 
 
 def test_wandbs_history_counts_by_the_trainers_step_and_not_by_its_own(opened: Opened) -> None:
