@@ -62,16 +62,21 @@ def write_html(out: Path) -> Path:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
+    own = environment()
+    own.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
+    own.globals.update(STATES=STATES, SHADES=SHADES, anchor=anchor, explain=words.explain)
+    return own.get_template("page.html")
+
+
+def environment() -> jinja2.Environment:
+    """Of every page: names that are missing are errors, and what comes from outside is escaped."""
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
-    environment.globals.update(STATES=STATES, SHADES=SHADES, anchor=anchor, explain=words.explain)
-    return environment.get_template("page.html")
 
 
 def anchor(cell: str) -> str:

@@ -23,6 +23,13 @@ def aligned(a: Run, b: Run, by: str = "step") -> Alignment:
     return align(([a], [b]), by=by)
 
 
+def test_a_learning_rate_between_the_positions_of_a_log_is_not_exact() -> None:
+    rates = dict.fromkeys(range(1, 5), 1e-3)
+    a, b = (run(rates, name, metric="lr", tokens={s: 64.0 * s for s in range(1, 5)}) for name in "ab")
+    assert aligned(a, b).metrics[0].exact
+    assert not aligned(a, b, by="tokens").metrics[0].exact
+
+
 def part(first: int, last: int, stride: int = 1, shift: int = 0) -> dict[int, float]:
     return {step + shift: LOSSES[step] for step in range(first, last + 1, stride)}
 
@@ -49,6 +56,44 @@ def test_a_log_that_merely_lacks_its_first_line_is_not_shifted() -> None:
     found = aligned(run(part(0, 90), "a"), run(part(1, 90), "b"))
     assert found.notes == ()
     assert (found.metrics[0].sides[0] == found.metrics[0].sides[1]).all()
+
+
+NORMS = {step: 2 + np.cos(3.0 * step) for step in range(200)}
+
+
+def two(first: int, last: int, *, factor: float = 1.0, shift: int = 0, name: str) -> Run:
+    """A run whose loss is multiplied by a factor; its gradient norm is that of every other run."""
+    steps = range(first, last + 1)
+    losses, norms = ({step + shift: values[step] for step in steps} for values in (LOSSES, NORMS))
+    return run({step: factor * loss for step, loss in losses.items()}, name, grad_norm=norms)
+
+
+def test_where_the_losses_differ_by_a_factor_the_gradient_norms_tell_a_shift_from_a_missing_line() -> None:
+    shifted = aligned(two(0, 90, name="a"), two(0, 90, factor=2, shift=1, name="b"))
+    assert shifted.notes == ("b counts its steps from 1 and a from 0: 1 was taken from the former's",)
+    lacking = aligned(two(0, 90, name="a"), two(1, 95, factor=2, name="b"))
+    assert lacking.notes == ("a ends at step 90 and b at 95: what follows is not compared",)
+
+
+def test_a_shift_that_no_metric_decides_is_told_and_follows_from_where_the_logs_end() -> None:
+    """Losses of other seeds, whose noise has nothing to do with each other."""
+    noise = np.random.default_rng(0).normal(size=(2, 100))
+    a, b = ({step: 2 + 0.1 * float(x) for step, x in enumerate(row)} for row in noise)
+    undecided = "although the values do not tell whether it is that or a first line that is missing"
+    later = {step + 1: loss for step, loss in b.items()}
+    assert aligned(run(a, "a"), run(later, "b")).notes == (
+        f"b counts its steps from 1 and a from 0: 1 was taken from the former's, {undecided}",
+    )
+    lacking = aligned(run(a, "a"), run({step: loss for step, loss in b.items() if step}, "b"))
+    assert lacking.notes == (f"b counts its steps from 1 and a from 0: both count the same steps, {undecided}",)
+    assert len(lacking.metrics[0].positions) == 99
+
+
+def test_a_metric_that_is_nowhere_finite_is_not_compared() -> None:
+    nothing = dict.fromkeys(range(1, 5), np.nan)
+    found = aligned(run(part(1, 4), "a", grad_norm=nothing), run(part(1, 4), "b", grad_norm=nothing))
+    assert [one.metric for one in found.metrics] == ["loss"]
+    assert found.missing == ("grad_norm: no finite value in any of them",)
 
 
 def test_an_evaluation_before_the_first_step_is_no_counter_that_begins_at_0() -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from reports.runs.band import printed, student_t, within_spread, within_threshold
+from reports.runs.band import printed, student_t, within_digits, within_spread, within_threshold
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,64 @@ def test_a_metric_that_changes_sign_is_measured_by_its_size_over_the_run() -> No
     assert judged(a, [1.01, -1.01, 1e-3, 1.2]) == [False, False, False, True]
 
 
-def test_a_rate_of_one_digit_is_not_taken_for_one_that_is_rounded_to_it() -> None:
+def test_a_norm_of_one_digit_is_not_taken_for_one_that_is_rounded_to_it() -> None:
     assert judged([1e-5, 1e-5], [2e-5, 2e-5], any_size=True) == [True, True]
     assert judged([1e-5, 1e-5], [1.04e-5, 1e-5], any_size=True) == [False, False]
 
 
+def exactly(a: list[float], b: list[float]) -> list[bool]:
+    return list(within_digits(np.array(a), np.array(b)).outside)
+
+
+def test_a_learning_rate_may_differ_in_digits_that_are_not_printed_and_in_no_others() -> None:
+    schedule = [2.34375e-07, 9.999994e-06, 9.87654321e-06]
+    assert exactly(schedule, [2.3438e-07, 1.0e-05, 9.8765e-06]) == [False, False, False]
+    assert exactly(schedule, [2.3448e-07, 1.0e-05, 9.8785e-06]) == [True, False, True]
+    assert exactly([9.7e-6, 9.6e-6], [9.7321e-6, 9.6214e-6]) == [False, False]  # a log that prints two digits
+
+
+@pytest.mark.parametrize("rates", [[1e-5, 1e-5], [2.5e-5, 2.5e-5], [1e-5, 2e-5]])
+def test_a_rate_that_is_constant_or_has_one_digit_is_what_was_configured(rates: list[float]) -> None:
+    assert exactly(rates, [1.01 * rate for rate in rates]) == [True, True]
+    assert exactly(rates, list(np.array(rates, dtype=np.float32).astype(float))) == [False, False]
+    sides = np.tile(rates, (2, 1)), np.tile([1.01 * rate for rate in rates], (2, 1))
+    assert within_spread(*sides, metrics=1, any_size=True, exact=True).outside.all()
+
+
 def test_a_rate_that_ends_at_0_is_not_infinitely_different() -> None:
-    assert judged([1.0000001e-3, 5e-4, 0.0], [1.0000001e-3, 5e-4, 1e-9], any_size=True) == [False, False, False]
+    assert exactly([1.0000001e-3, 5e-4, 0.0], [1.0000001e-3, 5e-4, 1e-9]) == [False, False, False]
+    assert exactly([1.0000001e-3, 5e-4, 0.0], [1.0000001e-3, 5e-4, 1e-8]) == [False, False, True]
+
+
+def test_a_spike_hides_no_difference_elsewhere() -> None:
+    """Of both runs, a thousand times as large as all else, in a metric that changes its sign."""
+    a = np.where(np.arange(50) % 2, 1.0000001, -0.9000001)
+    a[20] = 1000.0000001
+    assert judged(list(a), list(a * 1.5)) == [True] * 50
+    assert judged(list(a), list(a * 1.01)) == [False] * 50  # the spike is no ratio to the others either
+    seeds = np.tile(a, (4, 1))
+    seeds[2:, 30:] *= 1.5
+    assert within_spread(seeds[:2], seeds[2:], metrics=1, any_size=False).outside[30:].all()
+
+
+def test_a_metric_of_either_sign_that_is_mostly_rounding_is_measured_by_what_is_not() -> None:
+    """The policy loss of two updates a roll-out: the first of normalised advantages is 0 but for rounding."""
+    a = np.where(np.arange(40) % 2, 0.1000001, -1e-8)
+    assert judged(list(a), list(a + 1e-3)) == [False] * 40
+
+
+def test_zeros_do_not_make_a_metric_small() -> None:
+    a = np.zeros(40)
+    a[:6] = [1.0000001, -1.0000001] * 3
+    b = a.copy()
+    b[20] = 1e-3
+    assert judged(list(a), list(b)) == [False] * 40
+
+
+def test_what_seeds_do_not_vary_in_may_differ_by_a_hundredth_of_the_size_if_it_has_either_sign() -> None:
+    a = np.tile(np.where(np.arange(40) % 2, 1.0000001, -1.0000001), (2, 1))
+    assert not within_spread(a, a + 0.009, metrics=1, any_size=False).outside.any()
+    assert within_spread(a, a + 0.011, metrics=1, any_size=False).outside.all()
 
 
 def test_a_policy_loss_that_is_0_but_for_rounding_does_not_differ() -> None:
@@ -156,6 +207,10 @@ def test_a_small_shift_shows_in_the_means_of_many_steps() -> None:
     assert not found.outside[:100].any()
     assert found.outside[100:].any()
     assert set(found.spans[found.outside]) == {10}
+    first = int(np.flatnonzero(found.outside)[0])
+    assert found.shown[first] == pytest.approx(0.06, abs=0.06)  # of the mean, which is beyond what is allowed of it
+    assert found.shown[first] > found.bound[first]
+    assert abs(found.difference[first]) < found.allowed[first]
 
 
 def test_what_does_not_vary_between_seeds_may_not_differ_between_sides() -> None:

@@ -108,6 +108,18 @@ def test_only_the_chosen_metrics_count(tmp_path: Path) -> None:
         diff(a, b, "--metric", "los")
 
 
+def test_a_metric_that_was_chosen_and_is_missing_ends_with_3_unless_another_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = (write(tmp_path, f"{name}.jsonl", factor=factor) for name, factor in (("a", 1), ("b", 1), ("c", 2)))
+    assert diff(a, b, "--metric", "loss") == 0
+    assert diff(a, b, "--metric", "loss", "--metric", "kl") == 3
+    told = capsys.readouterr().out.split("agree within the band")[1]
+    assert "a.jsonl and b.jsonl cannot be compared: they have no kl at a common step." in told
+    assert "- not compared: kl: not in a.jsonl, b.jsonl" in told
+    assert diff(a, c, "--metric", "loss", "--metric", "kl") == 1
+
+
 def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +136,26 @@ def test_logs_without_a_common_step_end_with_3(tmp_path: Path, capsys: pytest.Ca
     assert "a.jsonl and late.jsonl cannot be compared" in told
     assert "- not compared: loss: no step in common" in told
     assert "- not compared: grad_norm: not in late.jsonl" in told
+
+
+def test_a_nan_that_is_written_as_null_parts_the_runs(tmp_path: Path) -> None:
+    """As programs in JavaScript and pandas write it: json.dumps of Python writes NaN."""
+    log = write(tmp_path, "a.jsonl")
+    other = Path(write(tmp_path, "b.jsonl", s50=math.nan))
+    other.write_text(other.read_text(encoding="utf-8").replace("NaN", "null"), encoding="utf-8")
+    assert diff(log, other) == 1
+    assert diff(other, log) == 1
+
+
+def test_a_learning_rate_is_held_to_its_digits_and_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, other = write(tmp_path, "a.jsonl"), tmp_path / "b.jsonl"
+    other.write_text(Path(log).read_text(encoding="utf-8").replace("0.001", "0.00102"), encoding="utf-8")
+    assert diff(log, other) == 1
+    told = capsys.readouterr().out
+    assert "part at step 1: lr +2% where ±1.02e-4% is allowed." in told
+    assert "±5% at every step; of lr, only digits that are not printed." in told
 
 
 @pytest.mark.parametrize(
@@ -170,7 +202,8 @@ def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
     logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(UsageError, match=r"--out .*a.jsonl cannot be a folder: File exists"):
         diff(*logs, "--out", logs[0])
-    monkeypatch.delitem(sys.modules, "reports.runs.html")
+    for module in ("reports.html", "reports.runs.html"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UsageError, match=r"--out needs jinja2; run: pip install 'backend-parity\[report\]'"):
         diff(*logs, "--out", tmp_path / "out")

@@ -141,6 +141,16 @@ def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tm
     assert len(lines_of(config)) == 1
 
 
+def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tmp_path: Path) -> None:
+    config = writing_to(training(tmp_path, "grpo", steps=1, precision="fp32"), ckpt_path=tmp_path / "checkpoints")
+    trainings(config)
+    assert config.rollout
+    scenario = replace(config.scenario, steps=2, data=replace(config.scenario.data, rows=16))
+    other = replace(config, scenario=scenario, rollout=replace(config.rollout, prompts=4))
+    reason = trainings.outcome(writing_to(other, load_checkpoint=True)).reason
+    assert "the checkpoint has 1 updates on 2 prompts, and this training makes 1 of each roll-out of 4" in reason
+
+
 def held_out(folder: Path) -> Path:
     """A data set of four questions, short ones for all kinds of trainings."""
     path = folder / "held-out.jsonl"

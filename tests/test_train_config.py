@@ -112,6 +112,11 @@ def test_the_operations_of_a_step_count_each_documents_attention_for_itself() ->
         ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("Tesla V100-PCIE-16GB", None),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),  # as fast as that without a slot, by the data sheet
+        ("NVIDIA A100 80GB PCIe", 312e12),
         ("NVIDIA L40", None),
         ("NVIDIA H20", None),
     ],
@@ -120,9 +125,21 @@ def test_the_peak_of_a_device_is_known_by_a_whole_word_of_its_name(name: str, pe
     assert peak_of(name) == peak
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "pangu"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "pangu", "gemma3"])
 def test_the_size_of_a_model_leaves_out_an_embedding_that_is_no_head(name: str) -> None:
     model = load_model(MODELS / name, dtype=torch.float32, attention="eager")
     embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    size = model_size(MODELS / name, trusted=False)
-    assert size == ModelSize(parameters=sum(p.numel() for p in model.parameters()) - embedding, attention=2 * 8 * 8)
+    size = model_size(MODELS / name, "causal")
+    assert size.parameters == sum(p.numel() for p in model.parameters()) - embedding
+    attention = {layer.self_attn.q_proj.out_features for layer in model.get_decoder().layers}
+    assert size.attention == model.config.get_text_config().num_hidden_layers * attention.pop()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_size_of_a_critic_has_neither_embedding_nor_language_head(tmp_path: Path, name: str) -> None:
+    """Of a value model, and of a language model that is made one: the folder of the tied one has no head of its own."""
+    write_critic(tmp_path / "critic", source=MODELS / name, seed=1)
+    model = load_model(tmp_path / "critic", dtype=torch.float32, attention="eager", head="value")
+    computing = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    for folder in (tmp_path / "critic", MODELS / name):
+        assert model_size(folder, "value").parameters == computing

@@ -1,14 +1,19 @@
 """The log of a training, and who follows it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance.batch import Batch, Document, Row
+from conformance.paths import FIXTURES
 from conformance.validation import UsageError
+from impl.train.loop import RENAMED
 from impl.train.run_log import open_log, read_log
+from impl.train.speed import Speed
 from impl.train.trackers import follow
 from reports.runs.readers.recognise import read_log as read_any_log
 
@@ -59,6 +64,13 @@ def test_numbers_that_are_not_finite_are_strings_and_unknown_ones_null(tmp_path:
     with open_log(path, HEADER, done=0, resumes=False) as log:
         log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 1, "loss": "nan", "grad_norm": "inf", "mfu": None}
+
+
+def test_every_name_of_the_log_is_explained() -> None:
+    table = (FIXTURES.parent / "docs" / "training.md").read_text(encoding="utf-8").split("## The log")[1]
+    explained = {name for row in table.split("\n## ")[0].splitlines() for name in re.findall("`(.+?)`", row[:200])}
+    assert set(RENAMED.values()) <= explained
+    assert Speed(models={}, peak=None).of(Batch(0, 8, (Row(0, (Document((1,), (False,)),)),)), 1.0).keys() <= explained
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", '{"run": {}}\nnonsense\n{"step": 1}\n', "[1]\n"])

@@ -10,7 +10,7 @@ from conformance.rl import Grpo, Ppo
 from conformance.validation import UsageError
 from impl.train.command import TRAIN
 from impl.train.config import TrainConfig, from_json, to_json
-from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve_values
+from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve_values, said_values
 from impl.train.options import train_config
 
 TINY = ("--pretrain", "models/pangu", "--max_steps", "4", "--device", "cpu")
@@ -24,7 +24,7 @@ def config_of(command: str, backend: str, *said: str, ranks: int | None = None) 
     given = given_values(options, command)
     recipe = read_recipe(options.config, command) if options.config else {}
     values = resolve_values(given, recipe, command)
-    return train_config(command, values, given={**recipe, **given}, ranks=ranks)
+    return train_config(command, values, given=said_values(given, recipe), ranks=ranks)
 
 
 def layout_of(backend: str, *said: str) -> str:
@@ -122,7 +122,7 @@ def test_the_numbers_of_the_optimizer_arrive() -> None:
 
 def test_a_roll_out_is_cut_into_steps() -> None:
     said = "--rollout_batch_size 6 --n_samples_per_prompt 4 --train_batch_size 12 --ppo_epochs 2 --generate_max_len 32"
-    more = "--temperature 0.7 --eps_clip 0.1 --kl_loss_coef 0.05 --advantage_estimator rloo --greedy"
+    more = "--temperature 0.7 --eps_clip 0.1 --kl_loss_coef 0.05 --advantage_estimator rloo"
     config = config_of("grpo", "fsdp2", *TINY, *said.split(), *more.split())
     objective, rollout = config.scenario.objective, config.rollout
     assert isinstance(objective, Grpo)
@@ -130,8 +130,14 @@ def test_a_roll_out_is_cut_into_steps() -> None:
     assert (objective.mini_batches, objective.ppo_epochs, objective.temperature) == (2, 2, 0.7)
     assert (objective.clip_ratio_low, objective.clip_ratio_high, objective.kl_loss_coef) == (0.1, 0.1, 0.05)
     assert objective.adv_estimator == "rloo"
-    assert (rollout.prompts, rollout.n_samples_per_prompt, rollout.max_new_tokens, rollout.greedy) == (6, 4, 32, True)
+    assert (rollout.prompts, rollout.n_samples_per_prompt, rollout.max_new_tokens, rollout.greedy) == (6, 4, 32, False)
     assert set(config.models) == {"reference", "policy"}
+    alone = "--greedy --n_samples_per_prompt 1 --rollout_batch_size 32 --advantage_estimator reinforce_plus_plus"
+    greedy = config_of("grpo", "fsdp2", *TINY, *alone.split(), "--gamma", "0.9")
+    assert greedy.rollout is not None
+    assert greedy.rollout.greedy
+    assert isinstance(greedy.scenario.objective, Grpo)
+    assert greedy.scenario.objective.gamma == 0.9
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,8 @@ def test_a_roll_out_is_cut_into_steps() -> None:
         ("--rollout_batch_size 8 --train_batch_size 8 --ppo_epochs 2 --max_steps 12", "4 mini-batches.*use 8 or 16"),
         ("--generate_max_len 64 --max_len 64", "--max_len 128 or --generate_max_len 32"),
         ("--n_samples_per_prompt 1 --rollout_batch_size 32", "use 2 or more, or reinforce_plus_plus"),
+        ("--greedy", "all 4 responses .* the same; use --n_samples_per_prompt 1"),
+        ("--gamma 0.9", "--advantage_estimator grpo .* discounts nothing; leave it out, or use reinforce_plus_plus"),
     ],
 )
 def test_a_roll_out_that_does_not_fit_is_refused_with_what_would(said: str, advice: str) -> None:
@@ -173,8 +181,52 @@ def test_a_log_lies_with_the_checkpoints_so_that_a_training_that_goes_on_finds_i
         config_of("sft", "fsdp2", *TINY, ranks=1)
 
 
-def test_the_number_of_ranks_is_torchruns_where_there_is_one() -> None:
-    assert str(config_of("sft", "fsdp2", *TINY, "--logging", "log", "--nproc_per_node", "2", ranks=4).layout) == "dp4"
+def run(*said: str) -> int:
+    parser = argparse.ArgumentParser(prog="parity train")
+    TRAIN.add_arguments(parser)
+    return TRAIN.run(parser.parse_args(list(said)))
+
+
+def test_the_number_of_ranks_is_torchruns_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ("sft", "--backend", "fsdp2", *TINY, "--logging", "log", "--dry_run", "--nproc_per_node", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():  # on two hosts
+        monkeypatch.setenv(name, value)
+    assert run(*said) == 0
+    assert "layout dp4" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match=r"--nproc_per_node 2: torchrun has started 4 ranks .* leave it out"):
+        run(*said)
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "told"),
+    [
+        ("sft", "--eval_dataset other.jsonl", "no column 'question'"),
+        ("sft", "--dataset other.jsonl", "no column 'question'"),
+        ("grpo", "--eval_dataset other.jsonl", "no column 'question'"),
+        (
+            "grpo",
+            "--packing_samples --train_batch_size 1 --max_len 64 --generate_max_len 8",
+            "a row of 32 prompts and responses has up to 32 x",
+        ),
+        ("grpo", "--generate_max_len 60 --max_len 64", "no room for a prompt of .* max_new_tokens=60"),
+        ("ppo", "--critic_pretrain .", "config.json"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
+    command: str, said: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.jsonl").write_text('{"text": "1"}\n')
+
+    def started(*_: object, **__: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("impl.train.launch.run_ranks", started)
+    with pytest.raises(UsageError, match=told):
+        run(command, "--backend", "fsdp2", *TINY, "--trust_remote_code", *said.split())
 
 
 def test_packed_responses_share_rows() -> None:
@@ -202,6 +254,21 @@ def test_a_recipe_has_the_names_of_the_options_and_the_command_line_comes_first(
         config = config_of("sft", "fsdp2", "--config", str(recipe), "--learning_rate", "0.5", "--no-offload")
         assert (config.scenario.optimizer.lr, str(config.layout)) == (0.5, "dp1")
         assert config.options["max_steps"] == 4
+
+
+def test_the_command_line_comes_first_also_under_another_name(tmp_path: Path) -> None:
+    recipe, data = tmp_path / "recipe.toml", tmp_path / "data.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 64)
+    sizes = "fsdp_tensor_parallel_size = 2\ncontext_parallel_size = 2"
+    recipe.write_text(f'pretrain = "models/pangu"\nmax_steps = 4\ndevice = "cpu"\n{sizes}\n')
+    said = ("--config", str(recipe), "--dataset", str(data))
+    assert str(config_of("sft", "fsdp2", *said).layout) == "tp2.sp2.plan"
+    other = config_of("sft", "megatron", *said, "--tensor_model_parallel_size", "4", "--ring_attn_size", "1")
+    assert (str(other.layout), other.scenario.steps) == ("tp4", 4)
+    assert "fsdp_tensor_parallel_size" not in other.options
+    assert config_of("sft", "fsdp2", *said, "--max_epochs", "3").scenario.steps == 6
+    recipe.write_text(recipe.read_text().replace("max_steps = 4", "max_epochs = 3"))
+    assert config_of("sft", "fsdp2", *said, "--max_steps", "5").scenario.steps == 5
 
 
 @pytest.mark.parametrize(

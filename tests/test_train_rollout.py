@@ -16,12 +16,13 @@ from conformance.inputs.tokenizer import load_tokenizer
 from conformance.paths import FIXTURES
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
+from impl.data_position import DataPosition
 from impl.models import load_model
-from impl.train.experience import check_rollout, dealt, document_of, rollout_logprobs, told_of
+from impl.train.experience import check_goes_on, check_rollout, dealt, document_of, rollout_logprobs, told_of
+from impl.train.inputs import end_tokens
 from impl.train.prompts import Prompt, load_prompts, reward_of
 from impl.train.rewards import exact_answer, near_answer
 from impl.train.rollout import Choose, HfEngine, Response, Sampling, make_engine, seed_of
-from impl.train.setup import end_tokens
 
 LLAMA = FIXTURES / "models" / "llama"
 PROMPTS = [(1, 4, 20, 30), (1, 4, 21, 31, 41), (1, 4, 22)]
@@ -167,6 +168,27 @@ def test_a_roll_out_that_does_not_fill_its_rows_is_refused(
         check_rollout(
             config.scenario, dataclasses.replace(config.rollout, **rollout), [Prompt((1, 2, 3, 4, 5), Decimal(0))]
         )
+
+
+@pytest.mark.parametrize(
+    ("step", "consumed", "rollout", "objective"),
+    [
+        (2, 4, {"prompts": 4}, {}),  # roll-outs of twice as many prompts
+        (2, 4, {}, {"ppo_epochs": 2}),
+        (2, 2, {}, {}),
+        (6, 2, {}, {"ppo_epochs": 4}),  # it would end within a roll-out
+    ],
+)
+def test_a_training_does_not_go_on_with_other_roll_outs(
+    tmp_path: Path, step: int, consumed: int, rollout: dict[str, Any], objective: dict[str, Any]
+) -> None:
+    config = training(tmp_path, "grpo", steps=4, objective=objective)
+    assert config.rollout
+    own = dataclasses.replace(config.rollout, **rollout)
+    with pytest.raises(UsageError, match=f"{step} updates on {consumed} prompts.*begun with"):
+        check_goes_on(config.scenario, own, step=step, position=DataPosition(seed=0, documents=110, consumed=consumed))
+    before = DataPosition(seed=0, documents=110, consumed=2 * config.rollout.prompts)
+    check_goes_on(training(tmp_path, "grpo").scenario, config.rollout, step=2, position=before)
 
 
 def test_prompts_of_a_file_are_the_users_turn_with_the_number_of_the_reference(

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from conformance.layout import Layout
 from conformance.scenario import Precision
+from impl.dtypes import COMPUTE_DTYPES
 from impl.megatron.attention import DocumentRotary, RingCoreAttention
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
-
-COMPUTE_DTYPES = {"exact": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]

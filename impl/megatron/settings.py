@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl import loss_scale
-from impl.megatron.model import COMPUTE_DTYPES
+from impl.dtypes import COMPUTE_DTYPES
 from impl.strategy import ContextConfig
 
 

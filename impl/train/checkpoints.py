@@ -10,14 +10,17 @@ from impl.checkpoints.training_folder import LATEST, TrainingFolder
 from impl.checkpoints.verify import read_manifest
 from impl.data_position import DataPosition
 from impl.together import on_first
-from impl.train.config import OutputConfig
+from impl.train.config import OutputConfig, TrainConfig
+from impl.train.experience import check_goes_on
 
 
-def found_checkpoint(output: OutputConfig) -> tuple[Path, int] | None:
+def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
     """The checkpoint that a training is to go on from, and the updates that it has; None to begin with the first.
 
-    Collective. Raises UsageError where checkpoints are in the way of a training that begins.
+    Collective. Raises UsageError where checkpoints are in the way of a training that begins, and where a training could
+    not go on with the roll-outs of the one before.
     """
+    output = config.output
     root = output.ckpt_path
     if root is None:
         if output.load_checkpoint:
@@ -32,7 +35,10 @@ def found_checkpoint(output: OutputConfig) -> tuple[Path, int] | None:
                 f"{root} holds checkpoints of another training; go on with load_checkpoint, or give a new ckpt_path"
             )
         folder = TrainingFolder(root=root).latest()
-        return folder, read_manifest(folder).about.step
+        about = read_manifest(folder).about
+        if config.rollout is not None and about.data is not None:
+            check_goes_on(config.scenario, config.rollout, step=about.step, position=about.data)
+        return folder, about.step
 
     return on_first(f"looking for checkpoints in {root}", first)
 

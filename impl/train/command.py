@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from conformance.validation import UsageError
-from impl.train.flags import COMMANDS, Parser, add_flags, given_values, read_recipe, resolve_values
+from impl.train.flags import COMMANDS, Parser, Value, add_flags, given_values, read_recipe, resolve_values, said_values
 
 RANK = "impl.train.process"  # the module that is a rank
 
@@ -33,11 +33,14 @@ class Train:
         given = given_values(options, command)
         recipe = read_recipe(options.config, command) if options.config else {}
         values = resolve_values(given, recipe, command)
+        ranks = _ranks_there_are()
+        if ranks is not None:
+            _check_ranks_asked_for(values["nproc_per_node"])
 
         from impl.train.options import train_config
 
-        ranks = _ranks_there_are()
-        config = train_config(command, values, given={**recipe, **given}, ranks=ranks, dry_run=options.dry_run)
+        said = said_values(given, recipe)
+        config = train_config(command, values, given=said, ranks=ranks, dry_run=options.dry_run)
         if options.dry_run:
             from impl.train.plan import plan
 
@@ -54,8 +57,10 @@ class Train:
 
                 return main(str(file))
 
+            from impl.train.inputs import check_inputs
             from impl.train.launch import run_ranks
 
+            check_inputs(config)
             start = [sys.executable, "-m", RANK, str(file)]
             return run_ranks(start, ranks=config.layout.world_size, device=config.device)
 
@@ -73,3 +78,12 @@ def _ranks_there_are() -> int | None:
         raise UsageError(
             "RANK is set in the environment, but no WORLD_SIZE; start it by torchrun, or unset RANK"
         ) from None
+
+
+def _check_ranks_asked_for(asked: Value) -> None:
+    """Raises UsageError where torchrun has started another number of ranks on this host."""
+    there = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    if asked is not None and str(asked) != there:
+        raise UsageError(
+            f"--nproc_per_node {asked}: torchrun has started {there} ranks on this host; leave it out, or start as many"
+        )

@@ -13,14 +13,13 @@ from safetensors import safe_open
 
 from conformance.inputs.folder import CONFIG
 from conformance.inputs.model import HEAD, value_config, weight_files, weight_shapes
+from impl.megatron.shape import VALUE_HEAD
 from impl.model_folder import write_folder
-
-SCORE = "score.weight"
 
 
 def is_value_model(folder: Path) -> bool:
     """Whether a Hugging Face folder has the head of a value model."""
-    return SCORE in weight_shapes(folder)
+    return VALUE_HEAD in weight_shapes(folder)
 
 
 def write_critic(folder: Path, *, source: Path, seed: int) -> None:
@@ -31,7 +30,9 @@ def write_critic(folder: Path, *, source: Path, seed: int) -> None:
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     hidden = config.get("text_config", config)["hidden_size"]
     drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    write_folder(folder, source=source, weights=chain(_layers(source), [(SCORE, drawn / (hidden + 1))]), dtype="source")
+    write_folder(
+        folder, source=source, weights=chain(_layers(source), [(VALUE_HEAD, drawn / (hidden + 1))]), dtype="source"
+    )
     value_config(folder / CONFIG)
 
 

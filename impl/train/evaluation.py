@@ -1,6 +1,5 @@
 """Evaluation on held-out data, without an update: the loss of documents, or the reward of the likeliest responses."""
 
-from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -11,21 +10,22 @@ from impl.strategy import Context, Trainable
 from impl.train.experience import RolloutSource, sampled, text_of
 from impl.train.prompts import Prompt
 from impl.train.rewards import Reward
+from impl.train.source import fits
 
 
 def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Batch]:
     """Each document once and in order, in batches of ``data.rows`` rows; what fills up the last one has no targets."""
-    rest, rows = deque(documents), list[tuple[Document, ...]]()
-    while rest:
-        row = [rest.popleft()]
-        while data.packed and rest and sum(len(d.tokens) for d in (*row, rest[0])) <= data.max_len:
-            row.append(rest.popleft())
-        rows.append(tuple(row))
+    rows: list[list[Document]] = []
+    for document in documents:
+        if rows and fits(rows[-1], document, data):
+            rows[-1].append(document)
+        else:
+            rows.append([document])
     shortest = min(documents, key=lambda document: len(document.tokens))
     filling = Document(shortest.tokens, (False,) * len(shortest.tokens))
-    rows += [(filling,)] * (-len(rows) % data.rows)
+    rows += [[filling]] * (-len(rows) % data.rows)
     cut = [rows[start : start + data.rows] for start in range(0, len(rows), data.rows)]
-    return [Batch(n, data.max_len, tuple(Row(i, row) for i, row in enumerate(own))) for n, own in enumerate(cut)]
+    return [Batch(n, data.max_len, tuple(Row(i, tuple(row)) for i, row in enumerate(own))) for n, own in enumerate(cut)]
 
 
 def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch]) -> dict[str, float]:

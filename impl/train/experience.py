@@ -155,6 +155,22 @@ def check_rollout(scenario: Scenario, config: RolloutConfig, prompts: Sequence[P
         )
 
 
+def check_goes_on(scenario: Scenario, config: RolloutConfig, *, step: int, position: DataPosition) -> None:
+    """Raises UsageError where a training of ``step`` updates, at ``position`` in the prompts, had other roll-outs.
+
+    A roll-out's number, from which its responses follow, is counted by updates: with other ones it would come again.
+    """
+    objective = scenario.objective
+    assert isinstance(objective, PolicyGradient)
+    rollouts, within = divmod(step, objective.steps_per_rollout)
+    if within or position.consumed != rollouts * config.prompts:
+        raise UsageError(
+            f"the checkpoint has {step} updates on {position.consumed} prompts, and this training makes "
+            f"{objective.steps_per_rollout} of each roll-out of {config.prompts}; go on with the prompts and samples "
+            f"of a roll-out, the rows of a step and the ppo_epochs that it was begun with"
+        )
+
+
 def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> dict[str, float]:
     """How far the engine's log-probs are from the policy's before an update, over all response tokens of ``batch``.
 

@@ -2,7 +2,7 @@
 
 The names are those that people know from OpenRLHF, Megatron-LM and transformers. ``None`` as a default means that the
 value follows from others (impl/train/options.py). A recipe is a TOML or YAML file with the same names as its keys; what
-the command line says comes in place of what the recipe says.
+the command line says comes in place of what the recipe says, also under another name.
 """
 
 import argparse
@@ -23,6 +23,8 @@ COMMANDS = {
     "ppo": "proximal policy optimisation with a critic: roll-outs of the policy, rewards, updates",
 }
 ROLLOUT = ("grpo", "ppo")
+SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
+ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # of which one may be said
 Value = str | int | float | bool | None
 
 
@@ -312,13 +314,19 @@ def read_recipe(path: Path, command: str) -> dict[str, Value]:
     return found
 
 
+def said_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dict[str, Value]:
+    """What the command line says, and what the recipe says of other things: a name stands for all its alternatives."""
+    replaced = {name for names in ALTERNATIVES if not given.keys().isdisjoint(names) for name in names}
+    return {name: value for name, value in recipe.items() if name not in replaced} | dict(given)
+
+
 def resolve_values(given: Mapping[str, Value], recipe: Mapping[str, Value], command: str) -> dict[str, Value]:
     """A value for every option of a command: the command line's, else the recipe's, else the default.
 
     Raises UsageError for an option that the backend does not have, with the reason.
     """
     flags = [flag for flag in FLAGS if command in flag.commands]
-    said = {**recipe, **given}
+    said = said_values(given, recipe)
     values = {flag.name: said.get(flag.name, flag.default) for flag in flags}
     for name in ("backend", "pretrain"):
         if values[name] is None:

@@ -21,6 +21,7 @@ from impl.adapter import StrategyBackend
 from impl.train.checkpoints import Checkpoints, found_checkpoint
 from impl.train.config import TrainConfig
 from impl.train.experience import logprob_gap
+from impl.train.inputs import read_inputs
 from impl.train.setup import Evaluate, check, evaluation_of, model_folders, set_up, source_of
 from impl.train.source import Source
 from impl.train.speed import Speed, model_size, peak_flops, peak_memory
@@ -51,7 +52,8 @@ def train(config: TrainConfig) -> None:
     check(config)
     device = "cpu" if config.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
     scenario, output = config.scenario, config.output
-    checkpoint = found_checkpoint(output)
+    checkpoint = found_checkpoint(config)
+    inputs = read_inputs(config)
     done = checkpoint[1] if checkpoint else 0
     folders = model_folders(config)
     with contextlib.ExitStack() as stack:
@@ -60,7 +62,7 @@ def train(config: TrainConfig) -> None:
         stop = stack.enter_context(Stop())
         seed_generators(scenario.seed, dist.get_rank(), done)
         backend = set_up(config, folders, device)
-        source = source_of(config, backend, folders[POLICY.name], device)
+        source = source_of(config, backend, inputs, device)
         checkpoints = Checkpoints(backend, output)
         if checkpoint:
             source.position = checkpoints.load(checkpoint[0], source.position)
@@ -69,9 +71,9 @@ def train(config: TrainConfig) -> None:
             backend=backend,
             source=source,
             checkpoints=checkpoints,
-            evaluate=evaluation_of(config, backend, source, folders[POLICY.name]),
+            evaluate=evaluation_of(config, backend, source, inputs),
             told=stack.enter_context(telling(config, done=done)),
-            speed=speed_of(config, backend, folders, device),
+            speed=speed_of(config, folders, device),
             stop=stop,
             device=device,
         )
@@ -150,11 +152,11 @@ def crosses(before: int, after: int, every: int) -> bool:
     return before // every < after // every
 
 
-def speed_of(config: TrainConfig, backend: StrategyBackend, folders: Mapping[str, Path], device: str) -> Speed:
+def speed_of(config: TrainConfig, folders: Mapping[str, Path], device: str) -> Speed:
     """What a step's speed is measured by."""
-    trusted = config.scenario.trust_remote_code
     peak = peak_flops(device, config.scenario.precision)
+    roles = [role for role in config.scenario.objective.roles if role.trained]
     return Speed(
-        models={role: model_size(folders[role], trusted=trusted) for role in backend.trained},
+        models={role.name: model_size(folders[role.name], role.head) for role in roles},
         peak=peak and peak * dist.get_world_size(),
     )

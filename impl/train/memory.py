@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from conformance.inputs.model import EMBEDDING, HEAD
 from conformance.layout import Layout
 from conformance.scenario import Precision
-from impl.megatron.shape import VOCABULARY_MULTIPLE
+from impl.megatron.shape import VALUE_HEAD, VOCABULARY_MULTIPLE
 from impl.megatron.stages import stages
 from impl.train.shapes import Shapes, cut, elements, layer_of
 
@@ -133,7 +133,7 @@ def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
     count = 1 + max(layer for name in own if (layer := layer_of(name)) is not None)
     cuts = stages(layers=count, pp=layout.pp, vpp=layout.vpp)
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layout.pp)]
-    tied = layout.pp > 1 and len(own) > 0 and not any(name.endswith((HEAD, "score.weight")) for name in own)
+    tied = layout.pp > 1 and len(own) > 0 and not any(name.endswith((HEAD, VALUE_HEAD)) for name in own)
     for name, shape in own.items():
         layer = layer_of(name)
         first = layer is None and name.endswith(EMBEDDING)

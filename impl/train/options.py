@@ -23,10 +23,10 @@ from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import Value
+from impl.train.values import Values
 
 Device = Literal["cpu", "cuda"]
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # where none is given
-_WAYS = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
 
 
 def train_config(
@@ -38,13 +38,9 @@ def train_config(
     ``dry_run``: whether it may be without weights, the model's code and GPUs.
     Raises UsageError, with numbers that would work, for what does not fit together or what the backend does not take.
     """
-    read = _Values(values)
+    read = Values(values)
     backend, device = read.text("backend"), device_of(values, dry_run=dry_run)
-    model = resolve(read.text("pretrain"))
-    check_model_folder(model)
-    if not dry_run:
-        runs_code(model, trusted=read.flag("trust_remote_code"))
-        weight_files(model)
+    model = _model(read, "pretrain", dry_run=dry_run)
     layout = _layout(read, backend, ranks or ranks_to_start(values, dry_run=dry_run))
     batch = _Batch.of(read, layout, command)
     scenario = _scenario(read, command, model=model, batch=batch)
@@ -52,7 +48,7 @@ def train_config(
     _ask(backend, scenario, layout)
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
-        models["critic"] = resolve(read.text("critic_pretrain")) if read.given("critic_pretrain") else model
+        models["critic"] = _model(read, "critic_pretrain", dry_run=dry_run) if read.given("critic_pretrain") else model
     return TrainConfig(
         backend=backend,
         layout=layout,
@@ -65,6 +61,16 @@ def train_config(
         eval_steps=read.whole("eval_steps"),
         options=dict(given),
     )
+
+
+def _model(read: Values, name: str, *, dry_run: bool) -> Path:
+    """A model's folder. Raises UsageError for one that cannot be loaded; for a plan it may be without weights."""
+    model = resolve(read.text(name))
+    check_model_folder(model)
+    if not dry_run:
+        runs_code(model, trusted=read.flag("trust_remote_code"))
+        weight_files(model)
+    return model
 
 
 def device_of(values: Mapping[str, Value], *, dry_run: bool) -> Device:
@@ -83,7 +89,7 @@ def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
     """
     import torch
 
-    read, gpus = _Values(values), torch.cuda.device_count()
+    read, gpus = Values(values), torch.cuda.device_count()
     on_gpus = device_of(values, dry_run=dry_run) == "cuda"
     if values["nproc_per_node"] is not None:
         asked = read.whole("nproc_per_node")
@@ -95,49 +101,7 @@ def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
     )
 
 
-class _Values:
-    """Reads values in their types, which resolve_values has checked."""
-
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        self._values = values
-
-    def text(self, name: str) -> str:
-        return str(self._values[name])
-
-    def whole(self, name: str) -> int:
-        value = self._values[name]
-        assert isinstance(value, int)
-        return value
-
-    def number(self, name: str) -> float:
-        value = self._values[name]
-        assert isinstance(value, float)
-        return value
-
-    def flag(self, name: str) -> bool:
-        return bool(self._values[name])
-
-    def path(self, name: str) -> Path | None:
-        return None if self._values[name] is None else Path(self.text(name)).expanduser().absolute()
-
-    def given(self, name: str) -> bool:
-        return self._values[name] is not None
-
-    def cut(self, name: str) -> int:
-        """A size that has two names, of which one may be given."""
-        other = _WAYS[name]
-        if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
-            raise UsageError(
-                f"--{name} {self.whole(name)} and --{other} {self.whole(other)} are two names of one size; give one"
-            )
-        return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
-
-    @property
-    def stages(self) -> int:
-        return self.whole("pipeline_model_parallel_size")
-
-
-def _layout(read: _Values, backend: str, ranks: int) -> Layout:
+def _layout(read: Values, backend: str, ranks: int) -> Layout:
     tp, sp = read.cut("tensor_model_parallel_size"), read.cut("ring_attn_size")
     _check_ranks(ranks, {"tensor-parallel": tp, "ring": sp, "pipeline": read.stages})
     sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=read.stages)
@@ -173,7 +137,7 @@ def _check_ranks(ranks: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _stage(read: _Values, backend: str) -> int | None:
+def _stage(read: Values, backend: str) -> int | None:
     """The layout's ZeRO stage; none where the one that is asked for is what the backend does without being told."""
     if not read.given("zero_stage"):
         return None
@@ -191,7 +155,7 @@ class _Batch:
     mini_batches: int = 1
 
     @classmethod
-    def of(cls, read: _Values, layout: Layout, command: str) -> "_Batch":
+    def of(cls, read: Values, layout: Layout, command: str) -> "_Batch":
         rows, micro = read.whole("train_batch_size"), read.whole("micro_train_batch_size")
         at_once = micro * layout.dp
         accumulation, left = divmod(rows, at_once)
@@ -223,7 +187,7 @@ class _Batch:
         return cls(rows=rows, accumulation=accumulation, mini_batches=responses // rows)
 
 
-def _scenario(read: _Values, command: str, *, model: Path, batch: _Batch) -> Scenario:
+def _scenario(read: Values, command: str, *, model: Path, batch: _Batch) -> Scenario:
     path = _dataset(read, "dataset", command)
     data = {
         "path": path,
@@ -262,13 +226,13 @@ def _scenario(read: _Values, command: str, *, model: Path, batch: _Batch) -> Sce
     )
 
 
-def _dataset(read: _Values, name: str, command: str) -> str:
+def _dataset(read: Values, name: str, command: str) -> str:
     """The path of a data set; what is embedded and no file has a name."""
     said = read.text(name) if read.given(name) else DATASETS[command]
     return said if said == ARITHMETIC == DATASETS[command] else str(resolve(said))
 
 
-def _steps(read: _Values, command: str, data: str, batch: _Batch) -> int:
+def _steps(read: Values, command: str, data: str, batch: _Batch) -> int:
     """Optimizer steps: as many as are asked for, or as whole batches of the data make in so many passes."""
     passes = "max_epochs" if command == "sft" else "num_episodes"
     if read.given("max_steps"):
@@ -292,7 +256,7 @@ def _steps(read: _Values, command: str, data: str, batch: _Batch) -> int:
     return made if command == "sft" else made * batch.mini_batches * read.whole("ppo_epochs")
 
 
-def _whole_rollouts(steps: int, read: _Values, command: str, batch: _Batch) -> int:
+def _whole_rollouts(steps: int, read: Values, command: str, batch: _Batch) -> int:
     if command == "sft":
         return steps
     each = batch.mini_batches * read.whole("ppo_epochs")
@@ -305,7 +269,7 @@ def _whole_rollouts(steps: int, read: _Values, command: str, batch: _Batch) -> i
     return steps
 
 
-def _policy_gradient(read: _Values, command: str, batch: _Batch) -> dict[str, Any]:
+def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any]:
     common = {
         "kind": command,
         "temperature": read.number("temperature"),
@@ -325,26 +289,37 @@ def _policy_gradient(read: _Values, command: str, batch: _Batch) -> dict[str, An
             f"--advantage_estimator {estimator} compares the responses to one prompt, and --n_samples_per_prompt is 1; "
             f"use 2 or more, or reinforce_plus_plus"
         )
+    if read.number("gamma") != 1 and estimator != "reinforce_plus_plus":
+        raise UsageError(
+            f"--gamma {read.number('gamma'):g}: --advantage_estimator {estimator} gives all tokens of a response its "
+            f"one reward and discounts nothing; leave it out, or use reinforce_plus_plus"
+        )
     return common | {"adv_estimator": estimator}
 
 
-def _rollout(read: _Values) -> RolloutConfig:
+def _rollout(read: Values) -> RolloutConfig:
     longest, room = read.whole("generate_max_len"), read.whole("max_len")
     if longest >= room:
         raise UsageError(
             f"--generate_max_len {longest} leaves no room for a prompt in --max_len {room}; use --max_len "
             f"{longest * 2} or --generate_max_len {max(1, room // 2)}"
         )
+    samples = read.whole("n_samples_per_prompt")
+    if read.flag("greedy") and samples > 1:
+        raise UsageError(
+            f"--greedy: all {samples} responses to a prompt would be the same; use --n_samples_per_prompt 1 (of grpo "
+            f"with --advantage_estimator reinforce_plus_plus), or leave it out"
+        )
     return RolloutConfig(
         prompts=read.whole("rollout_batch_size"),
-        n_samples_per_prompt=read.whole("n_samples_per_prompt"),
+        n_samples_per_prompt=samples,
         max_new_tokens=longest,
         engine="vllm" if read.text("rollout_engine") == "vllm" else "hf",
         greedy=read.flag("greedy"),
     )
 
 
-def _output(read: _Values, *, under_torchrun: bool) -> OutputConfig:
+def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
     if read.flag("load_checkpoint") and not read.given("ckpt_path"):
         raise UsageError("--load_checkpoint: from where? give --ckpt_path the folder of checkpoints")
     log, checkpoints = read.path("logging"), read.path("ckpt_path")

@@ -22,16 +22,10 @@ import transformers
 from torch import Tensor
 
 from conformance.backend import NamedTensors
-from conformance.scenario import Precision, Scenario
+from conformance.scenario import Scenario
+from impl.dtypes import COMPUTE_DTYPES
 from impl.models import load_model
 from impl.train.config import Engine
-
-ENGINE_DTYPES: dict[Precision, torch.dtype] = {
-    "exact": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class HfEngine:
         self.sampling, self.device = sampling, device
         self.model: Any = load_model(
             model,
-            dtype=ENGINE_DTYPES[scenario.precision],
+            dtype=COMPUTE_DTYPES[scenario.precision],
             attention="eager" if exact else "sdpa",
             trusted=scenario.trust_remote_code,
         )

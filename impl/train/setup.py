@@ -1,14 +1,11 @@
 """What a training is put together from, by its configuration: models, backend, data, evaluation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-import transformers
 
 from conformance.backend import Unsupported, find_backend
-from conformance.inputs.tokenizer import load_tokenizer
 from conformance.role import POLICY
 from conformance.validation import UsageError
 from impl.adapter import StrategyBackend
@@ -19,10 +16,11 @@ from impl.together import on_first
 from impl.train.config import TrainConfig
 from impl.train.critic import is_value_model, write_critic
 from impl.train.evaluation import held_out_batches, held_out_loss, held_out_reward
-from impl.train.experience import RolloutSource, check_rollout
-from impl.train.prompts import load_prompts, reward_of
+from impl.train.experience import RolloutSource
+from impl.train.inputs import DocumentInputs, PromptInputs, held_out_data
+from impl.train.prompts import reward_of
 from impl.train.rollout import Sampling, make_engine
-from impl.train.source import Source, document_source, read_documents, vocabulary_size
+from impl.train.source import DocumentSource, Source
 
 Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log
 
@@ -90,21 +88,19 @@ def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str) -> Str
     return backend
 
 
-def source_of(config: TrainConfig, backend: StrategyBackend, policy: Path, device: str) -> Source:
-    """Where the training's work comes from: documents, or roll-outs of prompts. ``policy``: its folder."""
-    scenario, rollout = config.scenario, config.rollout
-    if rollout is None:
-        return document_source(scenario, policy)
-    trusted = scenario.trust_remote_code
-    tokenizer = load_tokenizer(policy, trusted=trusted)
-    vocabulary = vocabulary_size(policy, trusted=trusted)
-    most = rollout.max_new_tokens
-    prompts = load_prompts(scenario.data, tokenizer, vocabulary=vocabulary, max_new_tokens=most)
-    check_rollout(scenario, rollout, prompts)
+def source_of(
+    config: TrainConfig, backend: StrategyBackend, inputs: DocumentInputs | PromptInputs, device: str
+) -> Source:
+    """Where the training's work comes from: documents, or roll-outs of prompts."""
+    scenario, rollout, policy = config.scenario, config.rollout, config.models[POLICY.name]
+    if isinstance(inputs, DocumentInputs):
+        position = DataPosition(seed=scenario.seed, documents=len(inputs.documents))
+        return DocumentSource(inputs.documents, scenario.data, position)
+    assert rollout is not None
     sampling = Sampling(
         temperature=functions_of(scenario.objective).temperature,
-        max_new_tokens=most,
-        end=end_tokens(policy, tokenizer.eos_token_id),
+        max_new_tokens=rollout.max_new_tokens,
+        end=inputs.end,
     )
     return RolloutSource(
         context=backend.context,
@@ -112,40 +108,25 @@ def source_of(config: TrainConfig, backend: StrategyBackend, policy: Path, devic
         scenario=scenario,
         config=rollout,
         engine=make_engine(rollout.engine, policy, scenario, sampling, device),
-        prompts=prompts,
+        prompts=inputs.prompts,
         reward=reward_of(scenario.data),
-        tokenizer=tokenizer,
-        position=DataPosition(seed=scenario.seed, documents=len(prompts)),
+        tokenizer=inputs.tokenizer,
+        position=DataPosition(seed=scenario.seed, documents=len(inputs.prompts)),
     )
 
 
-def end_tokens(policy: Path, end: int | None) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end-of-sequence token, and those of the folder's generation settings.
-
-    Raises UsageError where there is none.
-    """
-    found = set() if end is None else {end}
-    if (policy / transformers.utils.GENERATION_CONFIG_NAME).is_file():
-        told = transformers.GenerationConfig.from_pretrained(policy).eos_token_id
-        found |= {told} if isinstance(told, int) else set(told or ())
-    if not found:
-        raise UsageError(f"the tokenizer in {policy} has no end-of-sequence token, so no response would have an end")
-    return tuple(sorted(found))
-
-
-def evaluation_of(config: TrainConfig, backend: StrategyBackend, source: Source, policy: Path) -> Evaluate | None:
+def evaluation_of(
+    config: TrainConfig, backend: StrategyBackend, source: Source, inputs: DocumentInputs | PromptInputs
+) -> Evaluate | None:
     """What is looked at on held-out data, if there are any."""
-    scenario, path = config.scenario, config.eval_dataset
-    if path is None:
+    data = held_out_data(config)
+    if data is None:
         return None
-    data = replace(scenario.data, path=str(path))
-    if isinstance(source, RolloutSource):
-        prompts = load_prompts(
-            data,
-            source.tokenizer,
-            vocabulary=vocabulary_size(policy, trusted=scenario.trust_remote_code),
-            max_new_tokens=source.config.max_new_tokens,
-        )
+    if isinstance(inputs, PromptInputs):
+        assert isinstance(source, RolloutSource)
+        assert inputs.held_out is not None
+        prompts = inputs.held_out
         return lambda: held_out_reward(source, prompts, reward_of(data))
-    batches = held_out_batches(read_documents(scenario, data, policy), data)
+    assert inputs.held_out is not None
+    batches = held_out_batches(inputs.held_out, data)
     return lambda: held_out_loss(backend.context, backend.models[POLICY.name], batches)

@@ -7,16 +7,10 @@ none, also when it goes on with another number of ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
-from transformers import AutoConfig
-
 from conformance.batch import Batch, Document, Row
-from conformance.inputs.documents import check_vocabulary, load_documents
-from conformance.inputs.folder import runs_code
-from conformance.inputs.tokenizer import load_tokenizer
-from conformance.scenario import DataConfig, Scenario
+from conformance.scenario import DataConfig
 from impl.data_position import DataPosition
 
 
@@ -58,36 +52,14 @@ def next_row(
 ) -> tuple[tuple[Document, ...], DataPosition]:
     """One document, or when packed the next ones in order for as long as they fit; and the position after them."""
     row: list[Document] = []
-    room = data.max_len
     while True:
         (number,), after = position.take(1)
-        document = documents[number]
-        if row and (not data.packed or len(document.tokens) > room):
+        if row and not fits(row, documents[number], data):
             return tuple(row), position
-        row.append(document)
-        room -= len(document.tokens)
+        row.append(documents[number])
         position = after
 
 
-def document_source(scenario: Scenario, model: Path) -> DocumentSource:
-    """The documents of a scenario, tokenized for the Hugging Face folder ``model``.
-
-    Raises UsageError for data, a tokenizer or a ``max_len`` that cannot be used.
-    """
-    documents = read_documents(scenario, scenario.data, model)
-    position = DataPosition(seed=scenario.seed, documents=len(documents))
-    return DocumentSource(documents, scenario.data, position)
-
-
-def read_documents(scenario: Scenario, data: DataConfig, model: Path) -> list[Document]:
-    """All samples of a data set, in its order. See ``document_source``."""
-    documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
-    check_vocabulary(documents, model, vocabulary_size(model, trusted=scenario.trust_remote_code))
-    return documents
-
-
-def vocabulary_size(model: Path, *, trusted: bool) -> int:
-    """How many tokens a model knows, by its configuration."""
-    config = AutoConfig.from_pretrained(model, trust_remote_code=runs_code(model, trusted=trusted))
-    size: int = config.get_text_config().vocab_size
-    return size
+def fits(row: Sequence[Document], document: Document, data: DataConfig) -> bool:
+    """Whether a document goes into a row that has others."""
+    return data.packed and sum(len(one.tokens) for one in (*row, document)) <= data.max_len

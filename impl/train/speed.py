@@ -5,20 +5,19 @@ import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from conformance.batch import Batch
-from conformance.inputs.folder import runs_code
-from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
+from conformance.inputs.model import EMBEDDING, HEAD
+from conformance.role import Head
 from conformance.scenario import Precision
+from impl.train.shapes import elements, parameter_shapes, read_sizes
 
 # Floating-point operations a second of dense products in half precision, by a word of the device's name: NVIDIA's data
-# sheets, without sparsity. Cards for slots are slower, where they have the same name.
+# sheets, without sparsity. Cards for slots are slower, where they have the same name; of the A100 they are not.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
-_SLOWER = {"PCIe", "NVL"}
+_SLOTS, _AS_FAST = {"PCIE", "NVL"}, {"A100"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +35,13 @@ class ModelSize:
         return float(sum(6 * self.parameters * t + 12 * self.attention * t * t for t in lengths))
 
 
-def model_size(folder: Path, *, trusted: bool) -> ModelSize:
-    """Of the model in a Hugging Face folder."""
-    shapes = weight_shapes(folder)
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    if any(name.endswith(HEAD) for name in shapes):  # else the embedding is the head
-        count -= sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.endswith(EMBEDDING))
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=runs_code(folder, trusted=trusted))
-    config = config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ModelSize(parameters=count, attention=config.num_hidden_layers * config.num_attention_heads * size)
+def model_size(folder: Path, head: Head) -> ModelSize:
+    """Of the model that a Hugging Face folder makes with a head. An embedding that is no head looks up and computes
+    nothing; a tied head is its embedding."""
+    shapes, sizes = parameter_shapes(folder, head), read_sizes(folder)
+    tied = head == "causal" and not any(name.endswith(HEAD) for name in shapes)
+    looked_up = {name: shape for name, shape in shapes.items() if name.endswith(EMBEDDING) and not tied}
+    return ModelSize(parameters=elements(shapes) - elements(looked_up), attention=sizes.layers * sizes.queries)
 
 
 def peak_flops(device: str, precision: Precision) -> float | None:
@@ -57,8 +53,9 @@ def peak_flops(device: str, precision: Precision) -> float | None:
 
 def peak_of(name: str) -> float | None:
     """Of the device of this name."""
-    words = set(re.split("[ -]", name))
-    return None if words & _SLOWER else next((PEAKS[word] for word in words & PEAKS.keys()), None)
+    words = set(re.split("[ -]", name.upper()))
+    known = next(iter(words & PEAKS.keys()), None)
+    return None if known is None or (words & _SLOTS and known not in _AS_FAST) else PEAKS[known]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 from conformance.backend import NamedTensors
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.train.rollout import ENGINE_DTYPES, Response, Sampling
+from impl.dtypes import COMPUTE_DTYPES
+from impl.train.rollout import Response, Sampling
 
 MEMORY = 0.3  # share of the GPU's, for weights and cache
 
@@ -34,7 +35,7 @@ class VllmEngine:
         self._sampling = sampling
         self._engine: Any = vllm.LLM(
             model=str(model),
-            dtype=str(ENGINE_DTYPES[scenario.precision]).removeprefix("torch."),
+            dtype=str(COMPUTE_DTYPES[scenario.precision]).removeprefix("torch."),
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=1,
             gpu_memory_utilization=MEMORY,

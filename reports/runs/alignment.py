@@ -12,18 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.validation import UsageError
+from reports.runs.metrics import EVALUATION, EXACT
 from reports.runs.run import Curve, Floats, Run
 
-EVALUATION = "eval_"  # of metrics that a log may have before its first step of training
+CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aligned:
-    """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T]."""
+    """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T].
+
+    ``exact``: these are values of EXACT as they were logged; between the positions of a log they are interpolated.
+    """
 
     metric: str
     positions: Floats
     sides: tuple[Floats, Floats]
+    exact: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +46,15 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     runs = [*sides[0], *sides[1]]
     if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
         raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
-    names = list(dict.fromkeys(name for run in runs for name in run.curves if not chosen or name in chosen))
+    names = list(chosen or dict.fromkeys(name for run in runs for name in run.curves))
     missing, notes, metrics = [], [], []
-    shifts = [0.0 if by == "tokens" else _shift(runs[0], run) for run in runs]
-    for run, shift in zip(runs, shifts, strict=True):
+    shifts = []
+    for run in runs:
+        shift, said = (0.0, "") if by == "tokens" else _shift(runs[0], run)
+        shifts.append(shift)
+        notes += [said] if said else []
         if by == "tokens" and run.tokens_added:
             notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
-        if shift:
-            notes.append(
-                f"{run.name} counts its steps from {_first(run):.0f} and {runs[0].name} from {_first(runs[0]):.0f}:"
-                f" {abs(shift):.0f} was {'added to' if shift > 0 else 'taken from'} the former's"
-            )
     for name in names:
         lacking = [run.name for run in runs if name not in run.curves]
         if lacking:
@@ -68,8 +71,12 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         if len(positions) == 0:
             missing.append(f"{name}: no {by} in common")
             continue
+        if not np.isfinite(values).any():
+            missing.append(f"{name}: no finite value in any of them")
+            continue
         split = len(sides[0])
-        metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:])))
+        exact = name in EXACT and by == "step"
+        metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:]), exact=exact))
     ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
     if by == "step" and max(ends) > min(ends):
         last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name
@@ -91,19 +98,34 @@ def _last(run: Run) -> float:
     return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
 
 
-def _shift(reference: Run, run: Run) -> float:
-    """What to add to a run's steps. 0 but where one counter begins at 0, the other at 1, and they go on alike.
+def _shift(reference: Run, run: Run) -> tuple[float, str]:
+    """What to add to a run's steps, and a sentence about it. 0 but where one counter begins at 0, the other at 1.
 
-    If the values agree better without a shift, there is none: then one log merely lacks its first line.
+    Then either both count the same steps, or one log lacks its first line. Each metric that is CLEARLY nearer to the
+    other run's with or without a shift has a vote. Where they are undecided (other seeds, constants), logs that also
+    end at the same step are taken to lack a line.
     """
     shift = _first(reference) - _first(run)
-    shared = [name for name in reference.curves if name in run.curves and not name.startswith(EVALUATION)]
-    if abs(shift) != 1 or {_first(reference), _first(run)} != {0.0, 1.0} or not shared:
-        return 0.0
-    a, b = reference.curves[shared[0]], run.curves[shared[0]]
-    if a.stride != b.stride:
-        return 0.0
-    return shift if _distance(a, b, shift) <= 2 * _distance(a, b, 0.0) else 0.0
+    shared = [
+        (reference.curves[name], run.curves[name])
+        for name in reference.curves
+        if name in run.curves and not name.startswith(EVALUATION)
+    ]
+    alike = [(a, b) for a, b in shared if a.stride == b.stride]
+    if {_first(reference), _first(run)} != {0.0, 1.0} or not alike:
+        return 0.0, ""
+    votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in alike)
+    decided = "" if votes else ", although the values do not tell whether it is that or a first line that is missing"
+    begins = f"{run.name} counts its steps from {_first(run):.0f} and {reference.name} from {_first(reference):.0f}"
+    if votes > 0 or (votes == 0 and _last(reference) != _last(run)):
+        done = f"{abs(shift):.0f} was {'added to' if shift > 0 else 'taken from'} the former's"
+        return shift, f"{begins}: {done}{decided}"
+    return 0.0, "" if votes else f"{begins}: both count the same steps{decided}"
+
+
+def _vote(shifted: float, unshifted: float) -> int:
+    """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are alike."""
+    return int(CLEARLY * shifted < unshifted) - int(CLEARLY * unshifted < shifted)
 
 
 def _distance(a: Curve, b: Curve, shift: float) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.validation import UsageError
 from reports.runs.alignment import Aligned, Alignment, align
-from reports.runs.band import Judged, within_spread, within_threshold
+from reports.runs.band import Judged, within_digits, within_spread, within_threshold
 from reports.runs.hints import Evidence, Hint, hints
 from reports.runs.metrics import METRICS, OF_ANY_SIZE
 from reports.runs.run import Floats, Run
@@ -26,7 +26,8 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a metric first leaves the band: at a position, or in the mean of ``span`` positions from it on."""
+    """Where a metric first leaves the band: at a position, or in the mean of ``span`` positions from it on, of which
+    ``difference`` and ``allowed`` then are."""
 
     position: float
     span: int
@@ -63,10 +64,12 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two sides, metric by metric. ``threshold`` is None where the band is the spread of seeds."""
+    """Two sides, metric by metric. ``threshold`` is None where the band is the spread of seeds; ``chosen`` are the
+    metrics that were asked for, all of them if there are none."""
 
     sides: tuple[Side, Side]
     alignment: Alignment
+    chosen: tuple[str, ...]
     threshold: float | None
     metrics: tuple[Compared, ...]
     hints: tuple[Hint, ...]
@@ -77,7 +80,13 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        return bool(self.metrics)
+        """Whether there is a metric, and each that was asked for."""
+        return bool(self.metrics) and not self.lacking
+
+    @property
+    def lacking(self) -> list[str]:
+        """What was asked for, and is not compared."""
+        return [name for name in self.chosen if name not in {one.name for one in self.metrics}]
 
     @property
     def first(self) -> Compared | None:
@@ -96,40 +105,41 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     metrics = []
     for one in alignment.metrics:
         x, y = one.sides
+        any_size = one.metric in OF_ANY_SIZE
         if spread:
-            judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=one.metric in OF_ANY_SIZE)
+            judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=any_size, exact=one.exact)
+        elif one.exact:
+            judged = within_digits(x[0], y[0])
         else:
-            judged = within_threshold(x[0], y[0], threshold, any_size=one.metric in OF_ANY_SIZE)
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size)
         means = x.mean(axis=0), y.mean(axis=0)
-        metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, means, judged)))
+        metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
     found: tuple[Hint, ...] = ()
     if any(one.first for one in metrics):
         found = hints(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
     return Comparison(
         sides=(a, b),
         alignment=alignment,
+        chosen=tuple(chosen),
         threshold=None if spread else threshold,
         metrics=tuple(metrics),
         hints=found,
     )
 
 
-def _first(aligned: Aligned, means: tuple[Floats, Floats], judged: Judged) -> Parting | None:
+def _first(aligned: Aligned, judged: Judged) -> Parting | None:
     places = np.flatnonzero(judged.outside)
     if len(places) == 0:
         return None
     place = int(places[0])
     span = int(judged.spans[place])
     end = min(place + span, len(aligned.positions)) - 1
-    difference = float(judged.difference[place])
-    if span > 1:
-        difference = float(np.nanmean(judged.difference[place : end + 1]))
     return Parting(
         position=float(aligned.positions[place]),
         span=span,
         last=float(aligned.positions[end]),
-        difference=difference,
-        allowed=float(judged.allowed[place]),
+        difference=float(judged.shown[place]),
+        allowed=float(judged.bound[place]),
     )
 
 

@@ -5,13 +5,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 
 import conformance
 from conformance.record.format import dumps
-from reports.html import TEMPLATES
+from reports.html import TEMPLATES, environment
 from reports.packing import pack
 from reports.runs import text
 from reports.runs.comparison import Compared, Comparison
@@ -22,15 +21,9 @@ POINTS = 400  # of a curve that are drawn
 
 def to_html(comparisons: Sequence[Comparison]) -> str:
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    template = environment().get_template("runs.html")
     state = "differs" if any(one.differs for one in comparisons) else "conforms"
-    return environment.get_template("runs.html").render(
+    return template.render(
         title=text.title(comparisons),
         state=state if all(one.comparable for one in comparisons) or state == "differs" else "incomplete",
         version=conformance.__version__,

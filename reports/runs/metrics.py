@@ -12,6 +12,8 @@ Megatron-LM (megatron/training/training.py), torchtitan (torchtitan/components/m
 
 import re
 
+EVALUATION = "eval_"  # of metrics that a log may have before its first step of training, and not at every step
+
 STEP = (
     "step",
     "global_step",
@@ -83,6 +85,9 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 OF_ANY_SIZE = ("grad_norm", "critic_grad_norm", "lr", "critic_lr")
 """Metrics that may be as small as they like; the others are of order one, or differences of such numbers."""
+
+EXACT = ("lr", "critic_lr")
+"""Metrics that follow from the configuration alone, and are the same to the last digit that a log prints."""
 
 _PLACES = {alias: (name, rank) for name, aliases in METRICS.items() for rank, alias in enumerate(aliases)}
 SUMMARY = "train/train_loss"  # the mean of a whole run, which the Trainer's integrations log at its end

@@ -4,8 +4,9 @@ What had to be put right on the way (steps logged twice after a resume, lines ou
 counter) is kept as notes, in words, and told with the result.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,17 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.validation import UsageError
-from reports.runs.metrics import METRICS, TOKENS, canonical
+from reports.runs.blanks import nan_steps
+from reports.runs.metrics import EVALUATION, METRICS, TOKENS, canonical
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a log says at one step, under its own names. ``step`` is None in logs that count no steps."""
+    """What a log says at one step, under its own names. ``step`` is None in logs that count no steps.
+
+    ``blank``: names that have no number there, but JSON's null or an empty cell: NaN, as many programs write it, or
+    nothing (blanks.py).
+    """
 
     step: int | None
     values: Mapping[str, float]
+    blank: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ class Run:
     """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none,
     and ``tokens_added`` says that the log has each step's own.
 
-    ``resumed`` are the steps at which the log goes back and begins again; ``ignored`` its names that are not compared.
+    ``resumed`` are the steps at which the log goes back and begins again.
     """
 
     name: str
@@ -71,7 +78,6 @@ class Run:
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     resumed: tuple[int, ...]
-    ignored: tuple[str, ...]
 
 
 def run_of(log: Log, *, name: str) -> Run:
@@ -81,8 +87,12 @@ def run_of(log: Log, *, name: str) -> Run:
     notes = [*log.notes, *notes, *order]
     found: dict[str, dict[int, tuple[int, float]]] = {}
     ignored: dict[str, None] = {}
+    blank: dict[str, set[int]] = {}
+    highest, again = -1, False
     for row in rows:
         assert row.step is not None
+        again = row.step < highest or (again and row.step == highest)
+        highest = max(highest, row.step)
         for own, value in row.values.items():
             place = ("tokens", TOKENS.index(own.lower()), 1.0) if own.lower() in TOKENS else canonical(own)
             if place is None:
@@ -92,15 +102,24 @@ def run_of(log: Log, *, name: str) -> Run:
             points = found.setdefault(metric, {})
             if row.step not in points or rank <= points[row.step][0]:
                 points[row.step] = rank, value * unit
+        for own in row.blank:
+            if place := canonical(own):
+                blank.setdefault(place[0], set()).add(row.step)
+                if again:  # of a step that is logged twice, the later line counts
+                    found.get(place[0], {}).pop(row.step, None)
     tokens = _curve(found.pop("tokens")) if "tokens" in found else None
     added = tokens is not None and not _grows(tokens)
     if tokens and added:
         tokens = Curve(tokens.steps, np.cumsum(tokens.values))
-    if not found:
+    lost = nan_steps({metric: set(points) for metric, points in found.items()}, blank)
+    for metric, steps in lost.items():
+        found.setdefault(metric, {}).update(dict.fromkeys(steps, (0, math.nan)))
+        notes.append(f"{metric} has no number at {len(steps)} steps that have all else; it was taken to be NaN there")
+    curves = {metric: _curve(found[metric]) for metric in METRICS if found.get(metric)}
+    if not curves:
         known = ", ".join(METRICS)
         names = ", ".join(list(ignored)[:12]) or "nothing"
         raise UsageError(f"{name}: no metric that can be compared ({known}); it has {names}")
-    curves = {metric: _curve(found[metric]) for metric in METRICS if metric in found}
     return Run(
         name=name,
         format=log.format,
@@ -111,7 +130,6 @@ def run_of(log: Log, *, name: str) -> Run:
         facts=log.facts,
         notes=tuple(notes),
         resumed=resumed,
-        ignored=tuple(ignored),
     )
 
 
@@ -122,8 +140,8 @@ def _counted(rows: list[Row]) -> tuple[list[Row], list[str]]:
     step, counted = 0, []
     for row in rows:
         named = {place[0] for own in row.values if (place := canonical(own))}
-        step += any(not name.startswith("eval_") for name in named)
-        counted.append(Row(step, row.values))
+        step += any(not name.startswith(EVALUATION) for name in named)
+        counted.append(replace(row, step=step))
     return counted, ["the log counts no steps: its lines are counted instead (1, 2, 3, ...)"]
 
 

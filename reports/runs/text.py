@@ -31,19 +31,19 @@ def _lines(comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison) -> str:
     """The verdict in a sentence."""
     names = f"{comparison.sides[0].name} and {comparison.sides[1].name}"
-    if not comparison.comparable:
-        return f"{names} cannot be compared: they have no metric at a common {comparison.alignment.by}."
     first = comparison.first
+    if first is None and not comparison.comparable:
+        what = " or ".join(comparison.lacking) or "metric"
+        return f"{names} cannot be compared: they have no {what} at a common {comparison.alignment.by}."
     if first is None:
         count = len(comparison.metrics)
         return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
     assert first.first
-    allowed = (
-        f"{percent(first.first.difference)} where ±{percent(first.first.allowed).lstrip('+')} is allowed"
-        if first.first.span == 1
-        else (f"{percent(first.first.difference)} in the mean of {first.first.span} positions")
+    mean = f" in the mean of {first.first.span} positions" if first.first.span > 1 else ""
+    return (
+        f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
+        f" {percent(first.first.difference)}{mean} where ±{percent(first.first.allowed).lstrip('+')} is allowed."
     )
-    return f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name} {allowed}."
 
 
 def title(comparisons: Sequence[Comparison]) -> str:
@@ -71,10 +71,13 @@ def band(comparison: Comparison) -> str:
     """What the band is made of."""
     if comparison.threshold is not None:
         allowed = percent(comparison.threshold).lstrip("+")
-        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}."
+        exact = [one.name for one in comparison.metrics if one.aligned.exact]
+        but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
     return (
-        f"Allowed is what the spread of the {counts} runs makes probable: honest runs leave it once in a hundred times."
+        f"Allowed is what the spread of the {counts} runs makes probable: in a hundred comparisons of honest sides, one"
+        " leaves it in any metric."
     )
 
 
@@ -92,7 +95,7 @@ def _row(one: Compared, by: str) -> tuple[str, ...]:
         return one.name, compared, "never", "", "", "0", largest
     first = one.first
     place = f"{first.position:.0f}" if first.span == 1 else f"{first.position:.0f} to {first.last:.0f} (mean)"
-    allowed = f"±{percent(first.allowed).lstrip('+')}" if first.span == 1 else "less, of a mean"
+    allowed = f"±{percent(first.allowed).lstrip('+')}"
     return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
 
 

@@ -4,6 +4,7 @@ Colours, Ray's ``(TaskRunner pid=1)`` and timestamps before a line do no harm. E
 to rows; recognise.py takes the one that finds most.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -11,6 +12,7 @@ from itertools import pairwise
 from reports.runs.run import Log, Row
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+LM_LOSS = "lm loss"
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 
 
@@ -53,20 +55,36 @@ def read_torchtitan(lines: Iterable[str]) -> Log:
 def read_megatron(lines: Iterable[str]) -> Log:
     """``iteration 10/ 200 | consumed samples: 160 | learning rate: 1.0E-06 | lm loss: 8.3E-01 | grad norm: 9.089 |``
 
-    megatron/training/training.py, ``training_log``: losses are means over the log interval, and a mean that is not
-    above 0 is not printed. Validation: ``evaluate_and_print_results``; the passes ``on validation set`` and ``on test
-    set`` after the training are no part of the curve.
+    megatron/training/training.py, ``training_log``: losses are means over the iterations of the log interval that were
+    not skipped, and a mean that is not above 0 is not printed, as of NaN (``if avg > 0.0``). So no loss is NaN, unless
+    all iterations were skipped; the first line's interval is not known. Validation: ``evaluate_and_print_results``; the
+    passes ``on validation set`` and ``on test set`` after the training are no part of the curve.
     """
     rows = []
+    before: int | None = None
+    known = False
     for line in lines:
         found = re.search(r"(?:^|\s)iteration\s+(\d+)/\s*\d+ \|(.*)", line)
         validation = re.search(rf"validation loss at iteration (\d+) \| lm loss value: ({NUMBER})", line)
         if found:
             parts = [part.rpartition(":") for part in found[2].split("|")]
-            rows.append(Row(int(found[1]), _floats({name.strip(): value.strip() for name, _, value in parts})))
+            step, values = int(found[1]), _floats({name.strip(): value.strip() for name, _, value in parts})
+            known = known or LM_LOSS in values  # else the model may be one that has other losses
+            due = known or not any(name.endswith("loss") for name in values)
+            if LM_LOSS not in values and due and _has_trained(values, None if before is None else step - before):
+                values[LM_LOSS] = math.nan
+            rows.append(Row(step, values))
+            before = step
         elif validation:
             rows.append(Row(int(validation[1]), _floats({"lm loss validation": validation[2]})))
     return Log(format="Megatron console", rows=rows, averaged=frozenset({"loss"}))
+
+
+def _has_trained(values: dict[str, float], interval: int | None) -> bool:
+    """Whether a line of Megatron is of iterations that had a loss, NaN or not. ``interval``: how many it is of."""
+    skipped = values.get("number of skipped iterations", 0)
+    some_were_not = skipped == 0 if interval is None else skipped < interval
+    return some_were_not or values.get("number of nan iterations", 0) > 0
 
 
 def read_openrlhf(lines: Iterable[str]) -> Log:

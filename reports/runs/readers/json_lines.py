@@ -58,25 +58,37 @@ def _log(objects: list[Any], *, broken: int) -> Log | None:
     notes = (f"{broken} lines are no JSON, perhaps cut off; they were left out",) if broken else ()
     header = objects[0] if not list(_rows(objects[0])) else {}
     if "run" in header:
-        rows = [Row(row.step, {OURS.get(name, name): value for name, value in row.values.items()}) for row in rows]
+        rows = [
+            Row(
+                row.step,
+                {OURS.get(name, name): value for name, value in row.values.items()},
+                frozenset(OURS.get(name, name) for name in row.blank),
+            )
+            for row in rows
+        ]
     wandb = any("_step" in one and "_timestamp" in one for one in objects)
     return Log(format="wandb history" if wandb else "JSON lines", rows=rows, facts=header, notes=notes)
 
 
 def _rows(one: Mapping[str, Any]) -> Iterator[Row]:
     """The row that an object is; none without a whole number as its step."""
-    values = dict(_flat(one))
+    named = dict(_flat(one))
+    values = {name: value for name, value in named.items() if value is not None}
     lower = {name.lower(): name for name in values}
     counter = next((lower[name] for name in STEP if name in lower), None)
     if counter is not None and values[counter].is_integer():
         step = int(values[counter])
-        yield Row(step, {name: value for name, value in values.items() if name.lower() not in STEP})
+        blank = frozenset(name for name, value in named.items() if value is None)
+        yield Row(step, {name: value for name, value in values.items() if name.lower() not in STEP}, blank)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
+    """Names with their numbers, or None for null."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, prefix if name == TRANSPARENT else f"{prefix}{name}/")
+        elif value is None:
+            yield f"{prefix}{name}", None
         elif isinstance(value, bool) or (isinstance(value, int) and abs(value) > LARGEST):
             continue
         elif isinstance(value, int | float) or (isinstance(value, str) and value.lower() in NOT_FINITE):

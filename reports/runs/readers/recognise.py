@@ -27,15 +27,10 @@ def read_log(name: str) -> Log:
         before, _, chosen = name.rpartition("#")
         path = Path(before)
     if path.is_dir():
-        return _events_in(path)
-    try:
-        data = read_file(path, limit=LONGEST)
-    except FileNotFoundError:
-        raise UsageError(f"there is no log {path}") from None
-    except Unreadable as error:
-        raise UsageError(str(error)) from None
+        return read_events({file.name: _read(file) for file in _event_files(path)})
+    data = _read(path)
     if is_event_file(data[:12]):
-        return read_events([path])
+        return read_events({path.name: data})
     text = data.decode(errors="replace")
     found = read_json(text) or read_table(text, name=str(path), chosen=chosen)
     if found is None:
@@ -51,10 +46,20 @@ def read_log(name: str) -> Log:
     return found
 
 
-def _events_in(folder: Path) -> Log:
+def _read(path: Path) -> bytes:
+    try:
+        return read_file(path, limit=LONGEST)
+    except FileNotFoundError:
+        raise UsageError(f"there is no log {path}") from None
+    except Unreadable as error:
+        raise UsageError(str(error)) from None
+
+
+def _event_files(folder: Path) -> list[Path]:
+    """In the order of their names, which hold the time of their making."""
     files = sorted(folder.glob(PATTERN))
     if files:
-        return read_events(files)
+        return files
     below = sorted({file.parent for file in folder.rglob(PATTERN)})
     if below:
         raise UsageError(f"{folder} holds several runs of TensorBoard; name one: " + " or ".join(map(str, below)))

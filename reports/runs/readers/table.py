@@ -37,7 +37,8 @@ def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
             broken += 1
             continue
         cells = {column: _number(line[place]) for place, column in names.items() if place < len(line)}
-        rows.append(Row(int(step), {column: value for column, value in cells.items() if value is not None}))
+        values = {column: value for column, value in cells.items() if value is not None}
+        rows.append(Row(int(step), values, frozenset(cells.keys() - values.keys())))
     notes = (f"{broken} lines have no whole number as their step; they were left out",) if broken else ()
     return Log(format="wandb CSV" if exported else "CSV", rows=rows, notes=notes)
 

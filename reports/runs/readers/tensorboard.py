@@ -8,15 +8,12 @@ TensorFlow 2 writes it, a tensor with one number.
 """
 
 import struct
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
-from conformance.record.files import read_file
 from conformance.validation import UsageError
 from reports.runs.run import Log, Row
 
 PATTERN = "*tfevents*"
-LONGEST = 2**31  # bytes of an event file
 LARGEST = 2**16  # bytes of a record with a scalar in it; those of images and histograms are larger
 MASK = 0xA282EAD8
 STEP, SUMMARY, VALUE, TAG, SIMPLE, TENSOR = 2, 5, 1, 1, 2, 8
@@ -30,23 +27,25 @@ def is_event_file(start: bytes) -> bool:
     return len(start) >= 12 and struct.unpack("<I", start[8:12])[0] == masked(start[:8])
 
 
-def read_events(files: list[Path]) -> Log:
-    """The scalars of a run's event files, in the order of their names, which hold the time of their making."""
+def read_events(files: Mapping[str, bytes]) -> Log:
+    """The scalars of a run's event files, in their order; ``files`` are their contents by name.
+
+    Raises UsageError, with the name, for one that is damaged.
+    """
     rows: list[Row] = []
     notes = []
-    for file in files:
-        data = read_file(file, limit=LONGEST)
+    for file, data in files.items():
         whole = 0
         for record, end in _records(data, file):
             whole = end
             if len(record) <= LARGEST:
                 rows.extend(_rows(record, file))
         if whole < len(data):
-            notes.append(f"{file.name} ends within a record (the run goes on, or was killed)")
+            notes.append(f"{file} ends within a record (the run goes on, or was killed)")
     return Log(format="TensorBoard", rows=rows, notes=tuple(notes))
 
 
-def _records(data: bytes, file: Path) -> Iterator[tuple[bytes, int]]:
+def _records(data: bytes, file: str) -> Iterator[tuple[bytes, int]]:
     """Each whole record and where it ends."""
     at = 0
     while at + 12 <= len(data):
@@ -63,7 +62,7 @@ def _records(data: bytes, file: Path) -> Iterator[tuple[bytes, int]]:
         at = end
 
 
-def _rows(event: bytes, file: Path) -> Iterator[Row]:
+def _rows(event: bytes, file: str) -> Iterator[Row]:
     try:
         fields = list(_fields(event))
         values = dict(_scalars(fields))
