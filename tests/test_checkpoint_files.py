@@ -30,10 +30,10 @@ from conformance.paths import FIXTURES
 from conformance.scenario import Precision, scenario_to_json
 from conformance.validation import UsageError
 from conformance.world import Pool
-from impl.checkpoints.convert import convert
-from impl.checkpoints.formats import open_checkpoint
-from impl.checkpoints.safetensors_folders import open_state, read
 from impl.files import whole_folder
+from impl.formats.convert import convert
+from impl.formats.known import open_checkpoint
+from impl.formats.safetensors_folders import open_state, read
 from impl.model_folder import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"

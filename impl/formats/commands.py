@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from impl.checkpoints.contents import Checkpoint
+    from impl.formats.contents import Checkpoint
 
 
 class Inspect:
@@ -21,7 +21,7 @@ class Inspect:
         parser.add_argument("--json", action="store_true", help="machine-readable output")
 
     def run(self, options: argparse.Namespace) -> int:
-        from impl.checkpoints.formats import open_checkpoint
+        from impl.formats.known import open_checkpoint
 
         found = open_checkpoint(options.checkpoint)
         print(json.dumps(_values(found), default=str) if options.json else _text(found))
@@ -38,7 +38,7 @@ class Convert:
         parser.add_argument("--model", type=Path, help="Hugging Face folder that the training began with")
 
     def run(self, options: argparse.Namespace) -> int:
-        from impl.checkpoints.convert import convert
+        from impl.formats.convert import convert
 
         convert(options.source, options.target, to=options.to, model=options.model, told=_tell)
         print(options.target)

@@ -11,8 +11,8 @@ from conformance.inputs.model import weight_files
 from conformance.reading import read_json
 from conformance.validation import UsageError, one_line
 from impl import training_state
-from impl.checkpoints.contents import Checkpoint, Held
 from impl.files import SAFETENSORS_DTYPES
+from impl.formats.contents import Checkpoint, Held
 
 
 def open_model(folder: Path) -> Checkpoint:

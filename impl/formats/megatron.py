@@ -13,9 +13,9 @@ import torch
 
 from conformance.reading import read_json
 from conformance.validation import UsageError
-from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_file
-from impl.checkpoints.torch_distributed import stored_tensors, tensor_reader, writers
+from impl.formats.contents import Checkpoint, Held
+from impl.formats.torch_distributed import stored_tensors, tensor_reader, writers
 from impl.megatron.convert import Part, Rank, all_parameters, copy_to_full, parts
 from impl.megatron.shape import read_shape
 from impl.training_state import WRITTEN

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from conformance.validation import UsageError, one_line
-from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import check_pickle, read_torch_file
+from impl.formats.contents import Checkpoint, Held
 from impl.training_state import WRITTEN
 
 LATEST = "latest"

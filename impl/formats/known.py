@@ -7,9 +7,9 @@ from pathlib import Path
 from conformance.inputs.folder import CONFIG
 from conformance.validation import UsageError, one_line
 from impl import training_state
-from impl.checkpoints import deepspeed, megatron, safetensors_folders, torch_distributed
-from impl.checkpoints.contents import Checkpoint
 from impl.checkpoints.pickles import METADATA
+from impl.formats import deepspeed, megatron, safetensors_folders, torch_distributed
+from impl.formats.contents import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

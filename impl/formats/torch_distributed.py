@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from conformance.validation import UsageError
-from impl.checkpoints.contents import Checkpoint, Held
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_bytes
+from impl.formats.contents import Checkpoint, Held
 from impl.training_state import WRITTEN
 
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")

@@ -17,10 +17,10 @@ from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.validation import UsageError
 from impl import training_state
-from impl.checkpoints import deepspeed, megatron
-from impl.checkpoints.contents import Checkpoint, Held
-from impl.checkpoints.formats import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
 from impl.files import TensorWriter, whole_folder
+from impl.formats import deepspeed, megatron
+from impl.formats.contents import Checkpoint, Held
+from impl.formats.known import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
 from impl.model_folder import write_folder
 from impl.training_state import WRITTEN
 
