@@ -41,7 +41,8 @@ def test_a_training_that_a_signal_stops_goes_on_to_the_last_bit_as_if_it_never_h
     config = training(tmp_path, kind, backend=backend, steps=6, data=of_kind)
     config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=3)
     whole = trainings(config)
-    parted = writing_to(config, log=tmp_path / "parted.jsonl", ckpt_path=tmp_path / "checkpoints")
+    where = {"log": tmp_path / "parted.jsonl", "ckpt_path": tmp_path / "checkpoints"}
+    parted = writing_to(config, **where, save_steps=1, async_save=kind == "sft")
     stopped = trainings(parted, stop=[1, 2, "SIGTERM"])
     assert 2 <= stopped[-1]["step"] < 6
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{stopped[-1]['step']:06d}"

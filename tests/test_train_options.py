@@ -8,6 +8,8 @@ import pytest
 
 from conformance.rl import Grpo, Ppo
 from conformance.validation import UsageError
+from impl.checkpoints.training_folder import TrainingFolder
+from impl.train.checkpoints import training_folder
 from impl.train.command import TRAIN
 from impl.train.config import TrainConfig, from_json, to_json
 from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve_values, said_values
@@ -179,6 +181,13 @@ def test_a_log_lies_with_the_checkpoints_so_that_a_training_that_goes_on_finds_i
     assert config_of("sft", "fsdp2", *TINY).output.log.name == "log.jsonl"
     with pytest.raises(UsageError, match="give --logging or --ckpt_path"):
         config_of("sft", "fsdp2", *TINY, ranks=1)
+
+
+def test_checkpoints_are_written_as_they_were_asked_for(tmp_path: Path) -> None:
+    said = ("--ckpt_path", str(tmp_path), "--max_ckpt_num", "3")
+    found = [training_folder(config_of("sft", "fsdp2", *TINY, *said, *more).output) for more in ((), ("--async_save",))]
+    assert found == [TrainingFolder(root=tmp_path, keep=3, asynchronous=behind) for behind in (False, True)]
+    assert training_folder(config_of("sft", "fsdp2", *TINY).output) is None
 
 
 def run(*said: str) -> int:

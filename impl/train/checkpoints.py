@@ -43,19 +43,30 @@ def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
     return on_first(f"looking for checkpoints in {root}", first)
 
 
+def training_folder(output: OutputConfig) -> TrainingFolder | None:
+    if output.ckpt_path is None:
+        return None
+    return TrainingFolder(root=output.ckpt_path, keep=output.keep, asynchronous=output.async_save)
+
+
 @dataclass(frozen=True)
 class Checkpoints:
-    """All methods are collective."""
+    """Those of one training; ``folder``: where they are written, if anywhere. All methods are collective."""
 
     backend: StrategyBackend
-    output: OutputConfig
+    folder: TrainingFolder | None
 
     def save(self, position: DataPosition) -> None:
         """Write a checkpoint of now; the data behind ``position`` has been trained on."""
-        assert self.output.ckpt_path
+        assert self.folder
         about = replace(self.backend.about("native"), data=position)
-        with TrainingFolder(root=self.output.ckpt_path, keep=self.output.keep).writing(about) as draft:
+        with self.folder.writing(about) as draft:
             native.write(draft, self.backend.context, self.backend.trained)
+
+    def finish(self) -> None:
+        """Return when the last checkpoint is whole; raises what writing it failed with."""
+        if self.folder:
+            self.folder.finish()
 
     def load(self, folder: Path, start: DataPosition) -> DataPosition:
         """Go on from a checkpoint; returns where it stands in the data. ``start``: where this training would begin.

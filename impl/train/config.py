@@ -42,7 +42,8 @@ class OutputConfig:
 
     log: JSON lines, one for each step. trackers: where numbers go besides. save_path: the Hugging Face folder at the
     end. ckpt_path: the folder of checkpoints (impl/checkpoints/training_folder.py), one every ``save_steps`` updates,
-    of which ``keep`` stay. load_checkpoint: go on from the last one in ``ckpt_path``.
+    of which ``keep`` stay. async_save: they are written while the training goes on. load_checkpoint: go on from the
+    last one in ``ckpt_path``.
     """
 
     log: Path
@@ -51,6 +52,7 @@ class OutputConfig:
     ckpt_path: Path | None = None
     save_steps: int = 100
     keep: int = 2
+    async_save: bool = False
     load_checkpoint: bool = False
 
 

@@ -247,6 +247,7 @@ FLAGS = (
     Flag(name="ckpt_path", kind=str, help="folder of checkpoints (default: none)"),
     Flag(name="load_checkpoint", kind=bool, default=False, help="go on from the last checkpoint in --ckpt_path"),
     Flag(name="save_steps", kind=int, least=1, default=100, help="updates between two checkpoints"),
+    Flag(name="async_save", kind=bool, default=False, help="write checkpoints while the training goes on"),
     Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints that stay"),
     Flag(name="eval_steps", kind=int, least=1, default=100, help="updates between two evaluations"),
     Flag(

@@ -18,7 +18,7 @@ from conformance.role import POLICY
 from conformance.run.exact import exact_tier
 from conformance.run.generators import seed_generators
 from impl.adapter import StrategyBackend
-from impl.train.checkpoints import Checkpoints, found_checkpoint
+from impl.train.checkpoints import Checkpoints, found_checkpoint, training_folder
 from impl.train.config import TrainConfig
 from impl.train.experience import logprob_gap
 from impl.train.inputs import read_inputs
@@ -63,7 +63,7 @@ def train(config: TrainConfig) -> None:
         seed_generators(scenario.seed, dist.get_rank(), done)
         backend = set_up(config, folders, device)
         source = source_of(config, backend, inputs, device)
-        checkpoints = Checkpoints(backend, output)
+        checkpoints = Checkpoints(backend, training_folder(output))
         if checkpoint:
             source.position = checkpoints.load(checkpoint[0], source.position)
         training = Training(
@@ -111,6 +111,7 @@ class Training:
             last = stopped or after >= steps
             if output.ckpt_path and (last or crosses(before, after, output.save_steps)):
                 self.checkpoints.save(self.source.position)
+        self.checkpoints.finish()
         if stopped and self.backend.step < steps:
             rest = "go on with load_checkpoint" if output.ckpt_path else "without ckpt_path there is no checkpoint"
             self.told.say(f"stopped after update {self.backend.step} of {steps}; {rest}")

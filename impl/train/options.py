@@ -338,6 +338,7 @@ def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
         ckpt_path=checkpoints,
         save_steps=read.whole("save_steps"),
         keep=read.whole("max_ckpt_num"),
+        async_save=read.flag("async_save"),
         load_checkpoint=read.flag("load_checkpoint"),
     )
 
