@@ -26,6 +26,7 @@ LONG = (
     "test_cells_megatron",
     "test_cells_rl",
     "test_train",
+    "test_train_gsm8k",
     "test_cells_fsdp2",
     "test_liars",
     "test_megatron_models",

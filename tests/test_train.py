@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cells import exhaustive
-from train_runs import Trainings, lines_of, training, writing_to
+from train_runs import Trainings, assert_same, lines_of, training, writing_to
 
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
@@ -164,11 +164,3 @@ def sampling(config: TrainConfig, **rollout: Any) -> TrainConfig:
     """Eight prompts with a response each: greedy responses to one prompt are alike, and their advantages 0."""
     assert config.rollout
     return replace(config, rollout=replace(config.rollout, prompts=8, n_samples_per_prompt=1, **rollout))
-
-
-def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], bound: float) -> None:
-    """All numbers of all lines, relative to their size."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        known = {name: number for name, number in one.items() if number is not None}
-        assert known == pytest.approx({name: other[name] for name in known}, rel=bound, abs=bound)

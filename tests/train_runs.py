@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cells import ranks_of
 
 from conformance.layout import Layout
@@ -76,3 +77,11 @@ def lines_of(config: TrainConfig) -> list[dict[str, Any]]:
 def writing_to(config: TrainConfig, **output: Any) -> TrainConfig:
     """The training with other outputs."""
     return replace(config, output=replace(config.output, **output))
+
+
+def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], bound: float) -> None:
+    """All numbers of all lines, relative to their size."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        known = {name: number for name, number in one.items() if number is not None}
+        assert known == pytest.approx({name: other[name] for name in known}, rel=bound, abs=bound)
