@@ -52,7 +52,8 @@ def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
                 return (
                     "learning rate: lag",
                     f"the learning rate of side {who} is the other's {k * stride:.0f} steps later: the schedule is"
-                    " advanced before instead of after the update, counts its steps from another one, or skips some",
+                    " advanced before instead of after the update, counts its steps from another one, or skips some;"
+                    " or the log has the rate of the next step",
                 )
     return None
 
