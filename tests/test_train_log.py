@@ -89,6 +89,18 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_name_of_the_extr
         follow([tracker], tmp_path / "log.jsonl", HEADER, step=0)
 
 
+def test_wandb_gets_the_numbers_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is an optional extra of the package, and not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = follow(["wandb"], tmp_path / "log.jsonl", HEADER, step=0)
+    for step in (1, 2):
+        tracker.write(step, {"loss": step / 1024, "mfu": None})
+    tracker.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    written = file.read_bytes()
+    assert all(text in written for text in (b"loss", b"0.0009765625", b"0.001953125"))
+
+
 def test_tensorboard_gets_the_numbers_of_the_log(tmp_path: Path) -> None:
     """As its own library writes them, and ``parity diff`` reads them."""
     (tracker,) = follow(["tensorboard"], tmp_path / "log.jsonl", HEADER, step=0)

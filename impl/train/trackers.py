@@ -33,8 +33,8 @@ class TensorBoard:
     def __init__(self, log: Path, header: Mapping[str, Any], step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        except ImportError as error:
+            raise _missing("tensorboard", error) from None
         self._writer: Any = SummaryWriter(str(log) + ".tensorboard", purge_step=step + 1)
 
     def write(self, step: int, numbers: Numbers) -> None:
@@ -52,8 +52,8 @@ class WeightsAndBiases:
     def __init__(self, log: Path, header: Mapping[str, Any], step: int) -> None:
         try:
             import wandb
-        except ImportError:
-            raise _missing("wandb") from None
+        except ImportError as error:
+            raise _missing("wandb", error) from None
         self._run: Any = wandb.init(name=log.stem, dir=log.parent, config=dict(header))
 
     def write(self, step: int, numbers: Numbers) -> None:
@@ -63,8 +63,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _missing(package: str) -> UsageError:
+def _missing(package: str, error: ImportError) -> UsageError:
     return UsageError(
-        f"the tracker {package} needs the package of this name; run: pip install 'backend-parity[{package}]', or leave "
-        f"it out: the log has all numbers"
+        f"the tracker {package} needs the package of this name ({error}); run: pip install 'backend-parity[{package}]', "
+        f"or leave it out: the log has all numbers"
     )
