@@ -65,6 +65,6 @@ class WeightsAndBiases:
 
 def _missing(package: str, error: ImportError) -> UsageError:
     return UsageError(
-        f"the tracker {package} needs the package of this name ({error}); run: pip install 'backend-parity[{package}]', "
-        f"or leave it out: the log has all numbers"
+        f"the tracker {package} needs the package of this name ({error}); run: pip install "
+        f"'backend-parity[{package}]', or leave it out: the log has all numbers"
     )
