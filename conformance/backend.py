@@ -68,7 +68,10 @@ class StepMetrics:
         this step used, and ``grad_norm``, the global 2-norm of the model's gradients before clipping, as the framework
         reports it; leave ``grad_norm`` out if the framework reports none. For SFT: ``token_count``, the number of
         target tokens that the backend trained on in this step, over all ranks and micro-batches, counted where the
-        loss is computed; and ``loss``, the sum of -log p over these tokens divided by their number.
+        loss is computed; and ``loss``, the sum of -log p over these tokens divided by their number. In fp16, if the
+        scenario has a ``loss_scale``, also for every trained model: ``skipped``, 1 if this step made no update because
+        gradients overflowed, else 0; and what training goes on with, ``loss_scale`` and ``good_steps``, the number of
+        updates since the scale last fell or grew.
     rows: ``rows[key][index]`` is a float tensor of shape (row.target_count,) with one number per target token, in
         order; ``index`` is the row's index in the whole step. Under the key ``logprob``, the number is log p of the
         target. Each rank gives the rows that it holds. Leave a key out if the framework does not expose it; the cell is

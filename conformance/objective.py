@@ -6,12 +6,13 @@ conformance/oracle/objectives.py and in impl/objectives.py, each with a table by
 objective, this is an error before anything runs, never a silent SFT.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from conformance.batch import Batch
@@ -28,6 +29,8 @@ from conformance.observable import (
 from conformance.rl import Grpo, Ppo
 from conformance.role import POLICY, Role
 from conformance.validation import STRICT, UsageError, explain, one_line, shown
+
+Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 
 
 class Objective(Protocol):
@@ -60,9 +63,15 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sft:
-    """Supervised fine-tuning: the mean of -log p over all target tokens of the optimizer step."""
+    """Supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
+
+    document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
+    and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
+    recorded loss is without weights, so that as many tokens make its rounding as at any other step.
+    """
 
     kind: Literal["sft"] = "sft"
+    document_weights: tuple[Weight, ...] = ()
     reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
     disable_dropout: ClassVar[bool] = False
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
@@ -71,17 +80,35 @@ class Sft:
         return (LOGPROBS, TOKEN_COUNT, replace(LOSS, made_of="logprob"))
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
-        return batches
+        if not self.document_weights:
+            return batches
+        weights = dict(enumerate(self.document_weights))
+        return [_weighted(batch, weights.get(batch.step, 1.0)) for batch in batches]
+
+
+def _weighted(batch: Batch, weight: float) -> Batch:
+    """The batch with the column ``weight``, which is ``weight`` for the first document that has targets, and else 1."""
+    heavy = next((number for number, document in enumerate(batch.documents) if any(document.targets)), -1)
+    numbers = itertools.count()
+    rows = []
+    for row in batch.rows:
+        documents = [
+            replace(d, columns={**d.columns, "weight": weight if next(numbers) == heavy else 1.0})
+            for d in row.documents
+        ]
+        rows.append(replace(row, documents=tuple(documents)))
+    return replace(batch, rows=tuple(rows))
 
 
 BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
 
 
-def all_observables(objective: Objective) -> tuple[Observable, ...]:
+def all_observables(objective: Objective, *, scaled: bool = False) -> tuple[Observable, ...]:
     """All observables of a cell, in causal order: configuration, weights as loaded, random generators, the objective's
-    own (outputs, losses), then gradients, norm and update of each trained model."""
+    own (outputs, losses), then gradients, norm and update of each trained model. ``scaled``: whether
+    the loss scale is judged (``Scenario.judged_loss_scale``)."""
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
-    trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix)]
+    trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
     return (CONFIGURATION, *loaded, GENERATORS, *objective.observables(), *trained)
 
 

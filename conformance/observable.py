@@ -56,6 +56,8 @@ class Observable:
         of the sum may be as large as that of one number. Values are such numbers: one row of weights makes them all.
     rowwise: the worst row of each tensor is judged as well.
     rebuilt: the tensors are weights after a step. The judge also computes them from the weights before and compares.
+    lost_if: key of the setting that is 1 at steps whose update is skipped because gradients overflowed in fp16. This
+        quantity is then no number, so it is neither recorded nor judged. Empty: nothing is skipped.
     column: the column of the comparison between backends that shows this quantity. Empty: none.
     drawn: whether reports draw it as a curve over the steps.
     panel: the part of the report that has this curve. Empty: the part that all objectives have.
@@ -80,6 +82,7 @@ class Observable:
     one_direction: bool = False
     rowwise: bool = False
     rebuilt: bool = False
+    lost_if: str = ""
     column: str = ""
     # The next three fields only concern reports. They are not compared, so old records stay valid if they change.
     drawn: bool = field(default=False, compare=False)
@@ -122,6 +125,11 @@ LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
+# Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
+# and the number of updates in a row since it last fell or grew.
+SKIPPED = "skipped"
+PROGRESS_OF_SCALE = ("loss_scale", "good_steps")
+
 
 def unobserved_step(first: int, count: int) -> int | None:
     """The one step of a leg at which no tensor is read: the last but one. None for a leg of fewer than three steps.
@@ -159,20 +167,23 @@ def _handed_over(model: str, kind: str) -> Observable:
     )
 
 
-def trained_observables(model: str) -> tuple[Observable, ...]:
-    """The observables of a model's update, in causal order: gradients, norm, learning rate, weights.
+def trained_observables(model: str, *, scaled: bool = False) -> tuple[Observable, ...]:
+    """The observables of a model's update, in causal order: loss scale, gradients, norm, learning rate, weights.
 
-    ``model`` is empty for the policy.
+    ``model`` is empty for the policy. ``scaled``: the scenario says how the loss scale falls and grows.
     """
     gradient, weight = model_key(model, "gradient"), model_key(model, "weight")
     update = _stage(model, "clipped update")
+    lost_if = model_key(model, SKIPPED) if scaled else ""
     return (
+        *(_loss_scale(model, key) for key in (SKIPPED, *PROGRESS_OF_SCALE) if scaled),
         Observable(
             key=gradient,
             stage=_stage(model, "gradients"),
             kind="tensors",
             replicated="holders",
             rowwise=True,
+            lost_if=lost_if,
             column=_stage(model, "gradients"),
         ),
         Observable(
@@ -183,6 +194,7 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             effect_at=update,  # a wrong norm clips the gradients wrongly, also if the framework does not report it
             replicated="all ranks",
             norm_of=gradient,
+            lost_if=lost_if,
             column=_stage(model, "gradient norm"),
             drawn=True,
         ),
@@ -207,6 +219,17 @@ def trained_observables(model: str) -> tuple[Observable, ...]:
             replicated="holders",
             column=_stage(model, "update"),
         ),
+    )
+
+
+def _loss_scale(model: str, key: str) -> Observable:
+    return Observable(
+        key=model_key(model, key),
+        stage=_stage(model, "loss scale"),
+        kind="setting",
+        required=False,
+        effect_at=_stage(model, "weights after N steps"),
+        replicated="all ranks",
     )
 
 

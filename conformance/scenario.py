@@ -12,7 +12,8 @@ Conventions that every backend has to follow:
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
 * A frozen parameter has no gradient, no update and no decay, and the norm leaves it out: it stays what was loaded.
 * As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
-* An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay.
+* An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay. The loss
+  scale halves, at the first overflow. After ``growth_interval`` updates in a row it doubles.
 * The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules carry transformers' names.
 """
 
@@ -115,12 +116,24 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LossScaleConfig:
+    """The dynamic loss scale of fp16 (Micikevicius et al., arXiv 1710.03740, section 3.3).
+
+    It begins at 2^``initial_power``; from the usual 16 or 32 the first updates overflow, until it has fallen.
+    """
+
+    initial_power: Annotated[int, Field(strict=True, ge=1, le=64)] = 12
+    growth_interval: Count = 2000
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Scenario:
     """One training run. ``model`` is a Hugging Face folder; relative paths are looked up beside the built-in fixtures.
 
     ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
-    the documents. ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command
-    line, and a scenario's file cannot.
+    the documents. ``loss_scale``: in fp16, how the loss is scaled; if it is given, it is judged at every step which
+    updates are skipped, and how the scale falls and grows. ``trust_remote_code``: Python code of the model's folder may
+    be run; the user says so on the command line, and a scenario's file cannot.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=100)]
@@ -135,6 +148,7 @@ class Scenario:
     seed: Seed = 0
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    loss_scale: LossScaleConfig | None = None
     trust_remote_code: Flag = False
 
     def __post_init__(self) -> None:
@@ -155,10 +169,16 @@ class Scenario:
         return Path(os.path.realpath(self.model)).name  # resolve() raises where a link leads to itself
 
     @property
+    def judged_loss_scale(self) -> LossScaleConfig | None:
+        """How the loss scale falls and grows; None if the precision has none, or the scenario does not say."""
+        return self.loss_scale if self.precision == "fp16" else None
+
+    @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: cutting a step into micro-batches must not matter, and it runs no code
-        of the model's folder."""
-        return dataclasses.replace(self, accumulation=1, trust_remote_code=False)
+        """The part that the oracle depends on: cutting a step into micro-batches must not matter, it runs no code of
+        the model's folder, and only fp16 has a loss scale."""
+        scale = self.judged_loss_scale
+        return dataclasses.replace(self, accumulation=1, trust_remote_code=False, loss_scale=scale)
 
 
 _ADAPTER = TypeAdapter(Scenario)

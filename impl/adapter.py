@@ -11,7 +11,8 @@ from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
 from conformance.inputs.model import weight_shapes
 from conformance.layout import Layout
-from conformance.scenario import Scenario
+from conformance.observable import PROGRESS_OF_SCALE, SKIPPED, model_key
+from conformance.scenario import LossScaleConfig, Scenario
 from impl import training_state
 from impl.checkpoints import native
 from impl.checkpoints.folder import verified, writing
@@ -92,9 +93,11 @@ class StrategyBackend:
             device=device,
             accumulation=scenario.accumulation,
             packed=scenario.data.packed,
+            loss_scale=scenario.loss_scale or LossScaleConfig(),
             trust_remote_code=scenario.trust_remote_code,
         )
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
+        self.judges_loss_scale = scenario.judged_loss_scale is not None
         self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
@@ -116,6 +119,10 @@ class StrategyBackend:
             batch = self.rollouts.annotated(batch)
         metrics = train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
         self.step = batch.step + 1
+        if self.judges_loss_scale:
+            for role in (role for role in self.objective.roles if role.trained):
+                told = loss_scale_settings(self.models[role.name])
+                metrics.values.update({model_key(role.prefix, key): number for key, number in told.items()})
         return metrics
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
@@ -171,3 +178,9 @@ class StrategyBackend:
             trainable.teardown()
         self.models = {}
         self.context.teardown()
+
+
+def loss_scale_settings(trainable: Trainable) -> dict[str, float]:
+    """The settings of the loss scale after a step of a model in fp16 (conformance.observable)."""
+    progress = {name: float(number) for name, number in trainable.named_tensors("progress")}
+    return {SKIPPED: float(trainable.skipped), **{key: progress[key] for key in PROGRESS_OF_SCALE}}

@@ -56,7 +56,8 @@ class ObjectiveFunctions(Protocol):
 
 
 class SftFunctions:
-    """Supervised fine-tuning: the mean of -log p over the target tokens of the whole step, on all ranks together."""
+    """Supervised fine-tuning: the mean of weight times -log p over the target tokens of the whole step, on all ranks
+    together. Documents without a column ``weight`` have weight 1."""
 
     temperature = 1.0
 
@@ -83,10 +84,12 @@ class SftFunctions:
     ) -> Evaluation:
         assert outputs.logprobs is not None
         assert outputs.targets is not None
-        loss = -outputs.logprobs.sum() / totals["token_count"]
+        loss = minimised = -outputs.logprobs.sum() / totals["token_count"]
+        if "weight" in inputs.columns:
+            minimised = -(inputs.columns["weight"] * outputs.logprobs).sum() / totals["token_count"]
         # Count the targets that were trained on: the batch's own count would be right even if some of them were lost.
         values = {"loss": loss, "token_count": outputs.targets.sum()}
-        return Evaluation(loss=loss, values=values, rows={"logprob": outputs.logprobs})
+        return Evaluation(loss=minimised, values=values, rows={"logprob": outputs.logprobs})
 
 
 FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {

@@ -10,7 +10,7 @@ the whole step, and each trainable undoes whatever averaging its library does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
 from conformance.role import Head
-from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
+from conformance.scenario import LossScaleConfig, OptimizerConfig, Precision, ScheduleConfig
 from conformance.validation import UsageError
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
@@ -43,7 +43,8 @@ class ContextConfig:
     """The configuration of a context. ``device`` is ``cpu`` or this rank's ``cuda:N``.
 
     accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
-    (``--packing_samples``). trust_remote_code: Python code of model folders may be run (``--trust_remote_code``).
+    (``--packing_samples``). loss_scale: of fp16. trust_remote_code: Python code of model folders may be run
+    (``--trust_remote_code``).
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class ContextConfig:
     device: str
     accumulation: int
     packed: bool
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     trust_remote_code: bool = False
 
 
@@ -88,8 +90,14 @@ class Trainable(Protocol):
     def optimizer_step(self) -> float | None:
         """Clip, update, advance the schedule; returns the global gradient norm before clipping, None if unknown.
 
-        Where gradients in fp16 overflow, neither is done, and the norm is not finite or None; see impl.loss_scale.
+        Where gradients in fp16 overflow, neither is done, the loss scale falls (conformance.scenario), and the norm is
+        not finite or None.
         """
+        ...
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last ``optimizer_step`` made no update, because gradients overflowed."""
         ...
 
     def learning_rate(self) -> float: ...

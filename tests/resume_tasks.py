@@ -18,10 +18,9 @@ from conformance.backend import BackendEntry, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
 from conformance.run.generators import generator_digests, seed_generators
-from conformance.scenario import Scenario, parse_scenario
+from conformance.scenario import LossScaleConfig, Scenario, parse_scenario
 from conformance.validation import UsageError
 from conformance.world import RankContext
-from impl import loss_scale
 from impl.adapter import StrategyBackend
 from impl.checkpoints import generators, native
 from impl.checkpoints.training_folder import TrainingFolder
@@ -300,7 +299,7 @@ def scaled(context: RankContext, *, training: dict[str, Any]) -> dict[str, Any]:
     first, second, third = of.read_batches()
     model = backend.models["policy"]
     backend.train_step(first, lambda model: None)
-    before, almost = held(model), {"schedule": 1.0, "good_steps": loss_scale.GROWTH_INTERVAL - 1.0}
+    before, almost = held(model), {"schedule": 1.0, "good_steps": LossScaleConfig().growth_interval - 1.0}
     model.set_progress(almost | {"loss_scale": 2.0**40})
     backend.train_step(second, lambda model: None)
     after, overflowed = held(model), progress_of(model)

@@ -18,6 +18,7 @@ from conformance.run.session import Session
 from conformance.scenario import Precision
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
+from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.places import PLACES
 
 ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS)  # in test files of their own
@@ -35,6 +36,7 @@ BELOW: dict[str, Precision] = {
     "rotary-in-bf16": "fp32",
     "unmarked-shards": "bf16",
     "lost-loss-scale": "fp16",
+    **{fault.name: "fp16" for fault in OVERFLOW_FAULTS},
     "step-at-setup": "bf16",
     "no-weight-decay": "bf16",
     "default-betas": "bf16",
@@ -42,7 +44,18 @@ BELOW: dict[str, Precision] = {
     "summed-in-bf16": "bf16",
 }
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
-LATER = {"schedule-per-micro-batch": 2, "clip-always": 3, "default-betas": 2, "moments-in-bf16": 2}
+LATER = {
+    "schedule-per-micro-batch": 2,
+    "clip-always": 3,
+    "default-betas": 2,
+    "moments-in-bf16": 2,
+    "overflow-on-one-rank": 2,
+    "skip-counted-by-schedule": 3,
+    "skip-counted-by-optimizer": 3,
+    "scale-not-halved": 2,
+    "scale-never-grows": 4,
+    "overflow-stays": 3,
+}
 CLIPS_TWICE = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "max_grad_norm": 2.5}  # of 2.6, 2.7, 2.3
 DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too
 
@@ -53,8 +66,13 @@ def planted() -> list[tuple[str, str]]:
 
 
 def in_a_fast_run(backend: str, name: str) -> bool:
-    """A fault in code that all backends share is planted on one of them, on the next one for the next fault."""
-    shared = [fault.name for fault in CATALOGUE if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1]
+    """A fault in code that all backends share, or by way of their common interface, is planted on one of them, on the
+    next one for the next fault."""
+    shared = [
+        fault.name
+        for fault in CATALOGUE
+        if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1 or fault.seam == "optimizer_step"
+    ]
     return name not in shared or list(BACKENDS)[shared.index(name) % len(BACKENDS)] == backend
 
 

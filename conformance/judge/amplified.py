@@ -65,9 +65,11 @@ def _of_model(
     start, steps = _float64(oracle.loaded, key), {step.step: step for step in run}
     second, moved = ({name: torch.zeros_like(weight) for name, weight in start.items()} for _ in range(2))
     noise: dict[str, torch.Tensor] = {}  # of a step without gradients it is that of the step before
-    for count, reference in enumerate((step for step in oracle.steps if step.step in steps), start=1):
+    count = 0  # of updates
+    for reference in (step for step in oracle.steps if step.step in steps):
         own, lr, weights = steps[reference.step], reference.value(rate) or 0.0, _float64(reference, key)
         gradients, seen = _float64(reference, gradient), _float64(own, gradient)
+        count += bool(gradients)  # there are none of an update that is skipped
         noise |= _noise(seen, gradients, most=EXACT if exact else math.inf)
         factor = clip_factor(global_norm(gradients), config.max_grad_norm)
         for name, g in gradients.items():

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from conformance.defect import Defect
+from conformance.judge.compare import is_lost
 from conformance.layout import Layout
 from conformance.objective import all_observables
 from conformance.observable import Observable
@@ -68,7 +69,7 @@ def _scenario(record: Record) -> Scenario:
     """The scenario in the header; the record has to be of all that it declares, and of nothing else."""
     try:
         scenario = parse_scenario(record.header["scenario"])
-        declared = all_observables(scenario.objective)
+        declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None)
     except Exception as error:  # the objective may be a class of somebody else, and a header may name anything
         raise RecordError(f"the scenario of {record.path} cannot be read ({error}); {AGAIN}") from None
     if record.observables != declared:
@@ -165,7 +166,7 @@ def _lacking(step: StepRecord, observables: Sequence[Observable]) -> Iterator[st
     """What an oracle has, and this step of one has not."""
     shapes = step.shapes()
     for o in observables:
-        if not o.applies(step.step):
+        if not o.applies(step.step) or is_lost(o, step):
             continue
         held = _under(o.key, shapes)
         if o.kind in ("scalar", "setting"):

@@ -63,7 +63,8 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
         found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]))
-    found += _gaps(list(steps.values()), observables, unobserved)
+    lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
+    found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
 
 
@@ -111,9 +112,13 @@ def _generators(
 
 
 def _gaps(
-    steps: Sequence[tuple[StepRecord, Record]], observables: Sequence[Observable], unobserved: Set[int | None]
+    steps: Sequence[tuple[StepRecord, Record]],
+    observables: Sequence[Observable],
+    unobserved: Set[int | None],
+    lost: Set[tuple[Observable, int]],
 ) -> Iterator[Measurement]:
-    """What is optional and was observed at some steps has to be observed at all; ``steps`` with their legs.
+    """What is optional and was observed at some steps has to be observed at all, except where it is ``lost``; ``steps``
+    with their legs.
 
     What is judged by its effect where it is not reported may be reported by one backend, in one layout, only.
     """
@@ -121,7 +126,7 @@ def _gaps(
         if observable.required or observable.when == "handover":
             continue
         alike: dict[object, dict[int, bool]] = defaultdict(dict)
-        for step, leg in steps:
+        for step, leg in ((step, leg) for step, leg in steps if (observable, step.step) not in lost):
             who = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
             alike[who][step.step] = _is_there(observable, step)
         for seen in alike.values():
@@ -146,7 +151,7 @@ def _step(
 ) -> Iterator[Measurement]:
     tensors, reference = step.tensors(), oracle.tensors()
     for o in observables:
-        if not o.applies(step.step):
+        if not o.applies(step.step) or is_lost(o, oracle):
             continue
         own, ref = named(tensors, o.key), named(reference, o.key)
         if o.is_of_rows:
@@ -166,6 +171,11 @@ def _step(
         else:
             yield from _tensors(o, step.step, own, ref)
         yield from _replicas(o, step, layout)
+
+
+def is_lost(observable: Observable, oracle: StepRecord) -> bool:
+    """Whether it is no number at this step of the oracle, because an update is skipped."""
+    return bool(observable.lost_if and oracle.value(observable.lost_if))
 
 
 def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Iterator[Measurement]:

@@ -13,7 +13,7 @@ import torch
 
 from conformance.judge.compare import Tensors, finite, named, place, unnamed_norm
 from conformance.judge.tolerance import Measurement
-from conformance.observable import AGAINST_REBUILT, Observable
+from conformance.observable import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.oracle.training import clip, global_norm, make_optimizer
 from conformance.record.tensors import Record
 from conformance.scenario import Scenario
@@ -22,13 +22,16 @@ MASTER_ROUNDING = {"exact": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16"
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
+UNCHANGED = " where the update is skipped"
+
 
 def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
     """The distance of every weight after a step from the one that is rebuilt, largest element.
 
     An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u what
     the update would be if no two terms of it cancelled. Nothing is rebuilt from an unobserved step on, because the
-    optimizer's moments are not known then, until a leg begins with a new optimizer.
+    optimizer's moments are not known then, until a leg begins with a new optimizer. Where an update is skipped, because
+    gradients overflow in fp16, no weight may change at all.
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
@@ -43,6 +46,7 @@ def _of_model(
     gradient = f"{prefix}gradient"
     rates = {step.step: step.value(f"{prefix}lr") for step in oracle.steps}
     unnamed = {step.step: unnamed_norm(step, prefix) for step in oracle.steps}
+    skipped = {step.step for step in oracle.steps if step.value(f"{prefix}{SKIPPED}")}
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
@@ -52,6 +56,11 @@ def _of_model(
         for step in leg.steps:
             tensors, lr = step.tensors(), rates.get(step.step)
             gradients, after = _float64(tensors, gradient), _float64(tensors, key)
+            stage = next(o.stage for o in weights if o.applies(step.step))
+            if step.step in skipped:
+                yield from _unchanged(before, after, stage=stage, step=step.step)
+                before = after
+                continue
             trained = trained or gradients.keys()  # other weights are frozen: those of the oracle do not move either
             known = known and lr is not None and bool(gradients) and gradients.keys() == trained
             known = known and gradients.keys() <= after.keys() & before.keys()
@@ -64,7 +73,6 @@ def _of_model(
                 rebuilt = optimizer.step(before, clipped, lr)
                 nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
                 moved = sizes.step(nothing, {name: g.abs() for name, g in clipped.items()}, lr)
-                stage = next(o.stage for o in weights if o.applies(step.step))
                 for name in gradients:
                     weight = after[name]
                     unit = before[name].abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved[name].abs()
@@ -79,6 +87,15 @@ def _of_model(
                         fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
                     )
             before = after
+
+
+def _unchanged(before: Tensors, after: Tensors, *, stage: str, step: int) -> Iterator[Measurement]:
+    """The largest relative change of each weight that is known before and after a step; none is allowed."""
+    for name in before.keys() & after.keys():
+        change = (after[name] - before[name]).abs() / before[name].abs().clamp(min=torch.finfo(torch.float64).tiny)
+        where = place(int(change.argmax()), change)
+        error = finite(change.max().item())
+        yield Measurement(stage=stage, tensor=name + UNCHANGED, step=step, error=error, where=where, fixed=0.0)
 
 
 def _float64(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ __all__ = ["FUNCTIONS", "Term", "functions_of", "rollout_functions_of", "target_
 
 
 class Sft:
-    """-log p of the target tokens, divided by their number in the whole step."""
+    """Weight of the document times -log p of its target tokens, divided by their number in the whole step."""
 
     def __init__(self, objective: Any) -> None:
         pass
@@ -39,7 +39,8 @@ class Sft:
     ) -> Term:
         logprobs = target_logprobs(output, document, stable=stable)
         loss = -logprobs.sum() / totals["token_count"]
-        return Term(loss=loss, values={"loss": loss.item()}, rows={"logprob": logprobs})
+        weight = cast(float, document.columns.get("weight", 1.0))
+        return Term(loss=weight * loss, values={"loss": loss.item()}, rows={"logprob": logprobs})
 
 
 def functions_of(objective: Objective) -> OracleFunctions:

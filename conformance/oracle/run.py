@@ -21,10 +21,11 @@ import conformance
 from conformance.batch import Batch, Document, Row
 from conformance.defect import Defect, defects_to_json
 from conformance.objective import Objective, all_observables
-from conformance.observable import model_key
+from conformance.observable import SKIPPED, model_key
 from conformance.oracle.architecture import Architecture, read_architecture
 from conformance.oracle.defects import variant_of
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
+from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
@@ -52,13 +53,24 @@ FP16_LOSS_SCALE = 2.0**12
 
 @dataclass(kw_only=True)
 class Model:
-    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any."""
+    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any.
+
+    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted.
+    """
 
     role: Role
     architecture: Architecture
     weights: Weights
     trained: frozenset[str]
     optimizer: Sgd | AdamW | None = None
+    loss_scale: LossScale | None = None
+    updates: int = 0
+
+    def scale(self, policy: Policy) -> float:
+        """What the loss is multiplied by before the backward pass: in fp16 the loss scale, else 1."""
+        if policy.compute != torch.float16:
+            return 1.0
+        return self.loss_scale.scale if self.loss_scale else FP16_LOSS_SCALE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +118,11 @@ def run_oracle(
         variant = variant_of(defects)
         roles = scenario.objective.roles
         loaded = [_load(role, models[role.name], scenario, policy, variant, device) for role in roles]
+        _begin(scenario, loaded)
         writer = RecordWriter(
-            out, _header(scenario, policy_name, loaded, defects), observables=all_observables(scenario.objective)
+            out,
+            _header(scenario, policy_name, loaded, defects),
+            observables=all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None),
         )
         _train(scenario, loaded, batches, writer, policy, variant, restarts)
 
@@ -124,6 +139,14 @@ def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, variant:
     return Model(role=role, architecture=architecture, weights=weights, trained=trained)
 
 
+def _begin(scenario: Scenario, models: Sequence[Model]) -> None:
+    """Make new optimizers, and begin schedule and loss scale."""
+    for model in (model for model in models if model.role.trained):
+        model.optimizer, model.updates = make_optimizer(scenario.optimizer), 0
+        config = scenario.judged_loss_scale
+        model.loss_scale = LossScale(config) if config else None
+
+
 def _train(
     scenario: Scenario,
     models: list[Model],
@@ -135,14 +158,10 @@ def _train(
 ) -> None:
     started = time.perf_counter()
     writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
-    began = 0  # step at which the schedule began
     for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy, variant)):
         step_started = time.perf_counter()
-        if step == 0 or step in restarts:
-            began = step
-            for model in models:
-                model.optimizer = make_optimizer(scenario.optimizer) if model.role.trained else None
-        lr = scenario.optimizer.lr * scenario.schedule.factor(step - began)
+        if step in restarts:
+            _begin(scenario, models)
         observed = observe(batch, models, scenario.objective, policy, variant)
         values, tensors = dict(observed.values), dict[str, Tensor]()
         for key, rows in observed.rows.items():
@@ -151,10 +170,19 @@ def _train(
             if model.optimizer is None:
                 continue
             gradients, prefix = observed.gradients[model.role.name], model.role.prefix
+            lr = scenario.optimizer.lr * scenario.schedule.factor(model.updates)
+            values[model_key(prefix, "lr")] = lr
+            if model.loss_scale:
+                settings = model.loss_scale.update(gradients, policy, step=step)
+                values |= {model_key(prefix, key): number for key, number in settings.items()}
+                if settings[SKIPPED]:
+                    tensors |= _named(model, "weight", model.weights)
+                    continue
             norm = global_norm(gradients)
             clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
             model.weights = model.weights | model.optimizer.step(model.weights, clipped, lr)
-            values |= {model_key(prefix, "grad_norm"): norm, model_key(prefix, "lr"): lr}
+            model.updates += 1
+            values[model_key(prefix, "grad_norm")] = norm
             if unnamed := {name: g for name, g in gradients.items() if name.startswith(UNNAMED)}:
                 values[model_key(prefix, UNNAMED_NORM)] = global_norm(unnamed)
             tensors |= _named(model, "gradient", gradients) | _named(model, "weight", model.weights)
@@ -208,14 +236,14 @@ def observe(
 ) -> Observed:
     """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights.
 
-    Raises ValueError if the batch has no target token or a gradient is not finite.
+    Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
+    overflows.
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
     functions = functions_of(objective)
     totals = functions.totals(batch)
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
-    scale = FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0
     values: dict[str, float] = defaultdict(float, totals)
     highest: dict[str, float] = {}
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -232,7 +260,7 @@ def observe(
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
-                    (term.loss * scale).backward()
+                    (term.loss * model.scale(policy)).backward()
                 others[name] = output.detach()
                 for key, number in term.values.items():
                     values[key] += number
@@ -242,9 +270,10 @@ def observe(
                     parts[key].append(tensor.detach())
         for key, tensors in parts.items():
             rows[key][row.index] = torch.cat(tensors)
-    trained = {m.role.name: {n: leaves[m.role.name][n] for n in m.weights if n in m.trained} for m in models}
     gradients = {
-        name: variant.reduced(_gradients(batch.step, leaf, scale, policy)) for name, leaf in trained.items() if leaf
+        model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
+        for model in models
+        if model.trained
     }
     return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
 
@@ -258,10 +287,12 @@ def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator
         yield from part
 
 
-def _gradients(step: int, leaves: Weights, scale: float, policy: Policy) -> Weights:
+def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
+    scale = model.scale(policy)
     gradients = {name: leaf.grad / scale for name, leaf in leaves.items() if leaf.grad is not None}
-    assert gradients.keys() == leaves.keys()
-    if wrong := [name for name, gradient in gradients.items() if not gradient.isfinite().all()]:
+    assert gradients.keys() == model.trained
+    wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    if wrong and not model.loss_scale:
         raise ValueError(
             f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
             f"{policy.compute}; lower the learning rate, or use a precision with a wider range"
@@ -287,7 +318,7 @@ def _header(
             "compute_dtype": str(policy.compute),
             "stable_dtype": str(policy.stable),
             "master_dtype": str(policy.stable),
-            "loss_scale": FP16_LOSS_SCALE if policy.compute == torch.float16 else 1.0,
+            "loss_scale": models[-1].scale(policy),  # of a model that is trained: frozen ones come first
             "micro_batch": "one document",
             "architecture": {model.role.name: asdict(model.architecture) for model in models},
         },

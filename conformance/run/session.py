@@ -186,7 +186,9 @@ class Session:
                 oracle=self._oracles.folder(cell),
                 known=known,
                 defective=self._defective(cell, known),
-                observables=all_observables(cell.scenario.objective),
+                observables=all_observables(
+                    cell.scenario.objective, scaled=cell.scenario.judged_loss_scale is not None
+                ),
             )
 
         verdict = judged()
@@ -236,7 +238,7 @@ class Session:
             expected=known,
             defective=os.path.relpath(defective, folder) if defective else None,
             reproduce=shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
-            observables=all_observables(cell.scenario.objective),
+            observables=all_observables(cell.scenario.objective, scaled=cell.scenario.judged_loss_scale is not None),
             verdict=judged.verdict,
             other=judged.other,
         )

@@ -143,7 +143,7 @@ class _Observer:
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.precision == "exact", scenario.seed
         self.roles = scenario.objective.roles
-        self.observables = all_observables(scenario.objective)
+        self.observables = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None)
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
         self.watch = Watch()  # of one step
@@ -213,6 +213,9 @@ class _Observer:
         values = check_values(metrics, self.observables, type(backend).__name__)
         replicas |= compare(shards | _replicated_values(metrics, self.observables))
         tensors |= self._rows(metrics)
+        lost = {o.key for o in self.observables if o.lost_if and values.get(o.lost_if)}
+        values = {key: value for key, value in values.items() if key not in lost}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in lost}
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)

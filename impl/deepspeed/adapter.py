@@ -56,6 +56,8 @@ class DeepspeedBackend(StrategyBackend):
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
         "forgotten_scale": "impl.deepspeed.trainable:DeepspeedTrainable.forgotten_scale",
         "forget_steps": "impl.deepspeed.trainable:DeepspeedTrainable.forget_steps",
+        "optimizer_step": "impl.deepspeed.trainable:DeepspeedTrainable.optimizer_step",
+        "forget_overflow": "impl.deepspeed.trainable:forget_overflow",
         "create_optimizer": "impl.deepspeed.trainable:DeepspeedTrainable.create_optimizer",
         "summing_dtype": "impl.deepspeed.settings:summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",

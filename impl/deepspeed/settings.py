@@ -4,7 +4,6 @@ from typing import Any
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
-from impl import loss_scale
 from impl.strategy import ContextConfig
 
 DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
@@ -39,8 +38,8 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict
     if config.precision == "fp16":
         settings["fp16"] = {
             "enabled": True,
-            "initial_scale_power": loss_scale.INITIAL_POWER,
-            "loss_scale_window": loss_scale.GROWTH_INTERVAL,
+            "initial_scale_power": config.loss_scale.initial_power,
+            "loss_scale_window": config.loss_scale.growth_interval,
             "hysteresis": 1,  # by default the second overflow lowers the scale, at ZeRO-0 the first in any case
         }
     if config.precision in ("bf16", "fp16"):

@@ -24,6 +24,7 @@ from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut
+from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
@@ -52,6 +53,7 @@ class DeepspeedTrainable:
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
+    skipped: bool = False
 
     def __init__(self, context: "DeepspeedContext", head: Head) -> None:
         self.context, self.head = context, head
@@ -202,7 +204,11 @@ class DeepspeedTrainable:
             assert isinstance(self.tensors, EngineTensors)
             self.tensors.mark_cut_gradients()
             scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
-        self.engine.step()
+        with growth_afterwards(self._scaler()) if self.context.config.precision == "fp16" else contextlib.nullcontext():
+            self.engine.step()
+        self.skipped = not self.engine.was_step_applied()
+        if self.skipped and self.stage in (1, 2):
+            forget_overflow(self.engine.optimizer)
         reported = self.engine.get_global_grad_norm()
         return None if reported is None else float(reported) / scale
 
@@ -219,8 +225,7 @@ class DeepspeedTrainable:
         found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
         if self.context.config.precision == "fp16":
             scaler = self._scaler()
-            # This count goes on when the scale grows; the scale grows at every multiple of the scaler's window.
-            good = scaler.cur_iter - scaler.last_overflow_iter - 1
+            good = good_steps(scaler) % scaler.scale_window
             found |= {"loss_scale": float(scaler.cur_scale), "good_steps": float(good)}
         return found
 

@@ -20,6 +20,9 @@ clip_threshold      (max_norm or None) -> what a library that clips by itself is
 create_optimizer    (trainable, model, config) -> optimizer of torch, or of the library around one of torch
 summing_dtype       (...) -> dtype, or its name in DeepSpeed's words, in which half-precision gradients are added up
 advance_schedule    (trainable): after each optimizer step
+optimizer_step      (trainable) -> norm: clips, updates, advances schedule and loss scale
+find_overflow       (...) -> by device, whether this rank knows of an overflow
+forget_overflow     (optimizer of DeepSpeed): clears what an overflow leaves in its buffers
 gradient_scale      (trainable) -> number of ranks that the framework averages gradients over
 reduction_mesh      (trainable) -> mesh of the ranks that see different tokens: gradients are reduced over it
 mark_cut_gradients  (...): says of gradients that they are shards, which a library's norm asks
@@ -80,6 +83,7 @@ from impl.faults.means import MEANS_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
 from impl.faults.models import MODELS_FAULTS
 from impl.faults.optimizer import OPTIMIZER_FAULTS
+from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.ring import RING_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
@@ -290,6 +294,7 @@ CATALOGUE = (
     *_FAULTS,
     *ENGINE_FAULTS,
     *OPTIMIZER_FAULTS,
+    *OVERFLOW_FAULTS,
     *RING_FAULTS,
     *MODEL_PARALLEL_FAULTS,
     *RL_FAULTS,

@@ -40,14 +40,14 @@ def _moments_in_bf16(create_optimizer: Function) -> Function:
 
     def faulty(trainable: Any, model: Any, config: Any) -> Any:
         made = create_optimizer(trainable, model, config)
-        for optimizer in _of_torch(made):
+        for optimizer in of_torch(made):
             optimizer.register_step_post_hook(round_moments)
         return made
 
     return faulty
 
 
-def _of_torch(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def of_torch(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """torch's optimizers inside of a library's."""
     if isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer

@@ -59,6 +59,7 @@ def _sft(scenario: str, model: str, *, blank: Mapping[Precision, str] | None = N
 _ROUNDED: dict[Precision, str] = {"exact": LIFTED}
 _HALF: dict[Precision, str] = {"exact": OF_HALF, "fp32": OF_HALF}
 _FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP16}
+_OVERFLOW = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
 
 _SFT = {
     "dropped-o-bias": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
@@ -76,6 +77,12 @@ _SFT = {
     "clip-never": _sft("sft-sgd", "llama", deepspeed="dp2.zero3", megatron="dp2"),
     "unmarked-shards": _sft("sft-padded", "llama", deepspeed="tp2.zero0", blank=_HALF),
     "lost-loss-scale": _sft("sft-packed", "llama", deepspeed="dp2.zero0", blank=_FP16),
+    "overflow-on-one-rank": _sft("sft-overflow", "llama", fsdp2="dp2", blank=_FP16),
+    "skip-counted-by-schedule": _sft("sft-overflow", "llama", **_OVERFLOW, blank=_FP16),
+    "skip-counted-by-optimizer": _sft("sft-overflow", "llama", **_OVERFLOW, blank=_FP16),
+    "scale-not-halved": _sft("sft-overflow", "llama", **_OVERFLOW, blank=_FP16),
+    "scale-never-grows": _sft("sft-overflow", "llama", **_OVERFLOW, blank=_FP16),
+    "overflow-stays": _sft("sft-overflow", "llama", deepspeed="dp2.zero1.offload", blank=_FP16),
     "step-at-setup": _sft("sft-padded", "llama", deepspeed="dp2.zero0", blank=_HALF),
     "summed-in-bf16": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", blank=_HALF),
     "no-weight-decay": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),

@@ -89,7 +89,7 @@ def _progress(model: Mapping[str, Any], scaler: Mapping[str, Any]) -> dict[str, 
     schedule = model.get("lr_scheduler") or {}
     found = {"schedule": float(schedule["last_epoch"])} if "last_epoch" in schedule else {}
     if model["ds_config"].get("fp16", {}).get("enabled") and "cur_iter" in scaler:
-        good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+        good = (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"]
         found |= {"loss_scale": float(scaler["cur_scale"]), "good_steps": float(good)}
     return found
 

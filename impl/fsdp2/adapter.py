@@ -42,6 +42,8 @@ class Fsdp2Backend(StrategyBackend):
         "norm_axes": "impl.fsdp2.norm:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.norm:clip_coefficient",
         "advance_schedule": "impl.fsdp2.trainable:Fsdp2Trainable.advance_schedule",
+        "optimizer_step": "impl.fsdp2.trainable:Fsdp2Trainable.optimizer_step",
+        "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",
         "gradient_scale": "impl.fsdp2.trainable:Fsdp2Trainable.gradient_scale",
         "reduction_mesh": "impl.fsdp2.trainable:Fsdp2Trainable.reduction_mesh",
         "create_optimizer": "impl.fsdp2.trainable:Fsdp2Trainable.create_optimizer",

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from impl import loss_scale
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
@@ -61,6 +60,7 @@ class Fsdp2Trainable:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
+    skipped: bool = False
 
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         self.context, self.head = context, head
@@ -68,8 +68,8 @@ class Fsdp2Trainable:
         # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
         self.scaler = torch.amp.GradScaler(
             torch.device(context.config.device).type,
-            init_scale=2.0**loss_scale.INITIAL_POWER,
-            growth_interval=loss_scale.GROWTH_INTERVAL,
+            init_scale=2.0**context.config.loss_scale.initial_power,
+            growth_interval=context.config.loss_scale.growth_interval,
             enabled=context.config.precision == "fp16",
         )
 
@@ -185,7 +185,8 @@ class Fsdp2Trainable:
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.scaler.get_scale() >= scale:  # torch says in no other way whether it has skipped the update
+        self.skipped = self.scaler.get_scale() < scale  # torch says in no other way whether it has skipped the update
+        if not self.skipped:
             self.advance_schedule()
         return total
 

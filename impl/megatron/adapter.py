@@ -48,6 +48,7 @@ class MegatronBackend(StrategyBackend):
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.settings:clip_threshold",
         "advance_schedule": "impl.megatron.trainable:MegatronTrainable.advance_schedule",
+        "optimizer_step": "impl.megatron.trainable:MegatronTrainable.optimizer_step",
         "create_optimizer": "impl.megatron.trainable:MegatronTrainable.create_optimizer",
         "summing_dtype": "impl.megatron.settings:summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",

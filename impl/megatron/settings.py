@@ -10,7 +10,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
-from impl import loss_scale
 from impl.dtypes import COMPUTE_DTYPES
 from impl.strategy import ContextConfig
 
@@ -64,8 +63,8 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         params_dtype=COMPUTE_DTYPES[config.precision],
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
-        initial_loss_scale=2.0**loss_scale.INITIAL_POWER,
-        loss_scale_window=loss_scale.GROWTH_INTERVAL,
+        initial_loss_scale=2.0**config.loss_scale.initial_power,
+        loss_scale_window=config.loss_scale.growth_interval,
         hysteresis=1,  # by default the second overflow lowers the scale
         use_distributed_optimizer=cuts_optimizer(config),
         overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),

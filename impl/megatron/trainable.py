@@ -75,6 +75,7 @@ class MegatronTrainable:
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
+    skipped: bool = False
 
     def __init__(self, context: "MegatronContext", head: Head) -> None:
         self.context, self.head = context, head
@@ -280,7 +281,8 @@ class MegatronTrainable:
         """See Trainable. NaN if fp16 gradients overflow: the library then makes no update and computes no norm."""
         with self.context.placed():
             updated, norm, _ = self.optimizer.step()
-            if not updated:
+            self.skipped = not updated
+            if self.skipped:
                 return float("nan")
             self.advance_schedule()
         return None if norm is None else float(norm)
