@@ -39,7 +39,7 @@ LONG = (
     "test_toy_objectives",
     "test_handover",
     "test_claims",
-    "test_loss_scale",
+    "test_overflow",
     "test_recording_diff",
     "test_recording",
     "test_recipes",

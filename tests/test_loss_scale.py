@@ -11,15 +11,16 @@ from resume_runs import Ranks
 from conformance.world import Pool
 
 Told = Callable[[str, str], list[dict[str, Any]]]
+# Cells of tests/test_overflow.py see the same in a fast run; here the first scale is too large to be judged.
 LAYOUTS = [
-    ("fsdp2", "dp2"),
-    ("deepspeed", "dp2.zero2"),
-    ("megatron", "dp2.zero1"),
+    exhaustive("fsdp2", "dp2"),
     exhaustive("fsdp2", "tp2"),
+    exhaustive("deepspeed", "dp2.zero2"),
     exhaustive("deepspeed", "dp2.zero0"),
     exhaustive("deepspeed", "dp2.zero1"),
     exhaustive("deepspeed", "dp2.zero3"),
     exhaustive("deepspeed", "tp2.zero1"),
+    exhaustive("megatron", "dp2.zero1"),
     exhaustive("megatron", "dp2"),
     exhaustive("megatron", "tp2"),
 ]
