@@ -142,14 +142,8 @@ def test_what_overflowed_is_not_recorded_and_not_compared_between_backends(recor
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("backend", "precision"),
-    [
-        ("fsdp2", "exact"),
-        *(exhaustive("fsdp2", precision) for precision in ("fp32", "bf16")),
-        *(exhaustive(backend, p) for backend in ("deepspeed", "megatron") for p in ("exact", "fp32", "bf16")),
-    ],
-)
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("precision", ["exact", "fp32", "bf16"])
 def test_other_precisions_have_no_overflow(session: Session, backend: str, precision: Precision) -> None:
     verdict = session.run(cell_of(backend, "sft-overflow", "llama", "dp2", precision, steps=3)).verdict
     assert verdict.state == "conforms", verdict.reason
