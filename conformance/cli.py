@@ -1,4 +1,4 @@
-"""The command line: parity list | run | judge | report | compare | doctor, and the commands of installed packages.
+"""The command line: parity list | run | judge | report | compare | bisect | doctor, and commands of other packages.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    own = ("list", "run", "judge", "report", "compare", "doctor")
+    own = ("list", "run", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
@@ -106,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(command=_compare)
 
+    first = commands.add_parser("bisect", help="name the first wrong module of a cell, forward and backward")
+    first.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
+    _add_options(first, Selection, without="cells")
+    first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    first.add_argument("--budget", type=float, default=300.0, help="seconds that a run may take (default: 300)")
+    first.set_defaults(command=_bisect)
+
     check = commands.add_parser("doctor", help="check this machine and what is installed")
     check.add_argument("--json", action="store_true")
     check.set_defaults(command=_doctor)
@@ -117,9 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+def _add_options(parser: argparse.ArgumentParser, options: type[Options], *, without: str = "") -> None:
     for name, about in options.options():
-        parser.add_argument(f"--{name}", **about)
+        if name != without:
+            parser.add_argument(f"--{name}", **about)
 
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
@@ -233,6 +241,18 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}
     return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
+
+
+def _bisect(options: argparse.Namespace, _: list[str]) -> int:
+    from conformance.bisect.command import run  # loads DTensor, which takes a second
+
+    options.cells = [options.cell]
+    selection = Selection.from_options(options)
+    cells = select_cells(selection)
+    if len(cells) != 1:
+        raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
+    state = run(cells[0], device=options.device, budget_s=options.budget)
+    return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
 def _finish(out: Path, *, as_json: bool) -> int:

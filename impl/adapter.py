@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from conformance.activations import Traced
 from conformance.backend import BackendInfo, NamedTensors, Shard, StepMetrics, Support, TensorKind
 from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
@@ -21,7 +22,8 @@ from impl.dropout import switch_off_dropout
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
 from impl.strategy import Context, ContextConfig, Trainable, get_context
-from impl.trainer import train_step
+from impl.traced import numbered
+from impl.trainer import step_inputs, train_step
 
 # Seams (functions that a fault can replace) that are the same on all backends; impl/faults/catalogue.py describes them.
 RL_SEAMS = {
@@ -124,6 +126,10 @@ class StrategyBackend:
                 told = loss_scale_settings(self.models[role.name])
                 metrics.values.update({model_key(role.prefix, key): number for key, number in told.items()})
         return metrics
+
+    def traced(self, model: str, batch: Batch) -> Traced:
+        rows, inputs = step_inputs(self.context, batch)
+        return self.models[model].traced([numbered(batch, *one) for one in zip(rows, inputs, strict=True)])
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
         return self.models[model].named_tensors(kind)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.batch import Batch, Row
 from conformance.layout import Layout
@@ -80,6 +81,13 @@ class Trainable(Protocol):
         ``loss(index, outputs)`` gets the outputs of ``inputs[index]`` that ``want`` names, as whole rows (rows, length)
         even if this rank holds only a part of each row. The gradient is that of the sum of losses over data ranks and
         micro-batches. Returns the outputs of each micro-batch, detached, on every rank.
+        """
+        ...
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        """Which modules this rank runs in an optimizer step, for `parity bisect`.
+
+        ``numbers`` are the step's micro-batches with numbers of tokens in the place of tokens (impl.traced.numbered).
         """
         ...
 

@@ -9,6 +9,7 @@ V vocabulary. x and y are always the (T, D) activations.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.architecture import Architecture, Layer
 from conformance.oracle.attention import attend, hidden_keys
+from conformance.oracle.tap import NO_TAP, Module, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.oracle.variant import Weights as Weights
 from conformance.validation import UsageError
@@ -98,20 +100,19 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy, variant: Variant = HONEST) -> Tensor:
+def forward(
+    tokens: Tensor, weights: Weights, a: Architecture, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+) -> Tensor:
     """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
 
     A value model gives one number per token instead, (T, 1), without soft-capping.
 
     The masters are cast here, inside autograd, so that their gradients come back in the master dtype. ``variant``: a
-    known defect, if any.
+    known defect, if any. ``tap`` sees the modules, under the names that they have in the Hugging Face model.
     """
     w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
     embeddings_VD = w["model.embed_tokens.weight"]
-    x = F.embedding(tokens, embeddings_VD, padding_idx=a.padding_token)
-    if a.embedding_scale != 1.0:
-        # Rounded to the compute dtype first, as Gemma does.
-        x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
+    x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     tables = {
         layer: (
             _rope(len(tokens), layer, a, policy),
@@ -122,30 +123,43 @@ def forward(tokens: Tensor, weights: Weights, a: Architecture, policy: Policy, v
     for i, layer in enumerate(a.layers):
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
-        x = _decoder_layer(x, own, *tables[layer], a, policy)
-    x = _norm(x, w["model.norm.weight"], a, policy)
+        x = _decoder_layer(x, own, *tables[layer], a, policy, tap.inside(prefix))
+    x = tap.module("model.norm", partial(_norm, weight=w["model.norm.weight"], a=a, policy=policy), x)
     if a.value_head:
-        return x @ w["score.weight"].T
-    logits_TV = x @ variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w).T
+        return tap.module("score", lambda x: x @ w["score.weight"].T, x)
+    head_VD = variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w)
+    logits_TV = tap.module("lm_head", lambda x: x @ head_VD.T, x)
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
     return logits_TV
 
 
+def _embed(tokens: Tensor, weight: Tensor, a: Architecture, policy: Policy) -> Tensor:
+    x = F.embedding(tokens, weight, padding_idx=a.padding_token)
+    if a.embedding_scale != 1.0:
+        # Rounded to the compute dtype first, as Gemma does.
+        x = x * torch.tensor(a.embedding_scale, dtype=policy.compute)
+    return x
+
+
 def _decoder_layer(
-    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy
+    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy, module: Module
 ) -> Tensor:
     """Pre-norm residual layer; with sandwich norms, the outputs of attention and MLP are normed as well."""
-    y = _norm(x, w["input_layernorm.weight"], a, policy)
-    y = _attention(y, w, rope, hidden, a, policy)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return module(name, partial(_norm, weight=w[name + ".weight"], a=a, policy=policy), x)
+
+    y = norm("input_layernorm", x)
+    attention = partial(_attention, w=w, rope=rope, hidden=hidden, a=a, policy=policy, module=module)
+    y = module("self_attn", attention, y)
     if a.sandwich_norms:
-        y = _norm(y, w["post_attention_layernorm.weight"], a, policy)
+        y = norm("post_attention_layernorm", y)
     x = x + y
-    before_mlp = "pre_feedforward_layernorm" if a.sandwich_norms else "post_attention_layernorm"
-    y = _norm(x, w[before_mlp + ".weight"], a, policy)
-    y = _gated_mlp(y, w, a)
+    y = norm("pre_feedforward_layernorm" if a.sandwich_norms else "post_attention_layernorm", x)
+    y = module("mlp", partial(_gated_mlp, w=w, a=a, module=module), y)
     if a.sandwich_norms:
-        y = _norm(y, w["post_feedforward_layernorm.weight"], a, policy)
+        y = norm("post_feedforward_layernorm", y)
     return x + y
 
 
@@ -162,16 +176,16 @@ def _norm(x: Tensor, weight: Tensor, a: Architecture, policy: Policy) -> Tensor:
 
 
 def _attention(
-    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy
+    x: Tensor, w: Weights, rope: tuple[Tensor, Tensor], hidden: Tensor, a: Architecture, policy: Policy, module: Module
 ) -> Tensor:
     """Causal grouped-query attention, softmax(q k^T * scale) v (arXiv 1706.03762 equation 1, 2305.13245 section 2).
 
     A query that sees no key, which there is only with a defect, has output 0.
     """
     tokens = len(x)
-    q_THE = _linear(x, w, "self_attn.q_proj").view(tokens, a.heads, a.head_dim)
-    k_TKE = _linear(x, w, "self_attn.k_proj").view(tokens, a.kv_heads, a.head_dim)
-    v_TKE = _linear(x, w, "self_attn.v_proj").view(tokens, a.kv_heads, a.head_dim)
+    q_THE = _linear(x, w, "self_attn.q_proj", module).view(tokens, a.heads, a.head_dim)
+    k_TKE = _linear(x, w, "self_attn.k_proj", module).view(tokens, a.kv_heads, a.head_dim)
+    v_TKE = _linear(x, w, "self_attn.v_proj", module).view(tokens, a.kv_heads, a.head_dim)
     if a.qk_norm:
         q_THE = _norm(q_THE, w["self_attn.q_norm.weight"], a, policy)
         k_TKE = _norm(k_TKE, w["self_attn.k_norm.weight"], a, policy)
@@ -188,18 +202,18 @@ def _attention(
     else:
         mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.attention_scale, stable=policy.stable)
     mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
-    return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj")
+    return _linear(mixed_THE.reshape(tokens, a.heads * a.head_dim), w, "self_attn.o_proj", module)
 
 
-def _gated_mlp(x: Tensor, w: Weights, a: Architecture) -> Tensor:
+def _gated_mlp(x: Tensor, w: Weights, a: Architecture, module: Module) -> Tensor:
     """down(act(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6); silu, or gelu in its tanh form (1606.08415 section 2)."""
-    gate_TF = _linear(x, w, "mlp.gate_proj")
+    gate_TF = _linear(x, w, "mlp.gate_proj", module)
     gate_TF = F.silu(gate_TF) if a.activation == "silu" else F.gelu(gate_TF, approximate="tanh")
-    return _linear(gate_TF * _linear(x, w, "mlp.up_proj"), w, "mlp.down_proj")
+    return _linear(gate_TF * _linear(x, w, "mlp.up_proj", module), w, "mlp.down_proj", module)
 
 
-def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
-    return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+def _linear(x: Tensor, w: Weights, name: str, module: Module) -> Tensor:
+    return module(name, partial(F.linear, weight=w[name + ".weight"], bias=w.get(name + ".bias")), x)
 
 
 def _rope(tokens: int, layer: Layer, a: Architecture, policy: Policy) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from conformance.oracle.defects import variant_of
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import functions_of, rollout_functions_of
+from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
@@ -125,6 +126,21 @@ def run_oracle(
             observables=all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None),
         )
         _train(scenario, loaded, batches, writer, policy, variant, restarts)
+
+
+def observe_step(
+    *, scenario: Scenario, models: Mapping[str, Path], batch: Batch, weights: Weights | None, tap: Tap
+) -> Observed:
+    """Forward and backward of one step in float64, without an update; ``tap`` sees every module of the policy.
+
+    ``weights``: those before the step, by name; None for those of the folder.
+    """
+    policy = POLICIES["float64"]
+    (role,) = scenario.objective.roles
+    model = _load(role, models[role.name], scenario, policy, HONEST, "cpu")
+    if weights is not None:
+        model.weights = weights
+    return observe(batch, [model], scenario.objective, policy, HONEST, tap)
 
 
 def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str) -> Model:
@@ -232,9 +248,15 @@ def look_ahead(
 
 
 def observe(
-    batch: Batch, models: Sequence[Model], objective: Objective, policy: Policy, variant: Variant = HONEST
+    batch: Batch,
+    models: Sequence[Model],
+    objective: Objective,
+    policy: Policy,
+    variant: Variant = HONEST,
+    tap: Tap = NO_TAP,
 ) -> Observed:
-    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights.
+    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``tap``
+    sees the modules of the only model.
 
     Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
     overflows.
@@ -252,11 +274,15 @@ def observe(
     for row in _rows(batch, leaves.values(), variant):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         # A document without targets adds nothing to any loss, whatever it holds.
-        for document in (d for d in row.documents if any(d.targets)):
+        for at, document in enumerate(row.documents):
+            if not any(document.targets):
+                continue
+            tap.begins(row.index, at)
             others: dict[str, Tensor] = {}
             for model in running:
                 name = model.role.name
-                output = forward(torch.tensor(document.tokens), leaves[name], model.architecture, policy, variant)
+                tokens = torch.tensor(document.tokens)
+                output = forward(tokens, leaves[name], model.architecture, policy, variant, tap)
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"

@@ -4,6 +4,7 @@ Serves claim 9: the result says what went wrong, and also whether the ranks had 
 another cell may be the cause.
 """
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,31 @@ def _run_leg(
         budget_s=budget_s,
         fresh=fresh or number > 0 or getattr(leg.backend.load(), "fresh_ranks", False),
     )
+
+
+class TraceFailed(Exception):
+    """A cell could not be run again to be traced; the message says why."""
+
+
+def run_traced(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, step: int, device: Device, budget_s: float
+) -> None:
+    """Run the first leg up to ``step``: its record is ``folder/record``, the activations of ``step`` are in
+    ``folder/trace``. Raises TraceFailed."""
+    leg = cell.legs[0]
+    arguments = leg_arguments(cell, 0, inputs, folder, None)
+    shutil.rmtree(folder, ignore_errors=True)
+    outcome = pool.run(
+        key=leg.backend.name,
+        config=world_config(leg, device),
+        task="conformance.run.task:run_leg",
+        kwargs=arguments | {"steps": step + 1, "save": None, "trace": [step, str(folder / "trace")]},
+        log_dir=folder / "logs",
+        budget_s=budget_s,
+        fresh=getattr(leg.backend.load(), "fresh_ranks", False),
+    )
+    if outcome.state == "failed":
+        raise TraceFailed(f"{cell} failed while it was traced: {outcome.reason}")
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:

@@ -28,7 +28,7 @@ from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_su
 from conformance.record.states import NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.run.environment import environment
-from conformance.run.legs import run_legs, world_config
+from conformance.run.legs import run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
 from conformance.run.storage import check_output_folder, lasting
@@ -196,6 +196,20 @@ class Session:
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, defects_of(known)):
             return judged()
         return verdict
+
+    def trace(self, cell: Cell, step: int) -> tuple[FrozenInputs, Path]:
+        """Run a cell of one leg again up to ``step`` with its activations captured (conformance.run.legs.run_traced).
+
+        Returns its inputs and the folder. Raises TraceFailed.
+        """
+        inputs, folder = prepare_inputs(cell.scenario, self.config.out), self._folder(cell) / "traced"
+        device, budget_s = self.config.device, self.config.budget_s
+        run_traced(self._pool, cell, inputs, folder, step=step, device=device, budget_s=budget_s)
+        return inputs, folder
+
+    def oracle_folder(self, cell: Cell) -> Path:
+        """The folder of the correct oracle's records for a cell that was run."""
+        return self._oracles.folder(cell)
 
     def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
         """The folder of the oracle's records with the cell's expected defects; None if it has no such defects."""

@@ -47,11 +47,13 @@ def run_leg(
     save: tuple[Handover, str] | None,
     record: str,
     planted: list[str],
+    trace: tuple[int, str] | None = None,
 ) -> dict[str, int]:
     """Run one leg and write its record at ``record``. Called in every rank; all arguments are plain JSON values.
 
     models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder.
-    planted: names of the faults to plant. Returns how often each planted fault was called in this rank.
+    planted: names of the faults to plant. trace: a step whose activations are captured, and the folder that gets them.
+    Returns how often each planted fault was called in this rank.
     """
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
@@ -81,7 +83,14 @@ def run_leg(
             rank.beat(f"step {batch.step}")
             read = batch.step != unobserved_step(first_step, steps)
             handed = bool(save) and batch is trained_on[-1]
-            observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
+            captured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if trace and trace[0] == batch.step:
+                from conformance.bisect.capture import capturing  # loads DTensor, which takes a second
+
+                (model,) = models
+                captured = capturing(backend, model, batch, rank=rank.rank, folder=Path(trace[1]))
+            with captured:
+                observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
         if save:
             rank.beat("save")
             _save(rank, backend, config, *save)

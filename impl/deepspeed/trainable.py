@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
+from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
@@ -37,6 +38,7 @@ from impl.optimizers import learning_rates, parameter_groups, set_schedule, torc
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
+from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
@@ -211,6 +213,16 @@ class DeepspeedTrainable:
             forget_overflow(self.engine.optimizer)
         reported = self.engine.get_global_grad_norm()
         return None if reported is None else float(reported) / scale
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        tp, ring = self.context.config.layout.tp, self.context.ring
+        modules = hugging_face_modules(self.model, tp=tp, tp_rank=self.context.mesh.get_local_rank("tp"))
+        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
+        return Traced(
+            modules=modules,
+            tokens=tuple(token_numbers(part) for part in parts),
+            gradient_scale=self.gradient_scale(),
+        )
 
     def learning_rate(self) -> float:
         return float(self.engine.get_lr()[0])

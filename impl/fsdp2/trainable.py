@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
@@ -42,6 +43,7 @@ from impl.optimizers import (
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
+from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
@@ -189,6 +191,24 @@ class Fsdp2Trainable:
         if not self.skipped:
             self.advance_schedule()
         return total
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        layout, ring = self.context.config.layout, self.context.ring
+        tp_rank = self.context.mesh["tp"].get_local_rank() if layout.tp > 1 else 0
+        vocabulary = -(-self.model.config.vocab_size // layout.tp)  # as torch.chunk cuts it
+        modules = hugging_face_modules(
+            self.model,
+            tp=layout.tp,
+            tp_rank=tp_rank,
+            sequence="seqpar" in self.options,
+            vocabulary_start=tp_rank * vocabulary if "losspar" in self.options else 0,
+        )
+        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
+        return Traced(
+            modules=modules,
+            tokens=tuple(token_numbers(part) for part in parts),
+            gradient_scale=self.gradient_scale(),
+        )
 
     def advance_schedule(self) -> None:
         self.scheduler.step()

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.inputs.model import weight_files
 from conformance.role import Head
@@ -42,6 +43,7 @@ from impl.megatron.settings import (
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, load_parameter, parameter_names
+from impl.megatron.traced import traced_chunks
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
@@ -258,6 +260,10 @@ class MegatronTrainable:
     def gradient_scale(self) -> float:
         """The number of ranks that megatron-core averages gradients over; the ranks of a ring count separately."""
         return self.context.config.layout.dp * self.context.config.layout.sp
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        parts = [part.own for part in self._shard(numbers)]
+        return traced_chunks(self.tensors.chunks, self.shape, self.stages, parts, gradient_scale=self.gradient_scale())
 
     def _from_last_stage(self, outputs: Outputs | None, inputs: MicroBatch, want: Wanted) -> Outputs:
         """The outputs that the last pipeline stage has computed, on all stages; collective."""

@@ -1,0 +1,161 @@
+"""Capture: what goes into and comes out of every module of this rank in one optimizer step, and their gradients.
+
+The suite hooks the modules itself. A gradient of an input is that by way of this module only, without what reaches the
+same tensor by a residual: the module gets an alias of its input, and the hook is on the alias.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from conformance.activations import Cut, Traced, TracedModule
+from conformance.backend import Backend
+from conformance.batch import Batch
+
+Side = Literal["input", "output", "gradient of the output", "gradient of the input"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One rank's part of a value in one micro-batch, without padding.
+
+    tokens: int64 (n,), the numbers of its tokens in the step. values: (n, features), of which the first one is number
+    ``first_feature`` of the whole.
+    """
+
+    name: str
+    side: Side
+    rank: int
+    micro_batch: int
+    first_feature: int
+    tokens: Tensor
+    values: Tensor
+
+
+@contextlib.contextmanager
+def capturing(backend: Backend, model: str, batch: Batch, *, rank: int, folder: Path) -> Iterator[None]:
+    """Hook the modules of ``model``, and write into ``folder`` what they see until the end, a file for each rank.
+
+    Raises ValueError if a module is not run exactly once for each micro-batch, or if its activations are not cut as the
+    backend says.
+    """
+    traced: Traced = backend.traced(model, batch)  # type: ignore[attr-defined]
+    capture = _Capture(traced, rank)
+    handles = [handle for module in traced.modules for handle in capture.hook(module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    capture.check()
+    folder.mkdir(exist_ok=True)
+    _write(folder / f"rank-{rank}.safetensors", capture.pieces)
+
+
+class _Capture:
+    def __init__(self, traced: Traced, rank: int) -> None:
+        self.traced, self.rank = traced, rank
+        self.pieces: list[Piece] = []
+        self.calls: Counter[str] = Counter()
+
+    def hook(self, traced: TracedModule) -> Iterator[Any]:
+        """Hook a module, around what a library has hooked there itself: what is seen is what goes between modules."""
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            place = next((i for i, value in enumerate(args) if isinstance(value, Tensor)), None)
+            key = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), "")
+            x = kwargs[key] if place is None else args[place]
+            alias = x.view_as(x) if x.is_floating_point() else x
+            self._see(traced.name, "input", traced.input, alias)
+            if place is None:
+                return args, {**kwargs, key: alias}
+            return (*args[:place], alias, *args[place + 1 :]), kwargs
+
+        def after(_: Any, __: Any, result: Any) -> None:
+            output, bias = result if traced.leaves_bias else (result, None)
+            output = next(part for part in output if isinstance(part, Tensor)) if isinstance(output, tuple) else output
+            self._see(traced.name, "output", traced.output, output, bias=bias)
+            self.calls[traced.name] += 1
+
+        yield traced.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        yield traced.module.register_forward_hook(after)
+
+    def _see(
+        self, name: str, what: Literal["input", "output"], cut: Cut, x: Tensor, bias: Tensor | None = None
+    ) -> None:
+        number = self.calls[name]
+        if number >= len(self.traced.tokens):
+            return  # ``check`` tells of it
+        self._keep(name, what, number, cut, x.detach() if bias is None else x.detach() + bias.detach())
+        if not x.requires_grad:
+            return
+        placed = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
+        side: Side = "gradient of the input" if what == "input" else "gradient of the output"
+
+        def of_gradient(gradient: Tensor) -> None:
+            if placed:
+                gradient = cast(DTensor, gradient).redistribute(*placed)
+            self._keep(name, side, number, cut, gradient.detach() / self.traced.gradient_scale)
+
+        x.register_hook(of_gradient)
+
+    def _keep(self, name: str, side: Side, number: int, cut: Cut, x: Tensor) -> None:
+        x = x.to_local() if isinstance(x, DTensor) else x
+        x = x[..., None] if not x.is_floating_point() else x
+        x = (x.transpose(0, 1) if cut.length_first else x).to("cpu", torch.float64, copy=True)
+        tokens = self.traced.tokens[number].cpu().chunk(cut.parts, dim=1)[cut.part]
+        if x.shape[:-1] != tokens.shape:
+            raise ValueError(
+                f"the {side} of {name} is {tuple(x.shape[:-1])} (rows, length) on this rank, and the backend says that "
+                f"its tokens are {tuple(tokens.shape)}; correct the adapter's traced()"
+            )
+        real = tokens >= 0
+        self.pieces.append(
+            Piece(
+                name=name,
+                side=side,
+                rank=self.rank,
+                micro_batch=number,
+                first_feature=cut.first_feature,
+                tokens=tokens[real],
+                values=x[real],
+            )
+        )
+
+    def check(self) -> None:
+        count = len(self.traced.tokens)
+        wrong = {module.name: self.calls[module.name] for module in self.traced.modules}
+        if wrong := {name: calls for name, calls in wrong.items() if calls != count}:
+            name, calls = next(iter(wrong.items()))
+            raise ValueError(
+                f"{name} was run {calls} times in a step of {count} micro-batches, and {len(wrong) - 1} more modules "
+                f"were not run once for each; what runs again (recomputation) cannot be bisected"
+            )
+
+
+def _write(path: Path, pieces: list[Piece]) -> None:
+    tensors = {f"tokens/{i}": piece.tokens.contiguous() for i, piece in enumerate(pieces)}
+    tensors |= {f"values/{i}": piece.values.contiguous() for i, piece in enumerate(pieces)}
+    told = [{key: value for key, value in vars(p).items() if not isinstance(value, Tensor)} for p in pieces]
+    save_file(tensors, path, metadata={"pieces": json.dumps(told)})
+
+
+def read_pieces(folder: Path) -> list[Piece]:
+    """What ``capturing`` wrote in all ranks."""
+    found = []
+    for path in sorted(folder.glob("rank-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for i, one in enumerate(json.loads(file.metadata()["pieces"])):
+                tokens, values = (file.get_tensor(f"{what}/{i}") for what in ("tokens", "values"))
+                found.append(Piece(**one, tokens=tokens, values=values))
+    return found

@@ -1,0 +1,33 @@
+"""The command `parity bisect CELL`."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from conformance.bisect.run import bisect_cell
+from conformance.bisect.tell import told
+from conformance.plan.cell import Cell
+from conformance.run.legs import TraceFailed
+from conformance.run.session import Session, SessionConfig
+from conformance.world import Device
+
+
+def run(cell: Cell, *, device: Device, budget_s: float) -> str:
+    """Print where the cell is wrong first; returns the cell's state.
+
+    Raises UsageError for a cell that cannot be bisected.
+    """
+    print(f"bisecting {cell}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = SessionConfig(out=Path(folder), device=device, budget_s=budget_s)
+        with Session(config) as session:
+            try:
+                verdict, traced = bisect_cell(session, cell)
+            except TraceFailed as error:
+                print(f"parity: {error}", file=sys.stderr)
+                return "infrastructure"
+    if traced is None:
+        print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")
+    else:
+        print(f"{cell}: {verdict.findings[0]}", *told(traced.found, traced.oracle, step=traced.step), sep="\n")
+    return verdict.state

@@ -1,0 +1,221 @@
+"""Values: each value that ranks have shown against the oracle's: where it is wrong, and what would make it right.
+
+In the exact tier there is no noise, so what is beyond its bound is wrong, and what is within it is right.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conformance.bisect.capture import Piece
+from conformance.bisect.reference import Key, Reference
+from conformance.judge.tolerance import EXACT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """A value that is not the oracle's.
+
+    key: module and side. error: the largest root mean square of a rank's difference, over that of the whole value.
+    ranks: on which ranks it is wrong, of those that ``hold`` it. silent: ranks that have it not, although they should.
+    tokens: numbers of the wrong tokens in the step. missing: how many tokens no rank holds. features: first and last
+    wrong feature, and how many there are in the whole. would_be_right: in words, what of the ranks' pieces would give
+    the oracle's value; empty if nothing was found.
+    """
+
+    key: Key
+    error: float
+    ranks: tuple[int, ...]
+    hold: tuple[int, ...]
+    silent: tuple[int, ...]
+    tokens: tuple[int, ...]
+    missing: int
+    features: tuple[int, int, int]
+    would_be_right: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A piece without tokens and features that are not to be compared, beside what it should be, (n, features)."""
+
+    piece: Piece
+    tokens: Tensor
+    found: Tensor
+    right: Tensor
+
+    @property
+    def error(self) -> float:
+        return _rms(self.found - self.right)
+
+
+def by_key(pieces: Sequence[Piece]) -> dict[Key, list[Piece]]:
+    found: dict[Key, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.name, piece.side].append(piece)
+    return dict(found)
+
+
+def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece]) -> Wrong | None:
+    """What is wrong with a value of which the ranks have ``pieces``; None if nothing is.
+
+    ``shown``: the pieces themselves or, of a gradient, those of the tensor that it is the gradient of.
+    """
+    right = reference.values[key]
+    size = _rms(right[reference.known])
+    compared = [_beside(piece, right, reference.known) for piece in pieces]
+    compared = [one for one in compared if one.found.numel()]
+    bad = [one for one in compared if not one.error <= EXACT * size]
+    held = torch.zeros_like(reference.known)
+    for piece in pieces:
+        held[piece.tokens] = True
+    missing = int((reference.known & ~held).sum())
+    given = {(piece.rank, piece.micro_batch) for piece in pieces}
+    due = {(piece.rank, piece.micro_batch) for piece in shown if reference.known[piece.tokens].any()}
+    if not bad and not missing and due <= given:
+        return None
+    tokens, features = set[int](), set[int]()
+    for one in bad:
+        apart = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is apart
+        tokens.update(one.tokens[apart.any(dim=1)].tolist())
+        features.update((torch.where(apart.any(dim=0))[0] + one.piece.first_feature).tolist())
+    error = max((one.error / size if size else math.inf for one in bad), default=math.inf)
+    return Wrong(
+        key=key,
+        error=error,
+        ranks=tuple(sorted({one.piece.rank for one in bad})),
+        hold=tuple(sorted({piece.rank for piece in pieces})),
+        silent=tuple(sorted({rank for rank, _ in due - given})),
+        tokens=tuple(sorted(tokens)),
+        missing=missing,
+        features=(min(features, default=0), max(features, default=0), right.shape[1]),
+        would_be_right=_explained(compared, bad, right, bound=EXACT * size) if bad else "",
+    )
+
+
+def _beside(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
+    keep = known[piece.tokens]
+    first, width = piece.first_feature, piece.values.shape[1]
+    expected = right[piece.tokens[keep], first : first + width]
+    found = piece.values[keep][:, : expected.shape[1]]
+    return _Compared(piece=piece, tokens=piece.tokens[keep], found=found, right=expected)
+
+
+def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
+    """What would make the wrong pieces right, the simplest first."""
+    if any(not one.found.isfinite().all() for one in bad):
+        return "there are numbers that are not finite"
+    if all(not one.found.any() for one in bad):
+        return "it is zero"
+    return (
+        _by_factor(bad, bound)
+        or _by_reduction(compared, bad, bound)
+        or _by_permutation(bad, right, bound)
+        or _by_vector(bad, bound)
+    )
+
+
+def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
+    """The wrong pieces are the right ones times one factor for each rank."""
+    factors: dict[int, float] = {}
+    for one in bad:
+        norm = float((one.right * one.right).sum())
+        factor = float((one.found * one.right).sum()) / norm if norm else math.nan
+        # The factor's own rounding is in proportion to it.
+        if not _rms(one.found - factor * one.right) <= bound * max(1.0, abs(factor)):
+            return ""
+        known = factors.setdefault(one.piece.rank, factor)
+        if not math.isclose(known, factor, rel_tol=1e-9):
+            return ""
+    factor = next(iter(factors.values()))
+    if all(math.isclose(factor, other, rel_tol=1e-9) for other in factors.values()):
+        return f"it is {factor:.10g} times what it should be"
+    each = ", ".join(f"{factor:.10g} on rank {rank}" for rank, factor in factors.items())
+    return f"it is what it should be times a factor of each rank: {each}"
+
+
+def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound: float) -> str:
+    """The sum or the mean over the ranks that hold the same tokens and features is right."""
+    groups: dict[tuple[object, ...], list[_Compared]] = defaultdict(list)
+    for one in compared:
+        groups[one.piece.micro_batch, one.piece.first_feature, tuple(one.tokens.tolist())].append(one)
+    concerned = [group for group in groups.values() if any(one is other for one in group for other in bad)]
+    if any(len(group) == 1 for group in concerned):
+        return ""
+    for word, kind in (("sum", torch.sum), ("mean", torch.mean)):
+        together = [(kind(torch.stack([one.found for one in group]), dim=0), group[0].right) for group in concerned]
+        if all(_rms(found - right) <= bound * len(compared) for found, right in together):
+            ranks = _ranks(sorted({one.piece.rank for group in concerned for one in group}))
+            lacks = "reduction is missing" if word == "sum" else "reduction is missing, or a mean was left out"
+            return f"the {word} over {ranks} would be right: a {lacks}"
+    return ""
+
+
+def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
+    """The wrong tokens have what other tokens should have, or the wrong features what other features should have."""
+    moved: dict[int, int] = {}
+    for one in bad:
+        first, width = one.piece.first_feature, one.found.shape[1]
+        apart = (one.found - one.right).abs().amax(dim=1) > bound
+        distance = torch.cdist(one.found[apart], right[:, first : first + width], p=math.inf)
+        nearest, at = distance.min(dim=1)
+        if not (nearest <= bound).all():
+            return _by_features(bad, right, bound)
+        moved |= dict(zip(one.tokens[apart].tolist(), at.tolist(), strict=True))
+    here, there = next(iter(moved.items()))
+    return f"tokens are in another order: token {here} has what token {there} should have"
+
+
+def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
+    told: list[str] = []
+    for one in bad:
+        width = one.found.shape[1]
+        firsts = range(0, right.shape[1] - width + 1, width)
+        match = [first for first in firsts if _rms(one.found - right[one.tokens, first : first + width]) <= bound]
+        if not match:
+            return ""
+        should, has = (f"{first} to {first + width - 1}" for first in (one.piece.first_feature, match[0]))
+        told.append(f"rank {one.piece.rank} has {has} instead of {should}")
+    return f"shards are in another order: of the features, {', '.join(dict.fromkeys(told))}"
+
+
+def _by_vector(bad: Sequence[_Compared], bound: float) -> str:
+    """Every token is off by the same vector."""
+    for one in bad:
+        apart = one.found - one.right
+        if len(apart) < 2 or not _rms(apart - apart[:1]) <= bound:
+            return ""
+    return "every token is off by the same vector, as by a bias that is missing or added again"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[str, float]:
+    """Relative errors of the gradients of parameters that are not the oracle's, by name; a missing one is infinite."""
+    errors: dict[str, float] = {}
+    for name, right in reference.gradients.items():
+        size = float(right.norm())
+        apart = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
+        error = apart / size if size else (math.inf if apart else 0.0)
+        if not error <= EXACT:
+            errors[name] = error
+    return errors
+
+
+def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | None:
+    """The one factor by which the gradients of all parameters are larger than the oracle's; None if there is none."""
+    if not found.keys() >= reference.gradients.keys():
+        return None
+    ours = torch.cat([found[name].double().flatten() for name in reference.gradients])
+    theirs = torch.cat([right.flatten() for right in reference.gradients.values()])
+    factor = float(ours @ theirs / (theirs @ theirs))
+    return factor if float((ours - factor * theirs).norm()) <= EXACT * abs(factor) * float(theirs.norm()) else None
