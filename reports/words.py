@@ -74,7 +74,13 @@ def first_finding(cell: Cell) -> Quantity | None:
 
 
 def explain(cell: Cell) -> str:
-    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict."""
+    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict;
+    and how it had ended before it was run again."""
+    before = ", then ".join(STATES[state].name for state in cell.entry.before)
+    return _explain(cell) + (f" (run again; before: {before})" if before else "")
+
+
+def _explain(cell: Cell) -> str:
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
         return f"{finding.stage}: {tensor_at_step(finding)}, {times(finding)}"
