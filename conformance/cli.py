@@ -217,12 +217,12 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, *, as_j
         raise
     except KeyboardInterrupt as stopped:
         print(f"parity: stopped by {str(stopped) or 'SIGINT'} after {done} of {len(cells)} cells", file=sys.stderr)
-        if not (out / SUMMARY).is_file():  # the cells were still being listed
+        if (out / SUMMARY).is_file():
+            sum_up(out)
+            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
+            _report_what_is_left(out, as_json=as_json)
+        elif not existed:  # the cells were still being listed
             shutil.rmtree(out, ignore_errors=True)
-            return _stopped(stopped)
-        sum_up(out)
-        # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
-        _report_what_is_left(out, as_json=as_json)
         return _stopped(stopped)
     except Unwritable as error:
         print(f"parity: stopped after {done} of {len(cells)} cells: {error}", file=sys.stderr)

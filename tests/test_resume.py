@@ -115,6 +115,9 @@ def test_a_run_that_was_killed_goes_on_from_the_verdicts_that_it_wrote(
     edit(next(out.glob("cells/*dp1*/verdict.json")), state="not_run", reason=NOT_STARTED)
     cells = [cell | {"state": "not_run"} for cell in json.loads((out / "summary.json").read_text())["cells"]]
     edit(out / "summary.json", finished=None, cells=cells)
+    (unfinished,) = (file.parent / "legs" / "0" / "record" for file in out.glob("cells/*dp1*/verdict.json"))
+    unfinished.mkdir(parents=True)
+    (unfinished / "record.jsonl").write_text("{")
     assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
     assert "running 1 cells" in capsys.readouterr().err
     assert [entry.before for entry in read_run(out)[1]] == [(), ()]

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from world_helpers import Runner, is_dead_soon
 
+from conformance.run.oracles import Oracles
 from conformance.stopping import Stop, Stopped
 from conformance.world import Pool
 
@@ -108,20 +108,25 @@ def test_a_run_that_a_signal_stops_leaves_a_true_report_and_no_process(
     assert not left
 
 
-def test_a_pool_can_be_ended_while_another_thread_runs_a_task_in_it(tmp_path: Path) -> None:
-    """The oracle's runs have a thread of their own, and nobody waits for them when the run is stopped."""
-    pids: list[int] = []
+def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:
+    """Its runs have a thread and a world of their own."""
+    oracles = Oracles(root=tmp_path, device="cpu", budget_s=60)
+    run = Runner(oracles._pool, tmp_path)
+    pids: list[int] = oracles._thread.submit(run.pids, size=1).result()
+    work = oracles._thread.submit(run, "never_enter", size=1, rank=0, budget_s=60)
+    oracles._runs[tmp_path / "float64"] = work  # type: ignore[assignment]
+    time.sleep(0.5)
+    began = time.monotonic()
+    oracles.__exit__()
+    assert time.monotonic() - began < 10
+    assert (work.result().state, work.result().kind) == ("failed", "exited")
+    assert all(is_dead_soon(pid) for pid in pids)
+
+
+def test_a_pool_that_was_ended_starts_nothing_more(tmp_path: Path) -> None:
     with Pool(work_dir=tmp_path) as pool:
-        run = Runner(pool, tmp_path)
-        pids += run.pids(size=1)
-        abort = threading.Timer(0.5, pool.abort)
-        abort.start()
-        began = time.monotonic()
-        outcome = run("never_enter", size=1, rank=0, budget_s=60)
-        assert time.monotonic() - began < 10
-        assert (outcome.state, outcome.kind) == ("failed", "exited")
-        assert all(is_dead_soon(pid) for pid in pids)
-        assert run("nothing", size=1).state == "failed"
+        pool.abort()
+        assert Runner(pool, tmp_path)("nothing", size=1).state == "failed"
 
 
 def test_only_the_first_signal_stops_and_handlers_are_put_back() -> None:
