@@ -1,6 +1,7 @@
 """What other programs read of a run, CTRF and badges, says what the report says, and is never greener."""
 
 import json
+import os
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -19,6 +20,7 @@ from report_sample import (
     change,
     edit,
     entries_of,
+    folder_of,
     only_conforming,
     rewrite,
     write_sample,
@@ -26,6 +28,7 @@ from report_sample import (
 
 from reports.badge import COLOURS, write_badge
 from reports.ctrf import STATUSES, write_ctrf
+from reports.load import read_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -81,6 +84,17 @@ def test_a_cell_that_passes_when_it_is_run_again_is_flaky(out: Path) -> None:
     assert (tests[DIFFERS]["retries"], tests[DIFFERS]["flaky"]) == (1, False)
     assert results["summary"]["flaky"] == 1
     assert tests[CONFORMS]["message"].endswith("(run again; before: differs, then infrastructure failure)")
+
+
+def test_reporters_share_what_was_read_until_a_file_changes(out: Path) -> None:
+    report = read_report(out)
+    write_ctrf(out)
+    assert read_report(out) is report
+    record = next(folder_of(out, CONFORMS).glob("legs/0/record/record.jsonl"))
+    status = record.stat()
+    record.write_bytes(record.read_bytes().replace(b'"step": 2', b'"step": 7'))  # of the same length
+    os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert ctrf(out)[1][CONFORMS]["status"] == "failed"
 
 
 def _as_it_is(out: Path) -> None:
