@@ -1,8 +1,9 @@
-"""The command line: parity list | run | judge | report | compare | bisect | doctor, and commands of other packages.
+"""The command line: parity list | run | merge | judge | report | compare | bisect | doctor, and commands of packages.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
-were judged than demanded, or the output folder cannot be written to).
+were judged than demanded, or the output folder cannot be written to). A run that a signal stops ends with 128 + its
+number: 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -26,17 +28,21 @@ from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.plan.floor import floor_from_demands
+from conformance.plan.cell import Cell
+from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Demands, Options, Selection
+from conformance.plan.selection import Again, Demands, Options, Portion, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
+from conformance.record.merge import merge, sum_up
 from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
+from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
+from conformance.stopping import Stop, Stopped
 from conformance.validation import UsageError
 
 EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
@@ -55,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unwritable as error:
         print(f"parity: {error}", file=sys.stderr)
         return EXIT["incomplete"]
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("parity: interrupted", file=sys.stderr)
-        return EXIT["incomplete"]
+        return _stopped(stopped)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT["conforms"]
@@ -70,12 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    own = ("list", "run", "judge", "report", "compare", "bisect", "doctor")
+    own = ("list", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
     _add_options(listing, Selection)
+    _add_options(listing, Portion)
     listing.add_argument(
         "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
     )
@@ -85,11 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run cells, judge them, write the report")
     _add_options(run, Selection)
     _add_options(run, Demands)
+    _add_options(run, Portion)
+    _add_options(run, Again)
+    run.add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
     run.add_argument("--json", action="store_true", help="machine-readable output")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
     run.add_argument("--budget", type=float, default=300.0, help="seconds that one cell may take (default: 300)")
     run.set_defaults(command=_run)
+
+    merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")
+    merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
+    merging.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
+    merging.add_argument("--json", action="store_true", help="machine-readable output")
+    merging.set_defaults(command=_merge)
 
     judge = commands.add_parser("judge", help="judge the records of an earlier run again")
     judge.add_argument("out", type=Path)
@@ -132,7 +148,7 @@ def _add_options(parser: argparse.ArgumentParser, options: type[Options], *, wit
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     selection = Selection.from_options(options)
-    cells = select_cells(selection)
+    cells = make_plan(selection, Demands(), Portion.from_options(options)).cells
     with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder))) as session:
         refused = [session.refusal(cell) for cell in cells]
     rows = [
@@ -163,19 +179,34 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    selection = Selection.from_options(options)
-    cells = select_cells(selection)
-    out = _output_folder(options.out)
+    selection, again = Selection.from_options(options), Again.from_options(options)
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options))
+    if again.rerun and not again.resume:
+        raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
+    if again.resume and options.out:
+        raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
+    out = Path(again.resume) if again.resume else _output_folder(options.out)
+    earlier = read_earlier(out, plan, options.device) if again.resume else None
+    cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
         device=options.device,
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
-        arguments=_without(arguments, ("--cells", "--out", *(f"--{name}" for name, _ in Demands.options()))),
+        arguments=selection.arguments(options.device),
         budget_s=options.budget,
-        floor=floor_from_demands(Demands.from_options(options), selection, cells),
+        fail_fast=options.fail_fast,
+        floor=plan.floor,
+        selected=plan.digest,
+        earlier=earlier,
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
+    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
+        return _run_cells(cells, config, stop, as_json=options.json)
+
+
+def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, *, as_json: bool) -> int:
+    out = config.out
     existed = out.exists()
     done = 0
 
@@ -183,6 +214,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         nonlocal done
         done += 1
         print(_line(done, len(cells), judged), file=sys.stderr, flush=True)
+        stop.check()
 
     try:
         with Session(config=config) as session:
@@ -191,23 +223,43 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         if not existed and not done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
         raise
-    except KeyboardInterrupt:
-        print(f"parity: interrupted after {done} of {len(cells)} cells", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(f"parity: stopped by {str(stopped) or 'SIGINT'} after {done} of {len(cells)} cells", file=sys.stderr)
+        if (out / SUMMARY).is_file():
+            sum_up(out)
+            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
+            _report_what_is_left(out, as_json=as_json)
+        elif not existed:  # the cells were still being listed
+            shutil.rmtree(out, ignore_errors=True)
+        return _stopped(stopped)
     except Unwritable as error:
         print(f"parity: stopped after {done} of {len(cells)} cells: {error}", file=sys.stderr)
-        return _report_what_is_left(out, as_json=options.json)
+        return _report_what_is_left(out, as_json=as_json, compare=True)
     write_side_by_side(out)
-    return _finish(out, as_json=options.json)
+    return _finish(out, as_json=as_json)
 
 
-def _report_what_is_left(out: Path, *, as_json: bool) -> int:
-    """Compare and report as far as files can still be read and written. The exit code is always ``incomplete``."""
+def _stopped(by: KeyboardInterrupt) -> int:
+    """The exit code of a process that a signal stopped, as a shell tells it."""
+    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
+
+
+def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
+    """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
     try:
-        write_side_by_side(out)
+        if compare:
+            write_side_by_side(out)
         _finish(out, as_json=as_json)
     except (UsageError, Unwritable) as error:
         print(f"parity: no report: {error}", file=sys.stderr)
     return EXIT["incomplete"]
+
+
+def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
+    out = _output_folder(options.out)
+    merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]))
+    write_side_by_side(out)
+    return _finish(out, as_json=options.json)
 
 
 def _line(done: int, total: int, judged: JudgedCell) -> str:
@@ -281,19 +333,6 @@ def _output_folder(out: Path | None) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
     return out
-
-
-def _without(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
-    """``arguments`` without ``options`` and their values."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in options:
-            skip = True
-        elif not argument.startswith(tuple(f"{option}=" for option in options)):
-            kept.append(argument)
-    return tuple(kept)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,26 @@ Pytest loads this module in every run wherever the package is installed. So it i
 unless the suite is among the tests.
 """
 
-from dataclasses import replace
+import signal
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance.plan.selection import Demands, Selection
+from conformance.plan.selection import Demands, Portion, Selection
+from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
+STOP = pytest.StashKey[Stop]()  # what SIGTERM did
 LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for name, about in (*Selection.options(), *Demands.options()):
+    for name, about in (*Selection.options(), *Demands.options(), *Portion.options()):
         group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
     group.addoption("--parity-device", choices=("cpu", "cuda"), default="cpu")
     group.addoption("--parity-out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
@@ -63,6 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    """Called by xdist for each worker that has collected; the first that found cells has made the output folder."""
+    if node.config.stash[OUT].is_dir() and STOP not in node.config.stash:
+        stop_at_sigterm(node.config)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Called by xdist for each worker that ends: keep its usage error. A worker that crashed has no output."""
     message = getattr(node, "workeroutput", {}).get("parity_usage")
@@ -78,10 +88,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if USAGE in config.stash and exitstatus != pytest.ExitCode.USAGE_ERROR:
         raise pytest.UsageError(config.stash[USAGE])
+    stopped_by = config.stash[STOP].number if STOP in config.stash else 0
+    if stopped_by:
+        session.exitstatus = 128 + stopped_by
     out = config.stash[OUT]
     if not (out / "summary.json").is_file():
         return
-    summary = merge(out)
+    summary = merge(out, compare=not stopped_by)
     from conformance.record.files import Unwritable
     from conformance.record.states import PASSES
     from conformance.record.summary import summary_lines
@@ -104,23 +117,26 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(line)
 
 
-def merge(out: Path) -> dict[str, Any]:
+def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
     """Write ``summary.json`` anew from the verdicts that all workers wrote, compare the backends with each other, and
-    return the summary. The comparison is made here because it needs the records of all cells.
+    return the summary. The comparison is made here because it needs the records of all cells, which takes a while.
     """
     from conformance.peers.side_by_side import write_side_by_side
-    from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_verdicts, write_summary
-    from conformance.record.states import NOT_STARTED
+    from conformance.record.merge import sum_up
+    from conformance.record.results import read_summary
 
-    run, entries = read_verdicts(out)
-    now = datetime.now(UTC)
-    finished = run.finished
-    if all(entry.verdict.reason != NOT_STARTED for entry in entries):
-        finished = now.isoformat(timespec="seconds")
-    seconds = round((now - datetime.fromisoformat(run.started)).total_seconds(), 2)
-    write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
-    write_side_by_side(out)
-    return read_output_json(out / SUMMARY)
+    started = datetime.fromisoformat(read_summary(out)[0].started)
+    summary = sum_up(out, seconds=round((datetime.now(UTC) - started).total_seconds(), 2))
+    if compare:
+        write_side_by_side(out)
+    return summary
+
+
+def stop_at_sigterm(config: pytest.Config) -> None:
+    """From now on, SIGTERM ends the run as Ctrl-C does, with a report. Workers are ended by their controller."""
+    if threading.current_thread() is threading.main_thread():
+        stop = config.stash[STOP] = Stop(signal.SIGTERM).__enter__()
+        config.add_cleanup(stop.__exit__)
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -133,3 +149,7 @@ def selection(config: pytest.Config) -> Selection:
 
 def demands(config: pytest.Config) -> Demands:
     return Demands.from_options(config.option, prefix="parity_")
+
+
+def portion(config: pytest.Config) -> Portion:
+    return Portion.from_options(config.option, prefix="parity_")

@@ -12,10 +12,8 @@ from pathlib import Path
 
 from conformance.record.files import write_file
 from conformance.record.states import NO_ANSWER, STATES
-from reports.load import Cell, Report, read_report
-from reports.words import explain, headline, number, ratio, tensor_at_step
-
-FINDINGS = 50  # per cell; the rest is in verdict.json
+from reports.load import Cell, read_report
+from reports.words import WHOLE_RUN, details, explain, incomplete_as_a_whole
 
 
 def write_junit(out: Path) -> Path:
@@ -23,8 +21,8 @@ def write_junit(out: Path) -> Path:
     Unwritable."""
     report = read_report(out)
     cases = [_case(cell) for cell in report.cells]
-    if report.unmet or (report.verdict == "incomplete" and not any(case.find("error") is not None for case in cases)):
-        cases.append(_whole_run(report))
+    if why := incomplete_as_a_whole(report):
+        cases.append(_whole_run(*why))
     totals = {
         "name": "backend-parity",
         "tests": str(len(cases)),
@@ -52,11 +50,9 @@ def _case(cell: Cell) -> ET.Element:
     case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.entry.seconds))
     message = _clean(explain(cell))
     if cell.state == "differs":
-        ET.SubElement(case, "failure", type="differs", message=message).text = _clean(_findings(cell))
+        ET.SubElement(case, "failure", type="differs", message=message).text = _clean(details(cell))
     elif cell.state in NO_ANSWER:
-        logs = "\n".join(f"--- {rank}\n{text}" for rank, text in cell.logs.items())
-        text = "\n".join(part for part in (cell.reason, _reproduce(cell), logs) if part)
-        ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(text)
+        ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(details(cell))
     elif cell.state == "partly_observed":
         ET.SubElement(case, "system-out").text = f"{STATES[cell.state].name}: {message}"
     elif cell.state != "conforms":
@@ -64,28 +60,10 @@ def _case(cell: Cell) -> ET.Element:
     return case
 
 
-def _whole_run(report: Report) -> ET.Element:
-    """The additional test case: an error for a run that did not finish, or that judged less than was demanded."""
-    case = ET.Element("testcase", classname="parity", name="the whole run", time="0.000")
-    title, text = headline(report)
-    text = "\n".join([text, *report.unmet])
+def _whole_run(title: str, text: str) -> ET.Element:
+    case = ET.Element("testcase", classname="parity", name=WHOLE_RUN, time="0.000")
     ET.SubElement(case, "error", type="incomplete", message=_clean(title)).text = _clean(text)
     return case
-
-
-def _findings(cell: Cell) -> str:
-    lines = [
-        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, "
-        f"ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
-        for f in cell.findings[:FINDINGS]
-    ]
-    if len(cell.findings) > FINDINGS:
-        lines.append(f"... and {len(cell.findings) - FINDINGS} more")
-    return "\n".join([cell.reason, *lines, _reproduce(cell)])
-
-
-def _reproduce(cell: Cell) -> str:
-    return f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
 
 
 def _seconds(value: float) -> str:

@@ -4,9 +4,12 @@ Serves claim 9 (what could not be judged is never green): verdicts that cannot b
 failures (conformance.record.cells). Only JSON and logs are read, no tensors.
 """
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +95,30 @@ class Report:
 
 
 def read_report(out: Path) -> Report:
-    """Read the output folder ``out`` of ``parity run``. Raises UsageError for a folder that cannot be trusted."""
+    """Read the output folder ``out`` of ``parity run``. Raises UsageError for a folder that cannot be trusted.
+
+    Reporters are called one after another and reading takes longer than writing, so the last report is kept until a
+    file of the folder changes.
+    """
+    return _read_report(out, tuple(_status_of_files(out)))
+
+
+@lru_cache(maxsize=1)
+def _read_report(out: Path, _: tuple[object, ...]) -> Report:
     run, cells = read_cells(out)
     version = str(read_output_json(out / SUMMARY).get("suite_version", ""))
     return Report(run=run, version=version, cells=tuple(_with_logs(out, cell) for cell in cells))
+
+
+def _status_of_files(out: Path) -> Iterator[object]:
+    """What changes when a file that is read does. Its ctime, unlike its mtime, cannot be set back."""
+    files = [out / SUMMARY]
+    for place in ("cells", "oracle"):
+        files += [Path(folder, name) for folder, _, names in os.walk(out / place) for name in sorted(names)]
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            yield str(file), status.st_ino, status.st_size, status.st_ctime_ns
 
 
 def _with_logs(out: Path, cell: BelievedCell) -> Cell:

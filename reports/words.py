@@ -7,6 +7,9 @@ from conformance.record.states import ANSWERED, NO_ANSWER, STATES
 from conformance.record.verdict import Quantity
 from reports.load import Cell, Report
 
+FINDINGS = 50  # of a cell in a test report; the rest is in verdict.json
+WHOLE_RUN = "the whole run"
+
 
 def plural(count: int, word: str) -> str:
     """``1 cell``, ``2 cells``."""
@@ -74,13 +77,43 @@ def first_finding(cell: Cell) -> Quantity | None:
 
 
 def explain(cell: Cell) -> str:
-    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict."""
+    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict;
+    and how it had ended before it was run again."""
+    before = ", then ".join(STATES[state].name for state in cell.entry.before)
+    return _explain(cell) + (f" (run again; before: {before})" if before else "")
+
+
+def _explain(cell: Cell) -> str:
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
         return f"{finding.stage}: {tensor_at_step(finding)}, {times(finding)}"
     if cell.state == "conforms" and cell.worst:
         return f"worst {ratio(cell.worst.ratio)} of what is allowed, in {cell.worst.stage}"
     return cell.reason or STATES[cell.state].meaning
+
+
+def details(cell: Cell) -> str:
+    """What a test report says of a cell that did not pass: the reason, its first findings or the ends of its logs, and
+    the command that runs it again."""
+    lines = [
+        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, "
+        f"ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
+        for f in cell.findings[:FINDINGS]
+    ]
+    if len(cell.findings) > FINDINGS:
+        lines.append(f"... and {len(cell.findings) - FINDINGS} more")
+    reproduce = f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
+    logs = [f"--- {rank}\n{text}" for rank, text in cell.logs.items()] if cell.state in NO_ANSWER else []
+    return "\n".join(part for part in (cell.reason, *lines, reproduce, *logs) if part)
+
+
+def incomplete_as_a_whole(report: Report) -> tuple[str, str] | None:
+    """(title, text) of the additional test case WHOLE_RUN of a run that did not finish although no cell is without an
+    answer, or that judged less than was demanded; None if there is nothing to say."""
+    if not report.unmet and (report.verdict != "incomplete" or _unanswered(report)):
+        return None
+    title, text = headline(report)
+    return title, "\n".join([text, *report.unmet])
 
 
 def attention(report: Report) -> list[Cell]:

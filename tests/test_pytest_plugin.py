@@ -162,9 +162,9 @@ def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) ->
 
 
 def test_the_last_lines_tell_the_verdict_and_where_the_report_is(parallel: Run) -> None:
-    verdict, *files = parallel.text.partition("parity ===")[2].splitlines()[1:5]
-    assert verdict == "conforms: 2 conforms"
-    assert files[-1] == f"report: {parallel.out / 'report.html'}"
+    lines = [line for line in parallel.text.partition("parity ===")[2].splitlines()[1:] if "===" not in line]
+    assert lines[0] == "conforms: 2 conforms"
+    assert lines[-1] == f"report: {parallel.out / 'report.html'}"
 
 
 def test_the_reproduce_command_asks_for_the_same_cell(
@@ -317,10 +317,11 @@ def test_a_run_whose_worker_crashed_is_incomplete(tmp_path: Path, monkeypatch: p
     ("arguments", "message"),
     [
         (("--parity-backend", "nope"), "ERROR: unknown backend 'nope'; registered: "),
+        (("--parity-shard", "3/2"), "ERROR: --shard 3/2: it has to be K/N"),
         (("--parity-out", "."), "ERROR: . exists and is not an empty folder; give another --parity-out"),
         (("--parity-device", "cuda", "-n", "2"), "ERROR: --parity-device cuda: all workers would use the same GPUs"),
     ],
-    ids=["backend", "out", "cuda"],
+    ids=["backend", "shard", "out", "cuda"],
 )
 def test_wrong_options_are_one_message(pytester: pytest.Pytester, arguments: tuple[str, ...], message: str) -> None:
     check_usage(run_pytest_here(pytester, *SUITE, *arguments), message)
@@ -337,6 +338,19 @@ def check_usage(run: Run, message: str) -> None:
     assert run.text.count(message) == 1, run.text
     assert "Traceback" not in run.text
     assert not run.out.exists()
+
+
+def test_a_shard_has_the_cells_that_the_command_line_lists(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_pytest_here(
+        pytester, *SUITE, "--collect-only", "-q", "--parity-backend", "fsdp2", "--parity-shard", "2/3"
+    )
+    capsys.readouterr()
+    assert cli.main(["list", "--json", "--backend", "fsdp2", "--shard", "2/3"]) == 0
+    rows = json.loads(capsys.readouterr().out)["cells"]
+    assert re.findall(r"test_cell\[(.*)\]", run.text) == [row["id"] for row in rows]
+    assert 0 < len(rows) < 10
 
 
 def test_the_suite_without_its_plugin_says_so(pytester: pytest.Pytester) -> None:
@@ -369,5 +383,6 @@ def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: 
 
 def test_a_selection_survives_the_way_through_its_arguments() -> None:
     selection = Selection(profile="full", backend=("a", "b:C"), faults=("x",), model="m", data="d", max_len=7, seed=0)
-    parsed = cli._parser().parse_args(["list", *selection.arguments])
+    parsed = cli._parser().parse_args(["run", *selection.arguments("cuda")])
+    assert parsed.device == "cuda"
     assert Selection.from_options(parsed) == selection

@@ -264,7 +264,8 @@ def test_a_folder_that_cannot_be_trusted_is_refused_with_the_reason(out: Path, d
 def test_every_reporter_that_is_announced_writes_into_the_folder(out: Path) -> None:
     groups = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
     written = [EntryPoint(name, target, "").load()(out) for name, target in groups["parity.reporters"].items()]
-    assert [file.relative_to(out).as_posix() for file in written] == ["report.html", "junit.xml", "report.md"]
+    names = ["badge.svg", "ctrf.json", "report.html", "junit.xml", "report.md"]
+    assert [file.relative_to(out).as_posix() for file in written] == names
     assert all(file.stat().st_size for file in written)
     for name, target in groups["parity.comparisons"].items():
         with pytest.raises(UsageError, match="have not been compared"):
@@ -272,7 +273,8 @@ def test_every_reporter_that_is_announced_writes_into_the_folder(out: Path) -> N
 
 
 def test_reporting_needs_neither_torch_nor_a_backend() -> None:
-    code = "import sys, reports.html, reports.junit, reports.markdown; print({'torch', 'impl'} & sys.modules.keys())"
+    names = "reports.badge, reports.ctrf, reports.html, reports.junit, reports.markdown"
+    code = f"import sys, {names}; print({{'torch', 'impl'}} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

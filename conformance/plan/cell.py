@@ -7,13 +7,13 @@ layout, in another layout or on another backend, and always in new processes. Se
 import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from conformance.backend import BackendEntry
 from conformance.layout import Layout
 from conformance.record.coverage import TO
 from conformance.rl import PolicyGradient
-from conformance.scenario import Scenario
+from conformance.scenario import Scenario, scenario_to_json
 from conformance.validation import UsageError
 
 Handover = Literal["checkpoint", "state", "export"]
@@ -130,6 +130,13 @@ class Cell:
         """The steps at which optimizer and schedule start anew, because their leg starts from exported weights."""
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save == "export")
+
+    @property
+    def asked_of_oracle(self) -> list[Any]:
+        """What the oracle is asked for this cell, as JSON values; its precision is of the cell, not of the oracle."""
+        scenario = scenario_to_json(self.scenario.reference)
+        parts: list[Any] = [{key: value for key, value in scenario.items() if key not in ("name", "precision")}]
+        return [*parts, list(self.restarts)] if self.restarts else parts
 
     @property
     def plain(self) -> "Cell":

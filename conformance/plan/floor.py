@@ -12,8 +12,10 @@ from conformance.record.summary import read_states
 from conformance.validation import UsageError
 
 
-def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[Cell]) -> Floor:
-    """The floor for a run of ``cells``. Each backend that the user selected by name needs at least one judged cell.
+def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[Cell], shard: str = "") -> Floor:
+    """The floor for a run of ``cells``, or of one ``shard`` of them.
+
+    Each backend that the user selected by name needs at least one judged cell.
 
     Raises UsageError for a demand that these cells cannot meet, and for an earlier run that cannot be read.
     """
@@ -28,4 +30,7 @@ def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[C
         backends=tuple(dict.fromkeys(find_backend(name).name for name in selection.backend)),
         against=demands.against or "",
         earlier=read_states(Path(demands.against)) if demands.against else {},
+        shards=(shard,) if shard else (),
+        planned=tuple(map(str, cells)) if shard else (),
+        whole=not shard,
     )

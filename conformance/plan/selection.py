@@ -1,4 +1,4 @@
-"""Selection: the options that select cells and demand results, for both ``parity run`` and the pytest plugin.
+"""Selection: the options that select, share out and demand cells, for both ``parity run`` and the pytest plugin.
 
 This module imports nothing slow, because pytest loads the plugin in every run wherever the package is installed.
 """
@@ -47,6 +47,28 @@ class Demands(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Portion(Options):
+    """Which of the selected cells this run runs, if several jobs share them."""
+
+    shard: str | None = _option(
+        "the K-th of N parts of the selected cells; parity merge puts the parts together", metavar="K/N"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Options):
+    """Going on in the output folder of an earlier run of the same cells, with ``parity run`` only."""
+
+    resume: str | None = _option(
+        "go on in the folder of an earlier run of the same cells, with those that have no verdict", metavar="OUT"
+    )
+    rerun: str | None = _option(
+        "with --resume: run its cells that differ or ended in an infrastructure failure again, and no other",
+        choices=("failed",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection(Options):
     """The options of ``parity run`` that select cells. An empty ``backend`` selects all registered backends, and an
     empty ``cells`` all cells of the profile."""
@@ -71,9 +93,8 @@ class Selection(Options):
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The arguments of ``parity run`` for this selection, without ``--cells``."""
+    def arguments(self, device: str) -> tuple[str, ...]:
+        """The arguments of ``parity run`` for this selection on ``device``, without ``--cells``."""
         arguments: list[str] = []
         for option in fields(self):
             value = getattr(self, option.name)
@@ -82,4 +103,4 @@ class Selection(Options):
             elif option.name != "cells" and value != option.default:
                 for single in value if isinstance(value, tuple) else (value,):
                     arguments += [f"--{option.name}", str(single)]
-        return tuple(arguments)
+        return tuple(arguments if device == "cpu" else [*arguments, "--device", device])

@@ -7,6 +7,7 @@ cells; none is read from a file.
 """
 
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ class Floor:
     min_judged: the number of cells that have to be judged.
     backends: names of backends; at least one cell of each has to be judged.
     against: the path of an earlier run, and ``earlier`` the states of its cells by id. No cell may be covered less.
+    shards: the parts of a run in several jobs that this folder holds, such as ``2/5``; empty for a run in one piece.
+    planned: the ids of the cells of all parts. whole: False for one part alone: the demands are held against all parts
+        together, by ``parity merge``.
     """
 
     require: tuple[str, ...] = ()
@@ -34,12 +38,27 @@ class Floor:
     backends: tuple[str, ...] = ()
     against: str = ""
     earlier: dict[str, State] = field(default_factory=dict)
+    shards: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    whole: bool = True
+
+    @property
+    def missing_shards(self) -> tuple[str, ...]:
+        """The parts of the run that are in none of the merged folders."""
+        total = self.shards[0].partition("/")[2] if self.shards and self.whole else "0"
+        every = [f"{number}/{total}" for number in range(1, int(total) + 1)]
+        return tuple(shard for shard in every if shard not in self.shards)
 
     def unmet(self, states: States) -> tuple[str, ...]:
         """One sentence for each demand that is not met; empty if the run judged enough."""
+        if not self.whole:
+            return ()
         return tuple(sentence for sentence in self._unmet(states) if sentence)
 
     def _unmet(self, states: States) -> Iterator[str]:
+        if absent := [cell for cell in self.planned if cell not in states]:
+            shards = f"shard {', '.join(self.missing_shards)} is missing" if self.missing_shards else "planned"
+            yield f"{shards}: {len(absent)} of {len(self.planned)} cells, {_list_cells(absent, states)}"
         for pattern in self.require:
             cells = {cell: state for cell, state in states.items() if fnmatch.fnmatchcase(cell, pattern)}
             short = [cell for cell, state in cells.items() if state not in ("conforms", "expected_difference")]
@@ -56,7 +75,7 @@ class Floor:
 
     def changes(self, states: States) -> tuple[tuple["Change", ...], tuple["Change", ...]]:
         """(lost, gained): the cells that are covered less, and more, than in the earlier run; empty without one."""
-        if not self.against:
+        if not self.against or not self.whole:
             return (), ()
         every = [
             Change(cell=cell, before=self.earlier.get(cell), now=states.get(cell))
@@ -79,7 +98,16 @@ def floor_from_json(values: Any) -> Floor:
         backends=backends,
         against=str(values["against"]),
         earlier=earlier,
+        shards=_shards(values.get("shards", ())),  # summaries of older versions have none of these three
+        planned=tuple(map(str, values.get("planned", ()))),
+        whole=bool(values.get("whole", True)),
     )
+
+
+def _shards(values: Any) -> tuple[str, ...]:
+    if wrong := [shard for shard in values if not re.fullmatch("[1-9][0-9]{0,3}/[1-9][0-9]{0,3}", str(shard))]:
+        raise ValueError(f"a shard, not {wrong[0]!r}")
+    return tuple(map(str, values))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.files import Unreadable, Unwritable, read_file, write_file
 from conformance.record.format import LONGEST, dumps, parse_strict_json
 from conformance.record.schema import first_error
-from conformance.record.states import STATES, RunVerdict, overall
+from conformance.record.states import STATES, RunVerdict, State, overall
 from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError, shown
 
@@ -60,6 +60,7 @@ class Entry:
     defective: the folder of the records of the oracle with the expected defects; None if there are no such defects.
     reproduce: the command that runs this cell again.
     other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
+    before: the states in which it had ended when the user had it run again (``--resume``), the earliest first.
     """
 
     cell: str
@@ -80,6 +81,7 @@ class Entry:
     observables: tuple[Observable, ...] = ()
     verdict: Verdict
     other: Attempt | None = None
+    before: tuple[State, ...] = ()
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -94,6 +96,7 @@ class Run:
     """The fields of ``summary.json`` about the run as a whole.
 
     started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
+    seconds: of all processes and attempts together. selected: equal for runs of the same cells (conformance.plan.plan).
     """
 
     started: str
@@ -104,6 +107,7 @@ class Run:
     command: str
     environment: Mapping[str, Any] = field(default_factory=dict)
     floor: Floor = field(default_factory=Floor)
+    selected: str = ""
 
     def verdict(self, states: States) -> RunVerdict:
         """The verdict of the run, computed from the states of its cells and from the floor."""
@@ -152,6 +156,7 @@ def cell_summary(entry: Entry) -> CellSummary:
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
         "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
+        "before": entry.before,
         "folder": entry.folder,
     }
 

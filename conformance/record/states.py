@@ -63,6 +63,7 @@ STATES: dict[State, StateInfo] = {
     ),
 }
 NO_ANSWER: tuple[State, ...] = ("infrastructure", "not_run")
+FAILED: tuple[State, ...] = ("differs", "infrastructure")
 ANSWERED = tuple(state for state, info in STATES.items() if info.answered)
 NO_FAULT: tuple[State, ...] = ("conforms", "partly_observed", "expected_difference")
 PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")

@@ -29,7 +29,7 @@ from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
 from conformance.record.identity import FLOAT64, noise_runs
 from conformance.record.tensors import read_record
-from conformance.scenario import Scenario, scenario_to_json
+from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
 Defects = tuple[Defect, ...]
@@ -44,21 +44,21 @@ class Oracles:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
-        self._pool: Pool | None = None
+        self._pool = Pool(work_dir=root / "worlds")
 
     def __enter__(self) -> "Oracles":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for run in self._runs.values():
-            run.cancel()
+        is_at_work = [run for run in self._runs.values() if not run.cancel() and not run.done()]
+        if is_at_work:  # the session was stopped: nobody waits for this run any more
+            self._pool.abort()
         self._thread.submit(self._close)
         self._thread.shutdown()
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
         """Holds the records ``float64`` and those of ``noise_runs``; of the oracle with defects, if there are any."""
-        asked = [_relevant(cell.scenario), *([list(cell.restarts)] if cell.restarts else [])]
-        asked += [defects_to_json(defects)] if defects else []
+        asked = [*cell.asked_of_oracle, *([defects_to_json(defects)] if defects else [])]
         kinds = "".join(f"-{defect.kind}" for defect in defects)
         return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
 
@@ -121,7 +121,6 @@ class Oracles:
         *,
         logs: Path,
     ) -> Outcome:
-        self._pool = self._pool or Pool(work_dir=self._root / "worlds")
         return self._pool.run(
             key="oracle",
             config=WorldConfig(size=1, device=device, preload=("conformance.oracle.task",)),
@@ -140,8 +139,7 @@ class Oracles:
         )
 
     def _close(self) -> None:
-        if self._pool:
-            self._pool.close()
+        self._pool.close()
         prune(self._cache, size=CACHE_SIZE)
 
 
@@ -173,12 +171,6 @@ def prune(folder: Path, *, size: int) -> None:
             shutil.rmtree(record, ignore_errors=True)
 
 
-def _relevant(scenario: Scenario) -> dict[str, object]:
-    """The part of a scenario that the oracle's record depends on."""
-    values = scenario_to_json(scenario.reference)
-    return {key: value for key, value in values.items() if key not in ("name", "precision")}
-
-
 def _is_whole(record: Path) -> bool:
     with contextlib.suppress(RecordError):
         read_record(record)
@@ -188,10 +180,10 @@ def _is_whole(record: Path) -> bool:
 
 def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
-    values = _relevant(cell.scenario)  # includes the paths of model and data, because the judge compares them
+    asked = cell.asked_of_oracle  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
-    parts = [values, policy, list(cell.restarts), *versions, defects_to_json(defects)]
+    parts = [asked, policy, *versions, defects_to_json(defects)]
     digest.update(json.dumps(parts, sort_keys=True).encode())
     objective = cell.scenario.objective
     sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}

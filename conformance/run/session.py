@@ -25,12 +25,13 @@ from conformance.oracle.objectives import functions_of
 from conformance.plan.cell import Cell
 from conformance.record.coverage import Floor
 from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_summary, write_entry, write_summary
-from conformance.record.states import NOT_STARTED
+from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.run.environment import environment
 from conformance.run.legs import run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
+from conformance.run.resume import Earlier, before
 from conformance.run.storage import check_output_folder, lasting
 from conformance.world import Device, Pool
 
@@ -41,7 +42,8 @@ class SessionConfig:
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
-    budget_s: seconds that one leg, or one oracle run, may take. floor: what has to be judged at least.
+    budget_s: seconds that one leg, or one oracle run, may take. fail_fast: end after the first cell that fails.
+    floor, selected: see conformance.plan.plan. earlier: the run in ``out`` that this one goes on with.
     """
 
     out: Path
@@ -50,7 +52,10 @@ class SessionConfig:
     command: str = ""
     arguments: tuple[str, ...] = ()
     budget_s: float = 300.0
+    fail_fast: bool = False
     floor: Floor = field(default_factory=Floor)
+    selected: str = ""
+    earlier: Earlier | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,9 @@ class Session:
 
     def __init__(self, config: SessionConfig) -> None:
         self.config = config
-        self._summaries: dict[str, CellSummary] = {}
+        earlier = config.earlier.entries if config.earlier else ()
+        self._earlier = {entry.cell: entry for entry in earlier}
+        self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
         self._summary_due = 0.0
 
     def __enter__(self) -> "Session":
@@ -109,6 +116,8 @@ class Session:
                 check_output_folder(self.config.out)
                 self._write_summary_if_due()
                 progress(judged)
+                if self.config.fail_fast and judged.verdict.state in FAILED:
+                    return self.write_summary(finished=False)
         except KeyboardInterrupt:
             self.write_summary(finished=False)
             raise
@@ -126,9 +135,13 @@ class Session:
             backends |= new.keys()
 
     def announce(self, cells: Sequence[Cell]) -> None:
-        """Write every cell to the output folder as not run, so that none is missing if the session is interrupted."""
+        """Write every cell to the output folder as not run, so that none is missing if the session is interrupted.
+
+        The cells of an earlier run keep their verdicts until they have new ones.
+        """
         for cell in cells:
-            self._store_verdict(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
+            if str(cell) not in self._earlier:
+                self._store_verdict(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
         self.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:
@@ -143,6 +156,8 @@ class Session:
         if refused := self.refusal(cell):
             return JudgedCell(cell=cell, verdict=refused)
         inputs = self._request(cell)
+        for left in ("legs", "fresh"):  # by an earlier run
+            shutil.rmtree(self._folder(cell) / left, ignore_errors=True)
         first, is_doubtful = self._attempt(cell, inputs, fresh=False)
         if not is_doubtful:
             return JudgedCell(cell=cell, verdict=first.verdict, completed=first.completed, records=first.records)
@@ -255,6 +270,7 @@ class Session:
             observables=all_observables(cell.scenario.objective, scaled=cell.scenario.judged_loss_scale is not None),
             verdict=judged.verdict,
             other=judged.other,
+            before=before(self._earlier.get(str(cell))),
         )
         self._summaries[str(cell)] = cell_summary(entry)
         write_entry(self.config.out, entry)
@@ -269,14 +285,16 @@ class Session:
 
     def write_summary(self, *, finished: bool) -> None:
         """Write ``summary.json`` with what is known so far."""
+        earlier = self.config.earlier
         run = Run(
-            started=self._started.isoformat(timespec="seconds"),
+            started=earlier.run.started if earlier else self._started.isoformat(timespec="seconds"),
             finished=datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
-            seconds=round(time.monotonic() - self._clock, 2),
+            seconds=round(time.monotonic() - self._clock + (earlier.run.seconds if earlier else 0), 2),
             profile=self.config.profile,
             device=self.config.device,
             command=self.config.command or shlex.join(["parity", "run", *self.config.arguments]),
             environment=self._environment,
             floor=self.config.floor,
+            selected=self.config.selected,
         )
         write_summary(self.config.out, run, list(self._summaries.values()))

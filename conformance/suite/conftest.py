@@ -9,14 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.plan.cell import Cell
-from conformance.plan.floor import floor_from_demands
-from conformance.plan.profile import select_cells
-from conformance.pytest_plugin import OUT, USAGE, demands, selection
-from conformance.record.coverage import Floor
+from conformance.plan.plan import Plan, make_plan
+from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, selection, stop_at_sigterm
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
-FLOOR_KEY = pytest.StashKey[Floor]()
+PLAN_KEY = pytest.StashKey[Plan]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -26,10 +24,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if OUT not in metafunc.config.stash:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
-        cells = select_cells(selection(metafunc.config))
-        metafunc.config.stash[FLOOR_KEY] = floor_from_demands(
-            demands(metafunc.config), selection(metafunc.config), cells
-        )
+        config = metafunc.config
+        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config))
+        cells = list(plan.cells)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
@@ -44,6 +41,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
     if not cells or config.option.collectonly:
         return
+    if not is_worker(config):
+        stop_at_sigterm(config)
     try:
         (config.stash[OUT] / "cells").mkdir(parents=True)
     except FileExistsError:
@@ -55,13 +54,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def session_config(config: pytest.Config) -> SessionConfig:
     """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
     chosen = selection(config)
-    device = config.option.parity_device
     return SessionConfig(
         out=config.stash[OUT],
-        device=device,
+        device=config.option.parity_device,
         profile=chosen.profile,
-        arguments=(*chosen.arguments, *(() if device == "cpu" else ("--device", device))),
-        floor=config.stash[FLOOR_KEY],
+        arguments=chosen.arguments(config.option.parity_device),
+        floor=config.stash[PLAN_KEY].floor,
+        selected=config.stash[PLAN_KEY].digest,
     )
 
 

@@ -188,6 +188,10 @@ class ZygoteHandle:
             time.sleep(0.01 if left else 0)
         return left
 
+    def terminate(self) -> None:
+        """Ask the zygote to end with all its ranks, from any thread; the thread that uses it sees it die."""
+        self._process.terminate()
+
     def close(self) -> int:
         """End the zygote with all its ranks; returns its exit status."""
         self.is_alive = False

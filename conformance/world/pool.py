@@ -88,6 +88,7 @@ class Pool:
         self._zygotes: dict[tuple[_RanksAre, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
         self._used: set[int] = set()  # numbers of worlds that have run a task
+        self._is_aborted = False
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +148,12 @@ class Pool:
         seconds = time.monotonic() - began
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
 
+    def abort(self) -> None:
+        """End all processes of the pool, from another thread. The task that runs fails, and so does every later one."""
+        self._is_aborted = True
+        for zygote in list(self._zygotes.values()):
+            zygote.terminate()
+
     def close(self) -> None:
         """End all processes of the pool. Only the logs remain."""
         while self._worlds:
@@ -184,6 +191,8 @@ class Pool:
         if zygote is None or not zygote.is_alive:
             log = self._work_dir / f"zygote-{os.getpid()}-{next(_zygote_numbers)}.log"  # others may share the folder
             zygote = self._zygotes[ranks, preload] = ZygoteHandle(ranks=ranks, preload=preload, log=log)
+            if self._is_aborted:  # while it was made
+                zygote.terminate()
         return zygote
 
     def _retire(self, key: str, config: WorldConfig, *, why: str) -> None:

@@ -1,0 +1,177 @@
+"""Merge: makes one output folder of several that share the cells of one selection, and one summary of verdicts that
+several processes wrote; without torch.
+
+Serves claim 9: folders of different runs are not mixed, and cells of a shard that is missing make the whole incomplete.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from conformance.record.files import Unwritable
+from conformance.record.results import (
+    SUMMARY,
+    Entry,
+    Run,
+    cell_summary,
+    inside,
+    read_output_json,
+    read_verdicts,
+    write_summary,
+)
+from conformance.record.states import NOT_STARTED
+from conformance.validation import UsageError
+
+HOST = ("platform", "cpus", "gpus")  # of the environment: may differ between the jobs of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the folders that belong together. ``version``: of the suite that wrote it."""
+
+    name: str
+    run: Run
+    entries: tuple[Entry, ...]
+    version: str
+
+
+def sum_up(out: Path, *, seconds: float | None = None) -> dict[str, Any]:
+    """Write ``summary.json`` anew from the verdicts in ``out``, and return it. ``seconds``: what the run took, if it
+    does not say so itself.
+
+    For a run whose processes wrote verdicts and no summary, or that was stopped between a verdict and its summary.
+    Raises UsageError for a folder that is not a run's output, and Unwritable.
+    """
+    run, entries = read_verdicts(out)
+    finished = run.finished
+    if all(entry.verdict.reason != NOT_STARTED for entry in entries):
+        finished = finished or datetime.now(UTC).isoformat(timespec="seconds")
+    seconds = run.seconds if seconds is None else seconds
+    write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
+    return read_output_json(out / SUMMARY)
+
+
+def read_part(out: Path) -> Part:
+    """Raises UsageError for a folder that is not a run's output."""
+    run, entries = read_verdicts(out)
+    return Part(
+        name=str(out), run=run, entries=tuple(entries), version=str(read_output_json(out / SUMMARY)["suite_version"])
+    )
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raises UsageError unless the parts are of one selection, on one device, with the same versions and demands."""
+    first = parts[0]
+    for part in parts[1:]:
+        for what, one, other in _compare(first, part):
+            if one != other:
+                raise UsageError(
+                    f"{first.name} and {part.name} do not belong together: {what} {one!r} and {other!r}. "
+                    f"{first.name} is of: {first.run.command}"
+                )
+    if not first.run.selected:
+        raise UsageError(f"{first.name} does not say which cells were selected: its version was too old")
+
+
+def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
+    """What has to be equal: (what, of one, of the other)."""
+    yield "suite version", one.version, other.version
+    yield "device", one.run.device, other.run.device
+    for name in dict.fromkeys([*one.run.environment, *other.run.environment]):
+        if name not in HOST:
+            yield f"version of {name}", one.run.environment.get(name), other.run.environment.get(name)
+    yield "selected cells (digest)", one.run.selected, other.run.selected
+    yield "number of shards", _total(one), _total(other)
+    for demand in ("require", "min_judged", "backends", "against"):
+        yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
+
+
+def _total(part: Part) -> str:
+    return next((shard.partition("/")[2] for shard in part.run.floor.shards), "1")
+
+
+def merge(folders: Sequence[Path], out: Path, *, command: str) -> None:
+    """Put the cells of ``folders`` into ``out``, which has to be new, with one summary. Files are linked where that is
+    possible; links share no later change, because every file is replaced as a whole.
+
+    Raises UsageError for folders that do not belong together or that have different verdicts of a cell, and Unwritable.
+    """
+    parts = [read_part(folder) for folder in folders]
+    check_parts(parts)
+    chosen = _choose(parts)
+    try:
+        for folder, part in zip(folders, parts, strict=True):
+            for entry in part.entries:
+                if chosen[entry.cell] is entry:
+                    _link(folder, out, entry.folder)
+            for path in (*folder.glob("inputs/*"), *folder.glob("oracle/*/*")):
+                if not (out / path.relative_to(folder)).exists():  # cells of several jobs share them
+                    _link(folder, out, str(path.relative_to(folder)))
+    except (OSError, UsageError) as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, UsageError):
+            raise
+        raise Unwritable(f"{out} cannot be filled: {error}") from error
+    planned = parts[0].run.floor.planned
+    order = {cell: place for place, cell in enumerate(planned)}
+    entries = sorted(chosen.values(), key=lambda entry: order.get(entry.cell, len(order)))
+    write_summary(out, _whole(parts, command), [cell_summary(entry) for entry in entries])
+
+
+def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
+    """One entry of every cell. Raises UsageError for a cell with two verdicts."""
+    chosen: dict[str, tuple[Part, Entry]] = {}
+    for part in parts:
+        for entry in part.entries:
+            if entry.cell not in chosen or chosen[entry.cell][1].verdict.state == "not_run":
+                chosen[entry.cell] = part, entry
+                continue
+            other, known = chosen[entry.cell]
+            if entry.verdict.state not in (known.verdict.state, "not_run"):
+                raise UsageError(
+                    f"{entry.cell} is {known.verdict.state} in {other.name} and {entry.verdict.state} in {part.name}: "
+                    f"leave out the folder that does not count"
+                )
+    return {cell: entry for cell, (_, entry) in chosen.items()}
+
+
+def _whole(parts: Sequence[Part], command: str) -> Run:
+    """The head of the summary of all parts together."""
+    runs = [part.run for part in parts]
+    ended = [run.finished for run in runs if run.finished]
+    environment = dict(runs[0].environment)
+    for name in HOST:
+        found = list(dict.fromkeys(str(run.environment.get(name)) for run in runs))
+        environment[name] = environment.get(name) if len(found) == 1 else found
+    shards = dict.fromkeys(chain.from_iterable(run.floor.shards for run in runs))
+    return replace(
+        runs[0],
+        started=min(run.started for run in runs),
+        finished=max(ended) if len(ended) == len(runs) else None,
+        seconds=round(sum(run.seconds for run in runs), 2),
+        command=command,
+        environment=environment,
+        floor=replace(runs[0].floor, shards=tuple(sorted(shards, key=lambda s: int(s.partition("/")[0]))), whole=True),
+    )
+
+
+def _link(folder: Path, out: Path, name: str) -> None:
+    """Put the file or folder ``name`` into ``out``. Raises UsageError if it lies outside of ``folder``."""
+    source, target = inside(folder, folder / name), out / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
+    else:
+        _link_file(str(source), str(target))
+
+
+def _link_file(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system
+        shutil.copy2(source, target, follow_symlinks=False)

@@ -1,0 +1,77 @@
+"""Resume: goes on in the output folder of an earlier run of the same cells, which was stopped or in which cells failed.
+
+A cell that is run again keeps its earlier state in its verdict (``Entry.before``), so that a failure which does not
+come back is still told.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.plan.cell import Cell
+from conformance.plan.plan import Plan
+from conformance.plan.selection import Again
+from conformance.record.cells import read_cells
+from conformance.record.merge import Part, check_parts, read_part, sum_up
+from conformance.record.results import Entry, Run, write_entry
+from conformance.record.states import ANSWERED, FAILED, STATES, State
+from conformance.run.environment import environment
+from conformance.validation import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """The earlier run: its summary's head, and its cells. A verdict that cannot be trusted is a failure."""
+
+    run: Run
+    entries: tuple[Entry, ...]
+
+
+def read_earlier(out: Path, plan: Plan, device: str) -> Earlier:
+    """The run in ``out``, after a check that ``plan`` is a plan of the same cells, on the same device and versions.
+
+    Raises UsageError.
+    """
+    earlier = read_part(out)
+    wanted = Run(
+        started="",
+        finished=None,
+        seconds=0,
+        profile=earlier.run.profile,
+        device=device,
+        command="",
+        environment=environment(),
+        floor=plan.floor,
+        selected=plan.digest,
+    )
+    check_parts([earlier, Part(name="this run", run=wanted, entries=(), version=earlier.version)])
+    if earlier.run.floor.shards != plan.floor.shards:
+        shards = ", ".join(earlier.run.floor.shards) or "all cells"
+        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {earlier.run.command}")
+    sum_up(out)  # a run that was killed has written verdicts that its summary lacks
+    run, cells = read_cells(out)
+    for cell, stored in zip(cells, earlier.entries, strict=True):
+        if cell.entry != stored:
+            write_entry(out, cell.entry)
+    return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+
+
+def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
+    """The cells to run: those without a verdict; with ``--rerun failed``, those that failed.
+
+    Raises UsageError if there are none.
+    """
+    states = {entry.cell: entry.verdict.state for entry in earlier.entries}
+    wanted = FAILED if again.rerun else [state for state in STATES if state not in ANSWERED]
+    left = [cell for cell in cells if states.get(str(cell), "not_run") in wanted]
+    if not left:
+        what = "failed" if again.rerun else "is left"
+        raise UsageError(f"no cell of {again.resume} {what}; parity report {again.resume} shows all")
+    return left
+
+
+def before(earlier: Entry | None) -> tuple[State, ...]:
+    """The states in which a cell had ended, if an earlier run has it."""
+    if earlier is None:
+        return ()
+    return (*earlier.before, *((earlier.verdict.state,) if earlier.verdict.state in FAILED else ()))

@@ -1,0 +1,152 @@
+"""A run that is asked to end says what it judged, with an exit code that tells the signal, and leaves no process.
+
+The runs are processes of their own, because a signal ends all of a process.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from world_helpers import Runner, is_dead_soon
+
+from conformance.run.oracles import Oracles
+from conformance.stopping import Stop, Stopped
+from conformance.world import Pool
+
+PROFILE = """
+description = "one cell that conforms, one that never ends, one that is not reached"
+[[cells]]
+scenarios = ["tiny.toml"]
+models = ["llama"]
+layouts = ["dp1", "dp2", "dp4"]
+precisions = ["fp32"]
+"""
+SCENARIO = 'steps = 1\ndata.rows = 8\n[optimizer]\nname = "sgd"\nlr = 0.05\n'
+BACKEND = """
+import pathlib, time
+from plain_backend import Plain
+
+class Waits(Plain):
+    def train_step(self, batch, on_gradients):
+        if self.layout.dp > 1:
+            pathlib.Path("waits").touch()
+            time.sleep(600)
+        return super().train_step(batch, on_gradients)
+
+    def setup(self, scenario, layout, *arguments):
+        self.layout = layout
+        return super().setup(scenario, layout, *arguments)
+"""
+CHOSEN = ("profile mine.toml", "backend waits:Waits", "out out")
+COMMAND_LINE = ["conformance.cli", "run", *(part for text in CHOSEN for part in f"--{text}".split())]
+PYTEST = ["pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite"]
+PYTEST += [part for text in CHOSEN for part in f"--parity-{text}".split()]
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes whose environment has ``mark``, which every descendant inherits."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (COMMAND_LINE, signal.SIGTERM, 143),
+        pytest.param(COMMAND_LINE, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
+        pytest.param(PYTEST, signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        pytest.param([*PYTEST, "-n", "1"], signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+    ],
+    ids=["parity run, SIGTERM", "parity run, SIGINT", "pytest", "pytest with a worker"],
+)
+def test_a_run_that_a_signal_stops_leaves_a_true_report_and_no_process(
+    command: list[str], number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    for name, text in (("mine.toml", PROFILE), ("tiny.toml", SCENARIO), ("waits.py", BACKEND)):
+        (tmp_path / name).write_text(text)
+    mark = f"PARITY_TEST_MARK={tmp_path}"
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PARITY_TEST_MARK": str(tmp_path)}
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, stdout=log, stderr=log, text=True
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "waits").exists() and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        asked = time.monotonic()
+        run.send_signal(number)
+        assert run.wait(timeout=60) == code, (tmp_path / "log").read_text()
+        assert time.monotonic() - asked < 30
+    finally:
+        run.kill()
+        run.wait()
+    out = tmp_path / "out"
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["verdict"], summary["finished"]) == ("incomplete", None)
+    states = {cell["id"].split("/")[3]: cell["state"] for cell in summary["cells"]}
+    assert states == {"dp1": "conforms", "dp2": "not_run", "dp4": "not_run"}
+    assert ET.parse(out / "junit.xml").getroot().get("errors") == "2"
+    assert "The run did not finish" in (out / "report.html").read_text()
+    assert (out / "report.md").read_text().startswith("## ⚠️ Incomplete")
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    deadline = time.monotonic() + 5
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:
+    """Its runs have a thread and a world of their own."""
+    oracles = Oracles(root=tmp_path, device="cpu", budget_s=60)
+    run = Runner(oracles._pool, tmp_path)
+    pids: list[int] = oracles._thread.submit(run.pids, size=1).result()
+    work = oracles._thread.submit(run, "never_enter", size=1, rank=0, budget_s=60)
+    oracles._runs[tmp_path / "float64"] = work  # type: ignore[assignment]
+    time.sleep(0.5)
+    began = time.monotonic()
+    oracles.__exit__()
+    assert time.monotonic() - began < 10
+    assert (work.result().state, work.result().kind) == ("failed", "exited")
+    assert all(is_dead_soon(pid) for pid in pids)
+
+
+def test_a_pool_that_was_ended_starts_nothing_more(tmp_path: Path) -> None:
+    with Pool(work_dir=tmp_path) as pool:
+        pool.abort()
+        assert Runner(pool, tmp_path)("nothing", size=1).state == "failed"
+
+
+def test_only_the_first_signal_stops_and_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
+        stop.check()
+        with pytest.raises(Stopped, match="SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # of a supervisor that repeats itself
+        with pytest.raises(KeyboardInterrupt):  # of a user who does not want to wait
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            stop.check()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop(signal.SIGINT):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
