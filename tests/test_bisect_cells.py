@@ -54,6 +54,7 @@ def test_a_defect_of_one_rank_is_found_there(session: Session) -> None:
     assert (found.backward.wrong.ranks, found.backward.wrong.hold) == ((1,), (0, 1))
 
 
+@pytest.mark.exhaustive
 def test_a_stage_of_a_pipeline_has_its_layers(session: Session) -> None:
     defective = entry(BACKENDS["megatron"], "forward", "model.layers.1.self_attn.o_proj")
     cell = make_cell("sft-packed", "llama", "pp2", "exact", rows=6, backend=defective)
@@ -64,6 +65,7 @@ def test_a_stage_of_a_pipeline_has_its_layers(session: Session) -> None:
     assert found.unseen[0] == "model.layers.0.self_attn.q_proj"  # part of a fused projection
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_schedule_is_outside_the_model_at_the_step_that_it_is_wrong_in(session: Session) -> None:
     cell = cell_of("fsdp2", "sft-sgd", "llama", "dp2", "exact", "schedule-per-micro-batch")
     verdict, traced = bisect_cell(session, cell)

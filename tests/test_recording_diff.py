@@ -153,6 +153,7 @@ def test_a_scaled_gradient_is_located_in_the_trainer(trainer_run: TrainerRun) ->
     assert f"Nearest to the loss of these is model.layers.1 ({O_PROJ}.weight)" in text
 
 
+@pytest.mark.exhaustive
 def test_where_gradients_are_clipped_the_scaled_one_still_comes_first(honest: Path, trainer_run: TrainerRun) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: 0.5 * gradient)
@@ -199,6 +200,7 @@ def test_a_loss_that_is_not_seen_is_warned_of_while_the_trainer_may_replace_it(t
         trainer_run(model=model, max_steps=1, logging_nan_inf_filter=False)
 
 
+@pytest.mark.exhaustive
 def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path, trainer_run: TrainerRun) -> None:
     stage, text = parted(honest, trainer_run(lr_scheduler_type="linear"))
     assert (stage.step, stage.name) == (1, "optimizer")
@@ -206,12 +208,14 @@ def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path,
     assert "A 0.001, B 0.00075" in text
 
 
+@pytest.mark.exhaustive
 def test_other_rows_are_told_before_what_follows_from_them(honest: Path, trainer_run: TrainerRun) -> None:
     stage, text = parted(honest, trainer_run(train_sampling_strategy="random"))
     assert (stage.step, stage.name) == (0, "batch")
     assert "not the same rows of tokens (4 and 4 rows)" in text
 
 
+@pytest.mark.exhaustive
 def test_a_bias_that_the_optimizer_was_not_given_is_located(tmp_path: Path, rows: list[list[int]]) -> None:
     a = accelerate_run(tmp_path / "a", rows, model=tiny("pangu"))
     b = accelerate_run(tmp_path / "b", rows, model=tiny("pangu"), without=[f"{O_PROJ}.bias"])
@@ -327,6 +331,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         compare_records([folder, damaged], threshold=None)
 
 
+@pytest.mark.exhaustive
 def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
     def planted(gradient: Tensor) -> Tensor:
         changed = gradient.clone()
@@ -346,6 +351,7 @@ def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
     assert stage.different[0].observed == pytest.approx(6 / size, rel=1e-4)  # the sketch sees one element exactly
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_finite_in_both_is_no_agreement(tmp_path: Path) -> None:
     for name in ("a", "b"):
         model = tiny()

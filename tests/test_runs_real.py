@@ -56,12 +56,14 @@ def test_twenty_of_twenty_honest_pairs_of_seeds_are_not_flagged(honest: list[Run
     assert [bool(compared(four[:2], four[2:]).differs) for four in fours] == [False] * PAIRS
 
 
+@pytest.mark.exhaustive
 def test_more_seeds_and_one_side_of_one_seed_are_not_flagged_either(honest: list[Run]) -> None:
     sets = [honest[8 * place : 8 * place + 8] for place in range(10)]
     assert not any(compared(eight[:4], eight[4:]).differs for eight in sets)
     assert not any(compared(eight[:3], eight[3:4]).differs for eight in sets)
 
 
+@pytest.mark.exhaustive
 def test_honest_runs_of_one_seed_stay_within_the_threshold(base: list[Run]) -> None:
     """Right accumulation and right data parallelism add up the same gradients in another order."""
     for recipe in (Recipe(steps=STEPS, accumulation=4), Recipe(steps=STEPS, accumulation=2, ranks=2)):
@@ -99,6 +101,7 @@ def test_twice_the_learning_rate_is_named(side: str, base: list[Run]) -> None:
     assert f"2 times {'larger' if side == 'B' else 'smaller'} on side B" in found.hints[0].text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [Recipe(steps=STEPS, lr=2 * BASE.lr), Recipe(steps=STEPS, weight_decay=0.5)])
 def test_where_no_learning_rate_is_logged_the_growth_from_the_first_step_is(recipe: Recipe) -> None:
     right, wrong = (runs_of(one, [0], without=("lr",)) for one in (BASE, recipe))
@@ -120,6 +123,7 @@ def test_a_resume_that_begins_the_schedule_again_is_named_with_its_step(base: li
     assert "begins again at step 61" in found.hints[0].text
 
 
+@pytest.mark.exhaustive
 def test_another_order_of_the_data_is_named(base: list[Run]) -> None:
     found = compared(base[:1], runs_of(Recipe(steps=STEPS, data_seed=500), [0]))
     assert names(found) == ["data order"]

@@ -66,6 +66,7 @@ def test_tests_and_caches_are_not(installed: Installed) -> None:
     assert not [name for name in names if "__pycache__" in name or "published" in name]
 
 
+@pytest.mark.exhaustive
 def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed) -> None:
     listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json", *FSDP2.arguments("cpu")))
     assert listed["profiles"] == profile_names()
@@ -85,6 +86,7 @@ def test_the_package_parity_stands_beside_the_command_of_that_name(installed: In
     assert module == "parity.recorder"
 
 
+@pytest.mark.exhaustive
 def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:
     where = "import conformance.paths as p; print(p.__file__, p.FIXTURES)"
     for place in installed.run(sys.executable, "-c", where).split():

@@ -83,7 +83,6 @@ class Pool:
     """
 
     def __init__(self, *, work_dir: Path) -> None:
-        work_dir.mkdir(parents=True, exist_ok=True)
         self._work_dir = work_dir
         self._zygotes: dict[tuple[_RanksAre, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
@@ -189,6 +188,7 @@ class Pool:
         preload = config.preload if ranks == "forked" else ()  # ranks that are started import for themselves
         zygote = self._zygotes.get((ranks, preload))
         if zygote is None or not zygote.is_alive:
+            self._work_dir.mkdir(parents=True, exist_ok=True)
             log = self._work_dir / f"zygote-{os.getpid()}-{next(_zygote_numbers)}.log"  # others may share the folder
             zygote = self._zygotes[ranks, preload] = ZygoteHandle(ranks=ranks, preload=preload, log=log)
             if self._is_aborted:  # while it was made
