@@ -23,7 +23,8 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
     ("backend", "scenario", "model", "layout"),
     [
         exhaustive("fsdp2", "grpo", "gemma3", "dp2.rep2"),
-        ("fsdp2", "ppo", "llama", "sp2.zigzag"),
+        exhaustive("fsdp2", "ppo", "llama", "sp2.zigzag"),
+        ("fsdp2", "ppo", "llama", "dp2"),
         ("fsdp2", "gspo", "qwen3", "dp2"),
         ("fsdp2", "grpo-off-policy", "pangu", "dp2"),
         ("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
