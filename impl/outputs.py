@@ -1,10 +1,12 @@
 """Outputs of a forward pass: log-prob, entropy and value of every token, from whole logits or vocabulary shards.
 
 The same code serves both: without a process group, the only shard is the whole vocabulary. To save memory, the logits
-are the only tensor of their size that is kept for the backward pass, which computes the softmax again.
+are the only tensor of their size that is kept for the backward pass, which computes the softmax again, and only a part
+of them is there in float32 at a time.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from impl.collate import MicroBatch
 
 OutputName = Literal["logprobs", "entropy", "values", "targets"]
 Wanted = frozenset[OutputName]
+WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +58,12 @@ def outputs_of(
     temperature: float,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
+    vocab_size: int | None = None,
 ) -> Outputs:
     """The outputs that ``want`` names, from a model's ``result`` for the tokens of ``inputs``.
 
-    ``result``: a language model's logits (rows, length, V), or a vocabulary shard of them as in ``token_statistics``;
-    or a value model's values (rows, length, 1).
+    ``result``: a language model's logits (rows, length, V), or a vocabulary shard of them with or without padding, as
+    in ``token_statistics``; or a value model's values (rows, length, 1).
     """
     if head == "value":
         assert want <= {"values"}, "a value model has no vocabulary"
@@ -72,6 +76,7 @@ def outputs_of(
         temperature=temperature,
         group=group,
         vocab_start=vocab_start,
+        vocab_size=vocab_size,
         entropy="entropy" in want,
     )
     targets = inputs.targets.to(logprobs.dtype) if "targets" in want else None
@@ -85,21 +90,24 @@ def token_statistics(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
+    vocab_size: int | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
 
     ``logits`` (..., V): the whole vocabulary; or with ``group`` this rank's shard of it, which begins at token
     ``vocab_start`` and may be empty. The ranks of the group hold all shards; they all get the same result and must all
-    compute the same loss from it. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0
+    compute the same loss from it. ``vocab_size``: the logits from this number on are padding, which takes no part; by
+    default there is none. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0
     without a gradient. Logits may be -inf. The computation is in float32, or in float64 if the logits are. Without
-    ``entropy``, the second result is None and half the memory is needed.
+    ``entropy``, the second result is None.
 
     With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
     (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
     """
+    size = logits.shape[-1] if vocab_size is None else vocab_size
     statistics: tuple[Tensor, Tensor | None] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
-        logits, labels, temperature, group, vocab_start, entropy
+        logits, labels, temperature, group, vocab_start, size, entropy
     )
     return statistics
 
@@ -113,57 +121,67 @@ class _TokenStatistics(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         start: int,
+        size: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # None, not zeros, for an output that the loss does not use
-        s = _scaled(logits, temperature)
-        highest = s.amax(dim=-1)
+        z, tokens = _tokens(logits, size), labels.flatten()
+        highest = _scaled(z.amax(dim=-1), temperature)
         if group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        s.sub_(highest[..., None])
-        index, held = _shard_index(labels, start, logits.shape[-1])
-        of_label = s.gather(-1, index[..., None])[..., 0].where(held, 0)
-        weights = s.exp() if entropy else s.exp_()
-        sums = [of_label, weights.sum(-1)]
-        if entropy:
-            sums.append(weights.mul_(_finite_(s)).sum(-1))
-        together = torch.stack(sums)
+        index, held = _shard_index(tokens, start, size)
+        sums = highest.new_empty(3 if entropy else 2, len(tokens))  # s of the label, sum exp(s), sum s exp(s)
+        for part in _parts(z):
+            s = _shifted(z[part], highest[part], temperature)
+            sums[0, part] = s.gather(-1, index[part, None])[:, 0].where(held[part], 0)
+            weights = s.exp() if entropy else s.exp_()
+            sums[1, part] = weights.sum(-1)
+            if entropy:
+                sums[2, part] = weights.mul_(_finite_(s)).sum(-1)
         if group is not None:
-            dist.all_reduce(together, group=group)
-        of_label, log_total = together[0], together[1].log()
-        mean = together[2] / together[1] if entropy else None  # sum p s
-        ctx.save_for_backward(logits, labels, highest, log_total, mean)
-        ctx.temperature, ctx.start = temperature, start
-        target = labels >= 0
-        return (of_label - log_total).where(target, 0), None if mean is None else (log_total - mean).where(target, 0)
+            dist.all_reduce(sums, group=group)
+        total, log_total = sums[1], sums[1].log()
+        mean = sums[2] / total if entropy else None  # sum p s
+        ctx.save_for_backward(logits, labels, highest, total, mean)
+        ctx.temperature, ctx.start, ctx.size = temperature, start, size
+        target = tokens >= 0
+        logprobs = (sums[0] - log_total).where(target, 0).view(labels.shape)
+        return logprobs, None if mean is None else (log_total - mean).where(target, 0).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, highest, log_total, mean = ctx.saved_tensors
-        target = labels >= 0
-        of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.where(target, 0)
-        s = _scaled(logits, ctx.temperature).sub_(highest[..., None])
-        of_entropy = None if of_entropy is None else of_entropy.where(target, 0)
-        gradient = through_softmax_(s, log_total, mean, of_logprob, of_entropy)
-        index, held = _shard_index(labels, ctx.start, logits.shape[-1])
-        through_label_(gradient, of_logprob, index=index, held=held)
-        return gradient[..., : logits.shape[-1]].div_(ctx.temperature).to(logits.dtype), *(None,) * 5
+        logits, labels, highest, total, mean = ctx.saved_tensors
+        z, tokens = _tokens(logits, ctx.size), labels.flatten()
+        target = tokens >= 0
+        of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.flatten().where(target, 0)
+        of_entropy = None if of_entropy is None else of_entropy.flatten().where(target, 0)
+        index, held = _shard_index(tokens, ctx.start, ctx.size)
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradient[..., ctx.size :] = 0
+        own = _tokens(gradient, ctx.size)  # a view, except of an empty shard, of which there is no gradient
+        for part in _parts(z):
+            s = _shifted(z[part], highest[part], ctx.temperature)
+            upstream = of_logprob[part], None if of_entropy is None else of_entropy[part]
+            g = through_softmax_(s, total[part], None if mean is None else mean[part], *upstream)
+            through_label_(g, upstream[0], index=index[part], held=held[part])
+            own[part] = g if ctx.temperature == 1 else g.div_(ctx.temperature)
+        return gradient, *(None,) * 6
 
 
 def through_softmax_(
-    s: Tensor, log_total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
+    s: Tensor, total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
     """The part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites ``s``.
 
-    ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``log_total`` and
-    ``mean`` (...,): log sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the
+    ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``total`` and
+    ``mean`` (...,): sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the
     gradients of the loss with respect to log-probs and entropy.
     """
     if of_entropy is None:
-        return s.sub_(log_total[..., None]).exp_().mul_(-of_logprob[..., None])
+        return s.exp_().mul_((-of_logprob / total)[..., None])
     assert mean is not None
-    p = (s - log_total[..., None]).exp_()
+    p = s.exp().div_(total[..., None])
     weighted = _finite_(s).sub_(mean[..., None]).mul_(p)  # first by p, which is 0 where s is far below
     return p.mul_(-of_logprob[..., None]).sub_(weighted.mul_(of_entropy[..., None]))
 
@@ -176,10 +194,29 @@ def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held:
     gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature as a new tensor in float32 or wider; an empty shard gets a single logit of -inf."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
-    return z if z.shape[-1] else torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
+def _tokens(logits: Tensor, size: int) -> Tensor:
+    """Logits as (tokens, V) without padding: a view, or a single column of -inf for an empty shard."""
+    if not size:
+        return logits.new_full((math.prod(logits.shape[:-1]), 1), -torch.inf)
+    return logits[..., :size].flatten(0, -2)
+
+
+def _parts(z: Tensor) -> Iterator[slice]:
+    """Slices of the tokens of ``z`` (tokens, V), each with at most WIDENED_AT_ONCE logits or one token."""
+    step = max(1, WIDENED_AT_ONCE // z.shape[1])
+    return (slice(first, first + step) for first in range(0, len(z), step))
+
+
+def _shifted(z: Tensor, highest: Tensor, temperature: float) -> Tensor:
+    """z / temperature - highest (tokens,), as a new tensor in float32 or wider."""
+    if temperature == 1:
+        return z - highest[:, None]  # in the dtype of ``highest``, in one pass
+    return _scaled(z, temperature).sub_(highest[:, None])
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    """z / temperature, as a new tensor in float32 or wider."""
+    return z.to(torch.promote_types(z.dtype, torch.float32), copy=True).div_(temperature)
 
 
 def _finite_(s: Tensor) -> Tensor:

@@ -34,24 +34,27 @@ def train_step(
     functions = functions_of(objective)
     micro_batches, inputs = step_inputs(context, batch)
     totals = step_totals(context, functions, micro_batches)
-    values, sums = totals | functions.summary(batch), defaultdict[str, float](float)
-    highest: dict[str, float] = {}
-    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    values = totals | functions.summary(batch)
+    found: list[Evaluation] = []
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
     for role in objective.roles:
         if not functions.wants(role.name):
             continue
         trainable = models[role.name]
-        found = _run(trainable, functions, role, inputs, totals, others)
-        for micro_batch, mine, evaluation in zip(micro_batches, inputs, found, strict=True):
-            for key, value in evaluation.values.items():
-                sums[key] += value.item()
-            for key, value in evaluation.highest.items():
-                highest[key] = largest([value.item(), highest.get(key, value.item())])
-            for key, numbers in evaluation.rows.items():
-                rows[key] |= target_rows(micro_batch, mine, numbers)
+        found += _run(trainable, functions, role, inputs, totals, others)
         if role.trained:
             values |= _update(trainable, role, on_gradients)
+    # Numbers are read after the last update is on its way, because reading one waits for the device.
+    sums, highest = defaultdict[str, float](float), dict[str, float]()
+    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    for index, evaluation in enumerate(found):
+        micro_batch = index % len(inputs)
+        for key, value in evaluation.values.items():
+            sums[key] += value.item()
+        for key, value in evaluation.highest.items():
+            highest[key] = largest([value.item(), highest.get(key, value.item())])
+        for key, numbers in evaluation.rows.items():
+            rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
     values |= of_all_ranks(context, sums, highest)  # the counts of ``evaluate`` replace the batch's own
     return StepMetrics(values=values, rows=dict(rows))
 

@@ -180,6 +180,41 @@ class _Largest(TorchDispatchMode):
         return len(self._alive)
 
 
+@pytest.mark.parametrize("tokens_at_once", [1, 2, 5])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_token_by_token_or_all_at_once_is_the_same_and_makes_no_copy_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch, entropy: bool, tokens_at_once: int
+) -> None:
+    given = example(11, torch.bfloat16)
+    logits, watch = given["logits"].requires_grad_(), _Largest(given["logits"].numel())
+    upstream = tuple(given["upstream"].float()[: 1 + entropy])
+
+    def run() -> tuple[Tensor, ...]:
+        found = [
+            x for x in token_statistics(logits, given["labels"], temperature=0.7, entropy=entropy) if x is not None
+        ]
+        return *found, *torch.autograd.grad(found, logits, upstream)
+
+    whole = run()
+    monkeypatch.setattr("impl.outputs.WIDENED_AT_ONCE", tokens_at_once * 11 + 1)
+    with watch:
+        parts = run()
+    assert all(map(torch.equal, parts, whole))
+    assert watch.most == 1  # the gradient
+
+
+@pytest.mark.parametrize("real", [1, 7, 10, 11])
+def test_padding_of_the_vocabulary_takes_no_part(real: int) -> None:
+    given = example(11)
+    labels = given["labels"] % real
+    logits = given["logits"].requires_grad_()
+    found = both(token_statistics(logits, labels, vocab_size=real))
+    expected = both(token_statistics(logits[..., :real], labels))
+    gradients = [torch.autograd.grad(x, logits, tuple(given["upstream"]))[0] for x in (found, expected)]
+    assert all(map(torch.equal, (*found, gradients[0]), (*expected, gradients[1])))
+    assert not gradients[0][..., real:].any()
+
+
 @pytest.mark.parametrize(("entropy", "most"), [(False, 1), (True, 2)])
 def test_one_copy_of_the_logits_is_made_at_a_time_two_with_entropy_and_none_is_kept(entropy: bool, most: int) -> None:
     given = example(11, torch.bfloat16)

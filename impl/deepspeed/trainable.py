@@ -150,7 +150,9 @@ class DeepspeedTrainable:
         self.engine.basic_optimizer.state.clear()
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        return torch_optimizer(self._parameter_groups(model, config), config)
+        groups = self._parameter_groups(model, config)
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
 
     def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
         def dims(parameter: torch.nn.Parameter) -> int:

@@ -62,7 +62,7 @@ value_losses        (values, old, returns, *, cliprange) -> losses of tokens, an
 of_all_ranks        (context, sums, highest) -> numbers of the whole step
 forward_backward    (trainable, inputs, *, want, temperature, loss) -> outputs of all micro-batches
 outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
-through_softmax     (shifted logits, log sum, mean, gradients) -> the logits' gradient by way of the softmax
+through_softmax     (shifted logits, total, mean, gradients) -> the logits' gradient by way of the softmax
 load_kind           (model, kind, folder): sets one kind of its training state from files
 read_generators     (folder, rank) -> states of a rank's random generators, out of a checkpoint
 load_progress       (model, progress): sets schedule and loss scale

@@ -93,8 +93,8 @@ def _changed_part(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _local_softmax(through_softmax: Function) -> Function:
-    def faulty(s: torch.Tensor, log_total: torch.Tensor, *others: Any) -> Any:
-        return through_softmax(s, s.logsumexp(-1), *others)
+    def faulty(s: torch.Tensor, total: torch.Tensor, *others: Any) -> Any:
+        return through_softmax(s, s.exp().sum(-1), *others)
 
     return faulty
 

@@ -28,7 +28,8 @@ def gradient_norm(gradients: Iterable[DTensor]) -> float:
     squares: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
-        square = gradient.to_local().double().square().sum().to(gradient.device_mesh.device_type)
+        norm = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)  # without a copy in float64
+        square = norm.square().to(gradient.device_mesh.device_type)
         squares[gradient.device_mesh, axes_to_sum(gradient)].append(square)
     total = 0.0
     for (mesh, axes), parts in squares.items():

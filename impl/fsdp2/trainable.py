@@ -134,7 +134,9 @@ class Fsdp2Trainable:
         return layout.dp * layout.sp
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        return torch_optimizer(parameter_groups(trained_parameters(model, config), config), config)
+        groups = parameter_groups(trained_parameters(model, config), config)
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
 
     def forward_backward(
         self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None

@@ -185,11 +185,3 @@ def begin_with_gradient(model: GPTModel) -> None:
     layer's own parameters get none, without an error (docs/findings/megatron-frozen-embedding.md).
     """
     model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
-
-
-def mask_padding(logits: Tensor, *, vocab: int) -> Tensor:
-    """``logits`` (..., this rank's part of the padded vocabulary) with -inf for padding, which no softmax counts."""
-    each = logits.shape[-1]
-    first = parallel_state.get_tensor_model_parallel_rank() * each
-    padding = torch.arange(first, first + each, device=logits.device) >= vocab
-    return logits.masked_fill(padding, -torch.inf)

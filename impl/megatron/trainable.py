@@ -31,7 +31,7 @@ from impl.files import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.attention import Documents
 from impl.megatron.convert import all_parameters, check_weights, is_trained
-from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, mask_padding, transformer_config
+from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
 from impl.megatron.settings import (
     cuts_optimizer,
     optimizer_settings,
@@ -238,9 +238,10 @@ class MegatronTrainable:
         """
         own, ring = part.own, part.documents.ring
         assert ring is not None
-        if self.head == "causal" and "shipped" not in self.options:
-            # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
-            result = mask_padding(result, vocab=self.shape.vocab)
+        each = result.shape[-1]
+        start = parallel_state.get_tensor_model_parallel_rank() * each
+        # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
+        real = each if "shipped" in self.options else min(each, max(0, self.shape.vocab - start))
         found = outputs_of(
             result,
             own,
@@ -248,7 +249,8 @@ class MegatronTrainable:
             want=want,
             temperature=temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_start=parallel_state.get_tensor_model_parallel_rank() * result.shape[-1],
+            vocab_start=start,
+            vocab_size=real,
         )
         rows, length = part.whole.tokens.shape
         return found.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))

@@ -1,0 +1,60 @@
+"""A reference backend's optimizer steps as users run them, in bf16: torchrun ours.py MODEL --backend B --layout L.
+
+See throughput.py.
+"""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from timing import measure, parse, random_rows
+
+from conformance.batch import Batch, Document, Row
+from conformance.layout import Layout
+from conformance.objective import Sft
+from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.strategy import ContextConfig, get_context
+from impl.trainer import train_step
+
+
+def main() -> None:
+    options = parse(__doc__)
+    device = f"cuda:{os.environ['LOCAL_RANK']}"
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    layout = Layout.parse(options.layout)
+    context = get_context(
+        options.backend,
+        ContextConfig(
+            layout=layout, precision="bf16", device=device, accumulation=1, packed=False, trust_remote_code=True
+        ),
+    )
+    context.setup_distributed()
+    policy = context.new_trainable("causal")
+    policy.prepare(
+        policy.load_model(options.model), OptimizerConfig(name="adamw", lr=1e-5, max_grad_norm=1.0), ScheduleConfig()
+    )
+    vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    targets = (False, *(True,) * (options.seq - 1))
+
+    def batch(number: int) -> Batch:
+        size = {"rows": options.rows, "seq": options.seq}
+        tokens = [random_rows(vocabulary, **size, seed=2 * number + rank) for rank in range(layout.dp)]
+        rows = [Row(i, (Document(tuple(row), targets),)) for i, row in enumerate(torch.cat(tokens).tolist())]
+        return Batch(step=number, max_len=options.seq, rows=tuple(rows))
+
+    batches = [batch(number) for number in range(3)]
+
+    def step(number: int) -> float:
+        return train_step(
+            context, {"policy": policy}, Sft(), batches[number % 3], on_gradients=lambda model: None
+        ).values["loss"]
+
+    measure(step, options=options, data_ranks=layout.dp)
+    context.teardown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What every program of benchmarks/throughput.py measures of its training steps, and the tokens that it trains on."""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GIB = 2**30
+WARM_UP = 4  # steps
+DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # of NVIDIA's data sheets, without sparsity
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The options of a program, all of which train a folder's model on rows of random tokens."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a data rank in a step")
+    parser.add_argument("--steps", type=int, default=8, help=f"steps that are timed, after {WARM_UP} others")
+    parser.add_argument("--layout", default="dp2", help="of ours; of plain DeepSpeed its stage counts")
+    parser.add_argument("--backend", default="fsdp2", help="of ours")
+    parser.add_argument("--profile", type=Path, help="write a table of kernels of one more step there")
+    return parser.parse_args()
+
+
+def random_rows(vocabulary: int, *, rows: int, seq: int, seed: int) -> torch.Tensor:
+    """Random tokens, int64 (rows, seq)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (rows, seq), generator=generator)
+
+
+def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_ranks: int) -> None:
+    """Time ``step(number)``, which gives the loss, and print what was seen as a line of JSON from the first rank.
+
+    tokens_per_second: of one GPU. mfu: model floating-point operations (6 per parameter outside of the embedding and
+    token, and attention's 6 x layers x hidden x seq per token; recomputation does not count) by what the GPU can do in
+    bf16. peak_gib: largest memory that torch has reserved for tensors on a rank. host_gib: largest resident memory.
+    """
+    for number in range(WARM_UP):
+        step(number)
+    torch.cuda.reset_peak_memory_stats()
+    _wait()
+    began = time.perf_counter()
+    losses = [step(WARM_UP + number) for number in range(options.steps)]
+    _wait()
+    seconds = (time.perf_counter() - began) / options.steps
+    tokens = options.rows * options.seq * data_ranks / dist.get_world_size()
+    told = {
+        "tokens_per_second": round(tokens / seconds),
+        "mfu": round(_operations(options) * tokens / seconds / _peak_operations(), 4),
+        "seconds": round(seconds, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "loss": losses[-1],
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, told)
+    if dist.get_rank() == 0:
+        together = {key: max(one[key] for one in every) for key in told} | {"loss": told["loss"]}
+        print("MEASURED", json.dumps(together), flush=True)
+    if options.profile:
+        _profile(step, options.profile)
+
+
+def _profile(step: Callable[[int], float], path: Path) -> None:
+    with torch.profiler.profile() as profiler:
+        step(WARM_UP)
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        path.write_text(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45), encoding="utf-8")
+
+
+def _wait() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _operations(options: argparse.Namespace) -> float:
+    """Floating-point operations for a token, forward and backward."""
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    hidden, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    each = config.get("head_dim") or hidden // heads
+    attention = 2 * hidden * each * (heads + config["num_key_value_heads"])
+    numbers = layers * (attention + 3 * hidden * config["intermediate_size"]) + config["vocab_size"] * hidden
+    return float(6 * numbers + 6 * layers * hidden * options.seq)
+
+
+def _peak_operations() -> float:
+    name = torch.cuda.get_device_name()
+    return next((flops for key, flops in DENSE_BF16_FLOPS.items() if key in name), float("nan"))
