@@ -25,7 +25,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help=f"steps that are timed, after {WARM_UP} others")
     parser.add_argument("--layout", default="dp2", help="of ours; of plain DeepSpeed its stage counts")
     parser.add_argument("--backend", default="fsdp2", help="of ours")
-    parser.add_argument("--profile", type=Path, help="write a table of kernels of one more step there")
+    parser.add_argument("--profile", type=Path, help="write a Chrome trace of one more step there")
     return parser.parse_args()
 
 
@@ -73,7 +73,7 @@ def _profile(step: Callable[[int], float], path: Path) -> None:
         step(WARM_UP)
         torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        path.write_text(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45), encoding="utf-8")
+        profiler.export_chrome_trace(str(path))
 
 
 def _wait() -> None:

@@ -5,7 +5,11 @@ are the only tensor of their size that is kept for the backward pass, which comp
 of them is there in float32 at a time.
 """
 
+import functools
+import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -130,14 +134,10 @@ class _TokenStatistics(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         index, held = _shard_index(tokens, start, size)
-        sums = highest.new_empty(3 if entropy else 2, len(tokens))  # s of the label, sum exp(s), sum s exp(s)
-        for part in _parts(z):
-            s = _shifted(z[part], highest[part], temperature)
-            sums[0, part] = s.gather(-1, index[part, None])[:, 0].where(held[part], 0)
-            weights = s.exp() if entropy else s.exp_()
-            sums[1, part] = weights.sum(-1)
-            if entropy:
-                sums[2, part] = weights.mul_(_finite_(s)).sum(-1)
+        of_label = (_scaled(z.gather(-1, index[:, None])[:, 0], temperature) - highest).where(held, 0)
+        kernels = _kernels(z)
+        over_vocabulary = kernels.sums if kernels else _sums
+        sums = torch.cat([of_label[None], over_vocabulary(z, highest, temperature=temperature, entropy=entropy)])
         if group is not None:
             dist.all_reduce(sums, group=group)
         total, log_total = sums[1], sums[1].log()
@@ -157,6 +157,19 @@ class _TokenStatistics(torch.autograd.Function):
         of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.flatten().where(target, 0)
         of_entropy = None if of_entropy is None else of_entropy.flatten().where(target, 0)
         index, held = _shard_index(tokens, ctx.start, ctx.size)
+        if kernels := _kernels(z):
+            fused = kernels.gradient(
+                z,
+                highest=highest,
+                total=total,
+                mean=mean,
+                of_logprob=of_logprob,
+                of_entropy=of_entropy,
+                label=index.where(held, -1),
+                temperature=ctx.temperature,
+                width=logits.shape[-1],
+            )
+            return fused.view(logits.shape), *(None,) * 6
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradient[..., ctx.size :] = 0
         own = _tokens(gradient, ctx.size)  # a view, except of an empty shard, of which there is no gradient
@@ -167,6 +180,35 @@ class _TokenStatistics(torch.autograd.Function):
             through_label_(g, upstream[0], index=index[part], held=held[part])
             own[part] = g if ctx.temperature == 1 else g.div_(ctx.temperature)
         return gradient, *(None,) * 6
+
+
+def _kernels(z: Tensor) -> Any:
+    """impl.vocabulary_kernels, for logits in half precision on a GPU with Triton; else None."""
+    half = z.dtype in (torch.bfloat16, torch.float16)
+    if not (half and z.is_cuda and z.stride(-1) == 1 and _has_triton()):
+        return None
+    from impl import vocabulary_kernels
+
+    return vocabulary_kernels
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether Triton is installed, and a C compiler where it looks for one."""
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    return compiler is not None and importlib.util.find_spec("triton") is not None
+
+
+def _sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> Tensor:
+    """(sum exp(s), sum s exp(s)) over the vocabulary of s = z / temperature - highest, (2, tokens) or (1, tokens)."""
+    sums = highest.new_empty(2 if entropy else 1, len(z))
+    for part in _parts(z):
+        s = _shifted(z[part], highest[part], temperature)
+        weights = s.exp() if entropy else s.exp_()
+        sums[0, part] = weights.sum(-1)
+        if entropy:
+            sums[1, part] = weights.mul_(_finite_(s)).sum(-1)
+    return sums
 
 
 def through_softmax_(
