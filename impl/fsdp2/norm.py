@@ -5,9 +5,8 @@
 over no others.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,26 +19,26 @@ def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
-def gradient_norm(gradients: Iterable[DTensor]) -> float:
-    """The global 2-norm of all gradients; collective.
+def gradient_norm(gradients: Sequence[DTensor]) -> torch.Tensor:
+    """The global 2-norm of all gradients, a float64 scalar on the mesh's device; collective.
 
     Gradients on the same mesh and sharded over the same axes share one all-reduce per axis.
     """
+    assert not any(p.is_partial() for g in gradients for p in g.placements), "a partial gradient was never reduced"
+    with torch.no_grad():
+        norms = torch._foreach_norm([g.to_local() for g in gradients], dtype=torch.float64)
     squares: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        assert not any(p.is_partial() for p in gradient.placements), "a partial gradient was never reduced"
-        norm = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)  # without a copy in float64
-        square = norm.square().to(gradient.device_mesh.device_type)
-        squares[gradient.device_mesh, axes_to_sum(gradient)].append(square)
-    total = 0.0
+    for gradient, norm in zip(gradients, norms, strict=True):
+        squares[gradient.device_mesh, axes_to_sum(gradient)].append(norm.square())
+    total = torch.zeros([], dtype=torch.float64, device=gradients[0].device_mesh.device_type)
     for (mesh, axes), parts in squares.items():
-        square = torch.stack(parts).sum()
+        square = torch.stack(parts).sum().to(total.device)
         for axis in axes:
             dist.all_reduce(square, group=mesh.get_group(axis))
-        total += square.item()
-    return math.sqrt(total)
+        total += square
+    return total.sqrt()
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor, at most 1, that scales ``norm`` down to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

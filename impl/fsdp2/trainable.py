@@ -149,8 +149,6 @@ class Fsdp2Trainable:
         return outputs
 
     def start_micro_batch(self, index: int, count: int) -> None:
-        if index == 0:
-            self.optimizer.zero_grad()
         if "lastsync" in self.options:
             cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
 
@@ -185,14 +183,17 @@ class Fsdp2Trainable:
         total = norm.gradient_norm(gradients)
         if self.max_grad_norm is not None:
             coefficient = norm.clip_coefficient(total, self.max_grad_norm)
-            torch._foreach_mul_([g.to_local() for g in gradients], coefficient)
+            with torch.no_grad():
+                local = [g.to_local() for g in gradients]
+            torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.skipped = self.scaler.get_scale() < scale  # torch says in no other way whether it has skipped the update
         if not self.skipped:
             self.advance_schedule()
-        return total
+        self.optimizer.zero_grad()
+        return total.item()  # not earlier, because it waits for the device
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         layout, ring = self.context.config.layout, self.context.ring
