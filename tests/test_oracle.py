@@ -124,7 +124,7 @@ def test_no_lower_precision_leaks_into_an_exact_step(family: str) -> None:
     assert transformers_model(family, exact=True).leaks == ()
     leaks = transformers_model(family, exact=False).leaks
     assert any("modeling_" in leak.where for leak in leaks)
-    assert leaks[0].op == "aten._to_copy.default"
+    assert "aten._to_copy.default" in {leak.op for leak in leaks}
 
 
 def test_fixtures_cannot_hide_a_bug() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.world import Pool
+from impl import outputs
 from impl.outputs import Outputs, token_statistics
 
 HONEST = 1e-15  # relative, in float64
@@ -226,6 +227,33 @@ def test_one_copy_of_the_logits_is_made_at_a_time_two_with_entropy_and_none_is_k
         assert watch.held == 0
         torch.autograd.backward(found, tuple(given["upstream"].float()[: len(found)]))
     assert watch.most <= most + 1  # the gradient in bfloat16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("real", [9000, 8999, 1])
+def test_kernels_compute_what_pytorchs_operations_do(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, entropy: bool, real: int
+) -> None:
+    given = {name: x.cuda() for name, x in example(9000, dtype).items()}
+    logits, labels = given["logits"].requires_grad_(), given["labels"] % real
+    assert outputs._kernels(logits), "Triton is missing, or a C compiler"
+    upstream = tuple(given["upstream"].float()[: 1 + entropy])
+
+    def run() -> list[Tensor]:
+        both = token_statistics(logits, labels, temperature=temperature, vocab_size=real, entropy=entropy)
+        found = [x for x in both if x is not None]
+        return [*found, *torch.autograd.grad(found, logits, upstream)]
+
+    fused = run()
+    monkeypatch.setattr(outputs, "_kernels", lambda z: None)
+    *plain, gradient = run()
+    for ours, theirs in zip(fused[:-1], plain, strict=True):
+        assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max().clamp(min=1)
+    assert error(fused[-1], gradient) < torch.finfo(dtype).eps / 2
+    assert not fused[-1][..., real:].any()
 
 
 def test_detached_outputs_have_the_same_numbers_and_no_graph() -> None:
