@@ -86,6 +86,11 @@ class Selection(Options):
     input_key: str | None = _option("column of the prompt")
     output_key: str | None = _option("column of the answer")
     max_len: int | None = _option("longest row, in tokens", type=int)
+    too_long: str | None = _option(
+        "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",
+        choices=("truncate", "drop", "error"),
+    )
+    max_samples: int | None = _option("read only the first N samples of the data", type=int, metavar="N")
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=int)
