@@ -5,7 +5,7 @@ This module imports nothing slow, because pytest loads the plugin in every run w
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
@@ -52,6 +52,17 @@ class Portion(Options):
 
     shard: str | None = _option(
         "the K-th of N parts of the selected cells; parity merge puts the parts together", metavar="K/N"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Options):
+    """What remains of the records when all was compared."""
+
+    keep: Literal["differing", "all"] = _option(
+        "tensors of the records: of cells that differ or fail (differing, the default), or of all of them",
+        default="differing",
+        choices=("differing", "all"),
     )
 
 
