@@ -43,9 +43,9 @@ def sparse_model(folder: Path, *, layers: int, hidden: int, vocab: int) -> Path:
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.write(len(text).to_bytes(8, "little") + text)
+        weights.truncate(8 + len(text) + at)
     return folder
 
 
