@@ -1,4 +1,4 @@
-"""The command line: parity list | run | merge | judge | report | compare | bisect | doctor, and commands of packages.
+"""The command line: parity list | plan | run | merge | judge | report | compare | bisect | doctor, and of packages.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
@@ -31,12 +31,13 @@ from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Again, Demands, Options, Portion, Selection
+from conformance.plan.selection import Again, Demands, Kept, Options, Portion, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
 from conformance.record.merge import merge, sum_up
 from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
+from conformance.record.slim import slim
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
-    own = ("list", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
+    own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
@@ -89,21 +90,32 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="machine-readable output")
     listing.set_defaults(command=_list)
 
+    planning = commands.add_parser("plan", help="estimate the memory, disk and time of the selected cells")
+    _add_options(planning, Selection)
+    _add_options(planning, Portion)
+    planning.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    planning.add_argument("--out", type=Path, default=Path("parity-out"), help="where a run would write")
+    planning.set_defaults(command=_plan)
+
     run = commands.add_parser("run", help="run cells, judge them, write the report")
     _add_options(run, Selection)
     _add_options(run, Demands)
     _add_options(run, Portion)
     _add_options(run, Again)
+    _add_options(run, Kept)
     run.add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
     run.add_argument("--json", action="store_true", help="machine-readable output")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
-    run.add_argument("--budget", type=float, default=300.0, help="seconds that one cell may take (default: 300)")
+    run.add_argument(
+        "--budget", type=float, default=300.0, help="seconds that a cell may go without progress (default: 300)"
+    )
     run.set_defaults(command=_run)
 
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")
     merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
     merging.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
+    _add_options(merging, Kept)
     merging.add_argument("--json", action="store_true", help="machine-readable output")
     merging.set_defaults(command=_merge)
 
@@ -126,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
     _add_options(first, Selection, without="cells")
     first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    first.add_argument("--budget", type=float, default=300.0, help="seconds that a run may take (default: 300)")
+    first.add_argument(
+        "--budget", type=float, default=300.0, help="seconds that a run may go without progress (default: 300)"
+    )
     first.set_defaults(command=_bisect)
 
     check = commands.add_parser("doctor", help="check this machine and what is installed")
@@ -178,6 +192,15 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT["conforms"]
 
 
+def _plan(options: argparse.Namespace, _: list[str]) -> int:
+    from conformance.room import command  # loads what a session needs
+
+    cells = make_plan(Selection.from_options(options), Demands(), Portion.from_options(options)).cells
+    lines, fits = command.run(cells, options.out, device=options.device)
+    print("\n".join(lines))
+    return EXIT["conforms" if fits else "usage"]
+
+
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options))
@@ -202,10 +225,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
-        return _run_cells(cells, config, stop, as_json=options.json)
+        return _run_cells(cells, config, stop, Kept.from_options(options), as_json=options.json)
 
 
-def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, *, as_json: bool) -> int:
+def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, as_json: bool) -> int:
     out = config.out
     existed = out.exists()
     done = 0
@@ -236,6 +259,8 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, *, as_j
         print(f"parity: stopped after {done} of {len(cells)} cells: {error}", file=sys.stderr)
         return _report_what_is_left(out, as_json=as_json, compare=True)
     write_side_by_side(out)
+    if kept.keep != "all":
+        slim(out)
     return _finish(out, as_json=as_json)
 
 
@@ -259,6 +284,8 @@ def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _output_folder(options.out)
     merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]))
     write_side_by_side(out)
+    if Kept.from_options(options).keep != "all":
+        slim(out)
     return _finish(out, as_json=options.json)
 
 
@@ -271,7 +298,12 @@ def _line(done: int, total: int, judged: JudgedCell) -> str:
 
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
-    rejudge(options.out)
+    if slim_cells := rejudge(options.out):
+        print(
+            f"parity: {slim_cells} cells keep their verdicts, because their tensors were not kept (parity run --keep "
+            f"all keeps them)",
+            file=sys.stderr,
+        )
     write_side_by_side(options.out)
     for entry in read_run(options.out)[1]:
         if entry.verdict.state != "conforms":

@@ -1,14 +1,16 @@
 """Doctor: checks whether this machine can run the suite, and what is missing for optional parts."""
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from conformance.backend import BrokenBackend, MissingExtra, registered_backends
+from conformance.room.check import room_of
+from conformance.run.oracles import cache_folder
 from conformance.run.task import package_version
 from conformance.validation import UsageError
 
@@ -80,6 +82,8 @@ def _backends() -> list[Check]:
 
 
 def _disk() -> Check:
-    free = shutil.disk_usage(".").free / 2**30
-    message = f"{free:.0f} GiB free here" + ("" if free >= 2 else "; a full profile writes about 1 GiB")
+    room = room_of(Path())
+    free = room.disk / 2**30
+    cache = "" if room.cache is None else f", {room.cache / 2**30:.0f} GiB for the oracle's cache ({cache_folder()})"
+    message = f"{free:.0f} GiB free here{cache}; parity plan says what cells of a model need"
     return Check(name="disk", state="ok" if free >= 2 else "note", message=message)

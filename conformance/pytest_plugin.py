@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conformance.plan.selection import Demands, Portion, Selection
+from conformance.plan.selection import Demands, Kept, Portion, Selection
 from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
@@ -26,7 +26,7 @@ LINES = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for name, about in (*Selection.options(), *Demands.options(), *Portion.options()):
+    for name, about in (*Selection.options(), *Demands.options(), *Portion.options(), *Kept.options()):
         group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
     group.addoption("--parity-device", choices=("cpu", "cuda"), default="cpu")
     group.addoption("--parity-out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
@@ -96,12 +96,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     summary = merge(out, compare=not stopped_by)
     from conformance.record.files import Unwritable
+    from conformance.record.slim import slim
     from conformance.record.states import PASSES
     from conformance.record.summary import summary_lines
     from conformance.reporters import write_reports
     from conformance.validation import UsageError
 
     try:
+        if not stopped_by and kept(config).keep != "all":
+            slim(out)
         reports = write_reports(out)
     except (UsageError, Unwritable) as error:
         reports = [f"no report: {error}"]
@@ -153,3 +156,7 @@ def demands(config: pytest.Config) -> Demands:
 
 def portion(config: pytest.Config) -> Portion:
     return Portion.from_options(config.option, prefix="parity_")
+
+
+def kept(config: pytest.Config) -> Kept:
+    return Kept.from_options(config.option, prefix="parity_")

@@ -32,6 +32,7 @@ from conformance.reading import read_toml
 from conformance.validation import STRICT, UsageError, explain, shown
 
 Precision = Literal["exact", "fp32", "bf16", "fp16"]
+TooLong = Literal["truncate", "drop", "error"]
 # Strict: a text is no number and a number is no bool. The bounds are beyond what anybody trains with: past them, a run
 # only fills the memory or gives numbers that are not finite.
 Count = Annotated[int, Field(strict=True, ge=1, le=2**20)]
@@ -49,6 +50,9 @@ class DataConfig:
 
     ``path`` names a JSONL or Parquet file or a Hugging Face dataset saved on disk; relative paths are looked up beside
     the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
+    ``too_long``: what becomes of documents of more than ``max_len`` tokens: they are cut at the end, left out, or an
+    error. ``max_samples``: only so many samples from the beginning of the data are read; None: all. Both are about
+    pairs of texts, not about roll-outs.
     """
 
     path: FilePath = "data/word_problems.jsonl"
@@ -57,6 +61,8 @@ class DataConfig:
     max_len: Count = 96
     packed: Flag = False
     rows: Count = 24
+    too_long: TooLong = "truncate"
+    max_samples: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -43,7 +43,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
 def out(profile: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run of one cell that conforms and one that is unsupported."""
     folder = tmp_path_factory.mktemp("cli") / "out"
-    assert cli.main(["run", *PLAIN, "--profile", profile, "--out", str(folder)]) == 0
+    assert cli.main(["run", *PLAIN, "--profile", profile, "--out", str(folder), "--keep", "all"]) == 0
     return folder
 
 

@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 from cells import BACKENDS, cell_of
+from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
 from conformance.backend import Backend
 from conformance.faults import Fault, catalogue, plant
+from conformance.judge.expected import judge_cell
+from conformance.objective import all_observables
 from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
@@ -21,6 +24,7 @@ from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.places import PLACES
 
+WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
@@ -167,6 +171,40 @@ def test_a_fault_that_is_never_called_is_no_pass(session: Session) -> None:
     assert "it needs" in verdict.reason
 
 
+def test_a_fault_whose_seam_a_backend_lacks_is_not_plantable_there(session: Session) -> None:
+    refused = session.refusal(cell_of("deepspeed", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
+    assert refused is not None
+    assert refused.state == "unsupported"
+    said = "fault 'cleared-gradients' is not plantable: deepspeed does not name the seam "
+    assert refused.reason.startswith(said)
+    assert not session.refusal(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "planted", "state"),
+    [
+        (None, "", "conforms"),
+        (None, "/fault-inverted-clip", "infrastructure"),
+        (WRONG, "/fault-inverted-clip", "differs"),
+    ],
+)
+def test_a_planted_fault_that_changes_nothing_is_no_pass(
+    tmp_path: Path, change: Change | None, planted: str, state: str
+) -> None:
+    cell = f"sft-tiny/pangu/fsdp2/dp2/exact{planted}"
+    write_oracle(tmp_path / "oracle" / "float64", SCENARIO)
+    header = {"cell": cell, "layout": "dp2", "backend": {"name": "fsdp2", "default_zero": None}}
+    write_record(tmp_path / "leg", SCENARIO, header, change or _unchanged, rounding=1e-15, seed=1)
+    observables = all_observables(SCENARIO.objective)
+    verdict = judge_cell(
+        cell, [tmp_path / "leg"], oracle=tmp_path / "oracle", known=(), defective=None, observables=observables
+    )
+    assert verdict.state == state
+    assert ("inverted-clip was planted and called, and nothing differs" in verdict.reason) == (
+        state == "infrastructure"
+    )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "cell"), sorted({(backend, cell) for backend, cells in CELLS.items() for cell in cells.values()})
@@ -181,6 +219,10 @@ def test_the_readme_says_of_each_fault_what_is_tested_here(fault: Fault) -> None
     file = "docs/faults.md" if fault in ELSEWHERE else "README.md"  # which has no room for them all
     text = (Path(__file__).parent.parent / file).read_text(encoding="utf-8")
     assert f"| `{fault.name}`: {fault.summary} | {fault.stage} | {'yes' if fault.loss_blind else 'no'} |" in text
+
+
+def _unchanged(*_: object) -> None:
+    """Leave the step as the oracle has it."""
 
 
 class _Seamless:

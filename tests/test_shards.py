@@ -102,7 +102,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def merge(folders: Sequence[Path], out: Path) -> int:
-    return cli.main(["merge", *map(str, folders), "--out", str(out)])
+    return cli.main(["merge", *map(str, folders), "--out", str(out), "--keep", "all"])
 
 
 def test_merged_shards_are_one_run(jobs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +118,16 @@ def test_merged_shards_are_one_run(jobs: list[Path], tmp_path: Path, capsys: pyt
         read_record(out / entry.folder / entry.records[0])
     assert {path.name for path in out.iterdir()} >= {"report.html", "report.md", "junit.xml", "side_by_side.json"}
     assert cli.main(["judge", str(out)]) == 0  # what the judge needs came along
+
+
+def test_tensors_of_cells_that_conform_go_when_all_shards_were_compared(jobs: list[Path], tmp_path: Path) -> None:
+    shards = [set(job.rglob("*.safetensors")) for job in jobs]
+    assert all(any("cells" in file.parts for file in shard) for shard in shards)
+    assert cli.main(["merge", str(jobs[0]), "--out", str(tmp_path / "half")]) == 3
+    assert cli.main(["merge", str(tmp_path / "half"), str(jobs[1]), "--out", str(tmp_path / "whole")]) == 0
+    assert any((tmp_path / "half" / "cells").rglob("*.safetensors"))
+    assert not any((tmp_path / "whole" / "cells").rglob("*.safetensors"))
+    assert [set(job.rglob("*.safetensors")) for job in jobs] == shards
 
 
 def test_a_merged_folder_owns_its_files(jobs: list[Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Every failure here is real: real signals, real hangs in real collectives, a real memory limit.
 """
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,8 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
     before = run.pids()
     outcome = run("never_enter", rank=1, budget_s=0.5)
     assert (outcome.kind, outcome.rank) == ("hung", 1)
-    assert outcome.reason.splitlines()[0] == "rank 1 hung during 'step 1': not done within 0.5 s"
+    said = r"rank 1 hung during 'step 1': no progress for [0-9.]+ s, and the budget is 0\.5 s \(--budget\)"
+    assert re.match(said, outcome.reason.splitlines()[0])
     assert "rank 0 is in a collective called from never_enter (world_tasks.py:" in outcome.reason
     assert "stacks: rank-0.stacks, rank-1.stacks" in outcome.reason
     for rank in range(2):
@@ -133,6 +135,34 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
     assert 0.5 < outcome.seconds < 2.5
     assert all(is_gone(pid) for pid in before)
     assert run.pids()
+
+
+@pytest.mark.parametrize("task", ["get_on", "compute"])
+def test_a_task_that_gets_on_has_longer_than_its_budget(run: Runner, task: str) -> None:
+    assert results(run(task, seconds=2.0, budget_s=0.8)) == ["done", "done"]
+
+
+def test_ranks_that_only_compute_have_four_budgets(run: Runner) -> None:
+    outcome = run("compute", seconds=100, budget_s=0.8)
+    assert (outcome.kind, outcome.rank) == ("hung", 1)
+    assert 4 * 0.8 < outcome.seconds < 10
+
+
+def test_a_task_that_gets_on_for_ever_has_twelve_budgets(run: Runner) -> None:
+    outcome = run("get_on", seconds=100, budget_s=0.2)
+    assert (
+        "hung during 'step 2': not done within 12 times the budget of 0.2 s (--budget)"
+        in outcome.reason.splitlines()[0]
+    )
+    assert 12 * 0.2 < outcome.seconds < 6
+
+
+def test_a_hang_is_told_with_the_longest_phase_before_it(run: Runner) -> None:
+    """By which one sees whether the budget is too short."""
+    outcome = run("slow_then_hang", seconds=1.0, budget_s=1.5)
+    longest = re.search(r"the longest phase before, 'step 1', took ([0-9.]+) s", outcome.reason.splitlines()[0])
+    assert longest
+    assert float(longest[1]) >= 1.0
 
 
 def test_a_rank_whose_heartbeat_lags_is_named(run: Runner) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.world import RankContext, beat, cleanup
+from conformance.world import RankContext, beat, cleanup, mark
 
 _remembered: list[str] = []
 
@@ -165,6 +165,36 @@ def hang_with_child(context: RankContext, *, pid_dir: str, new_session: bool) ->
         Path(pid_dir, str(pid)).touch()
     beat("hangs")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def get_on(context: RankContext, *, seconds: float) -> str:
+    """Rank 1 works slowly, without using the processor, and says so; the others wait for it."""
+    context.beat("step 1")
+    context.beat("step 2")
+    deadline = time.monotonic() + seconds
+    while context.rank == 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        mark()
+    dist.barrier()
+    return "done"
+
+
+def compute(context: RankContext, *, seconds: float) -> str:
+    """Rank 1 computes without a word; the others wait for it."""
+    context.beat("step 1")
+    deadline = time.monotonic() + seconds
+    while context.rank == 1 and time.monotonic() < deadline:
+        pass
+    dist.barrier()
+    return "done"
+
+
+def slow_then_hang(context: RankContext, *, seconds: float) -> None:
+    time.sleep(seconds / 2)
+    context.beat("step 1")
+    time.sleep(seconds)
+    context.beat("step 2")
     time.sleep(1000)
 
 

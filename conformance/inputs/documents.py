@@ -12,37 +12,46 @@ for every data set the following rows have no target token:
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 from conformance.batch import Batch, Document, Row
+from conformance.inputs.lazy import Documents
 from conformance.inputs.samples import read_samples
-from conformance.inputs.tokenizer import computing_at_most, encode, load_tokenizer
+from conformance.inputs.tokenizer import load_tokenizer
 from conformance.oracle.architecture import read_architecture
 from conformance.scenario import DataConfig, Scenario
-from conformance.validation import UsageError, one_line
+from conformance.validation import UsageError
 
-SAMPLE_LIMIT_S = 5.0  # CPU time for one sample; a chat template can loop for ever
+LOOK_AHEAD = 1000  # documents; those that are looked at are tokenized
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     """Build ``scenario.steps`` batches, tokenized with the tokenizer of the Hugging Face folder ``model``.
 
-    ``scenario.seed`` shuffles the documents once; when they run out, they are used again from the start. Without
+    ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only those that
+    are needed are tokenized. Without
     packing, a row is one document. With packing, a row holds as many documents as fit into ``max_len``, in order:
     usually two or more, or a single long one. The rows that the module's docstring names lose their target tokens.
 
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
+    samples = [(number, *texts) for number, texts in enumerate(read_samples(data), start=1)]
+    random.Random(scenario.seed).shuffle(samples)
+    tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
+    documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
+    if data.packed:
+        documents.check_packing()
+    rows = pack(documents, max_len=data.max_len) if data.packed else one_by_one(documents)
+    try:
+        batches = [_batch(step, rows, data) for step in range(scenario.steps)]
+    except StopIteration:
+        raise none_left(data) from None
+    documents.tell()
     size = read_architecture(model, disable_dropout=scenario.objective.disable_dropout).vocab_size
-    check_vocabulary(documents, model, size)
-    random.Random(scenario.seed).shuffle(documents)
-    rows = pack(documents, max_len=data.max_len) if data.packed else ((document,) for document in cycle(documents))
-    return [_batch(step, rows, data) for step in range(scenario.steps)]
+    check_vocabulary([document for batch in batches for document in batch.documents], model, size)
+    return batches
 
 
 def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
@@ -56,65 +65,67 @@ def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> N
 
 
 def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
-    """Load all samples of a data set as documents of at most ``max_len`` tokens; longer documents are cut at the end.
+    """All documents of a data set, in its order; see conformance.inputs.lazy.
 
-    The input is the user's turn of the tokenizer's chat template, and the output is the assistant's turn. The tokens
-    that the output adds are targets, including the template's end token but not the white space after it. If the
-    tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
-    Raises UsageError if the tokenizer cannot encode a sample, or if a prompt leaves no room for a target token.
+    Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
+    are left out.
     """
-    encoded = []
-    for number, (question, answer) in enumerate(read_samples(config), start=1):
-        try:
-            with computing_at_most(SAMPLE_LIMIT_S):
-                encoded.append(encode(question, answer, tokenizer))
-        except Exception as error:  # a user's template may raise anything
-            raise UsageError(
-                f"the tokenizer in {tokenizer.name_or_path} cannot encode sample {number} of {config.path}: "
-                f"{one_line(error)}"
-            ) from None
-    longest = max(prompt for _, prompt in encoded)
-    if longest >= config.max_len:
-        count = sum(prompt >= config.max_len for _, prompt in encoded)
-        raise UsageError(
-            f"data.max_len={config.max_len} leaves no room for a target token in {count} of {len(encoded)} documents "
-            f"of {config.path}; use data.max_len={longest + 1} or more, or leave out the longest inputs"
-        )
-    return [
-        Document(tokens[: config.max_len], tuple(i >= prompt for i in range(len(tokens)))[: config.max_len])
-        for tokens, prompt in encoded
-    ]
+    samples = [(number, *texts) for number, texts in enumerate(read_samples(config), start=1)]
+    documents = Documents(samples, config, tokenizer, likely=len(samples))
+    held = [document for index in range(len(documents)) if (document := documents[index])]
+    documents.tell()
+    if not held:
+        raise none_left(config)
+    return held
 
 
-def pack(documents: list[Document], *, max_len: int) -> Iterator[tuple[Document, ...]]:
-    """Yield rows of documents without end: documents are taken in order while they fit, and reused from the start.
+def none_left(config: DataConfig) -> UsageError:
+    return UsageError(
+        f"all documents of {config.path} have more than data.max_len={config.max_len} tokens; use a larger --max_len, "
+        f"or --too_long truncate"
+    )
 
-    If the second document does not fit beside the first, the next document that fits is taken instead, so that a row
-    of a single document is rare. Raises UsageError if for half of the documents no second document fits in a row.
+
+def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:
+    """Yield rows of one document, in order, and again from the start; ends if every document is left out."""
+    is_left = True
+    while is_left:
+        is_left = False
+        for index in range(len(documents)):
+            if document := documents[index]:
+                is_left = True
+                yield (document,)
+
+
+def pack(documents: Sequence[Document | None] | Documents, *, max_len: int) -> Iterator[tuple[Document, ...]]:
+    """Yield rows of documents: documents are taken in order while they fit, and reused from the start. None stands for
+    a document that is left out; if there is no other, there is no row.
+
+    If the second document does not fit beside the first, the next document that fits is taken instead, of at most
+    LOOK_AHEAD, so that a row of a single document is rare.
     """
-    lengths = [len(document.tokens) for document in documents]
-    alone = sum(length + min(lengths) > max_len for length in lengths)
-    if 2 * alone >= len(lengths):
-        raise UsageError(
-            f"data.max_len={max_len} packs no second document beside {alone} of {len(lengths)} documents; use "
-            f"data.max_len={median_high(lengths) + min(lengths)} or more, or data.packed=false"
-        )
-    queue = deque(documents)
+    queue = deque(range(len(documents)))
 
-    def move_to_end(index: int) -> Document:
-        document = queue[index]
-        del queue[index]
-        queue.append(document)
-        return document
+    def take(room: int, *, ahead: int) -> Document | None:
+        """Move the first document that fits to the end of the queue, and return it."""
+        place = 0
+        while place < min(ahead, len(queue)):
+            document = documents[queue[place]]
+            if document is not None and len(document.tokens) > room:
+                place += 1
+                continue
+            index = queue[place]
+            del queue[place]
+            if document is not None:
+                queue.append(index)
+                return document
+        return None
 
-    while True:
-        row = [move_to_end(0)]
-        room = max_len - len(row[0].tokens)
-        index = next((i for i, document in enumerate(queue) if len(document.tokens) <= room), None)
-        while index is not None:
-            row.append(move_to_end(index))
-            room -= len(row[-1].tokens)
-            index = 0 if len(queue[0].tokens) <= room else None
+    while first := take(max_len, ahead=1):
+        row, room = [first], max_len - len(first.tokens)
+        while another := take(room, ahead=LOOK_AHEAD if len(row) == 1 else 1):
+            row.append(another)
+            room -= len(another.tokens)
         yield tuple(row)
 
 

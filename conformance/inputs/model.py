@@ -121,8 +121,10 @@ def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as tensors:
                 held = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
                 found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in held.items()}
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{file} is no safetensors file that can be read: {one_line(error)}") from None
+        except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: larger than what can be mapped
+            raise UsageError(
+                f"{file} is no safetensors file that can be read: {one_line(error)}; copy or download it again"
+            ) from None
         for name, (shape, dtype) in found.items():
             if dtype not in FLOATS:
                 raise UsageError(f"{file} holds {name} as {dtype}; weights have to be one of {', '.join(FLOATS)}")

@@ -72,6 +72,11 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     The documents have the columns ``group`` and ``reward`` (one number each) and ``rollout_logprob`` (one number per
     token, 0 for tokens of the prompt). Raises UsageError, which names the file and the line, for a wrong response.
     """
+    if scenario.data.too_long != "truncate" or scenario.data.max_samples is not None:
+        raise UsageError(
+            f"--too_long and --max_samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
+            f"reads roll-outs, which are taken as they are; leave them out, or select cells with --cells 'sft*'"
+        )
     path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
     records = read_dataset(path)
     place, first = records[0]

@@ -4,7 +4,8 @@ Serves claim 9: a data set that cannot be used ends the run before it begins, an
 sample.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,26 @@ Place = str  # where a record was found, for messages: "FILE, line 3"
 def read_samples(config: DataConfig) -> list[tuple[str, str]]:
     """Read (input, output) texts from a JSONL file, a Parquet file, or a Hugging Face dataset on disk.
 
-    Raises UsageError, which names the file and the line or the number of the sample, for a wrong sample.
+    At most ``config.max_samples``. Raises UsageError, which names the file and the line or the number of the sample,
+    for a wrong sample.
     """
     return [
         (_text(record, config.input_key, place), _text(record, config.output_key, place))
-        for place, record in read_dataset(resolve(config.path))
+        for place, record in read_dataset(resolve(config.path), most=config.max_samples)
     ]
 
 
-def read_dataset(path: Path) -> list[tuple[Place, dict[str, Any]]]:
-    """Read the records of a data set as (place, record). Raises UsageError, which names the file, if it cannot."""
+def read_dataset(path: Path, *, most: int | None = None) -> list[tuple[Place, dict[str, Any]]]:
+    """Read the records of a data set, the first ``most`` of them or all, as (place, record).
+
+    Raises UsageError, which names the file, if it cannot be read.
+    """
     if path.is_dir():
-        records = _numbered(path, _read_saved_dataset(path))
+        records = _numbered(path, _read_saved_dataset(path))[:most]
     elif path.suffix == ".jsonl":
-        records = _read_jsonl(path)
+        records = list(islice(_read_jsonl(path), most))
     elif path.suffix == ".parquet":
-        records = _numbered(path, _read_parquet(path))
+        records = _numbered(path, _read_parquet(path))[:most]
     else:
         raise UsageError(
             f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl or .parquet file, or the "
@@ -80,9 +85,9 @@ def _numbered(path: Path, records: Iterable[dict[str, Any]]) -> list[tuple[Place
     return [(f"{path}, sample {number}", record) for number, record in enumerate(records, start=1)]
 
 
-def _read_jsonl(path: Path) -> list[tuple[Place, dict[str, Any]]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Lines end at \\n alone: JSON allows U+2028 and its like inside of texts. A byte order mark is left out."""
     check_file(path)
-    records = []
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
             place = f"{path}, line {number}"
@@ -91,7 +96,7 @@ def _read_jsonl(path: Path) -> list[tuple[Place, dict[str, Any]]]:
                     f"{place} has more than {LONGEST_LINE // MIB} MiB; give every sample a line of its own"
                 )
             try:
-                text = line.decode("utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise UsageError(f"{place}: {not_utf8(error)}") from None
             if not text.strip():
@@ -99,8 +104,7 @@ def _read_jsonl(path: Path) -> list[tuple[Place, dict[str, Any]]]:
             record = parse_json(text, place)
             if not isinstance(record, dict):
                 raise UsageError(f'{place}: expected an object such as {{"question": ...}}, got {shown(record)}')
-            records.append((place, record))
-    return records
+            yield place, record
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:

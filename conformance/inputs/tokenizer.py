@@ -64,10 +64,10 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
                 "end; set one of them in tokenizer_config.json"
             )
         whole, end = question + answer, [tokenizer.eos_token_id]
-    tokens = [*tokenizer.encode(whole, add_special_tokens=False), *end]
+    tokens = [*_tokens(whole, tokenizer), *end]
     # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
     size = 0
-    for ours, theirs in zip(tokenizer.encode(prompt, add_special_tokens=False), tokens, strict=False):
+    for ours, theirs in zip(_tokens(prompt, tokenizer), tokens, strict=False):
         if ours != theirs:
             break
         size += 1
@@ -87,9 +87,15 @@ def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
     Raises UsageError where there are none, and whatever template and tokenizer raise.
     """
     prompt = _prompt(question, tokenizer)
-    if not (tokens := tokenizer.encode(prompt, add_special_tokens=False)):
+    if not (tokens := _tokens(prompt, tokenizer)):
         raise UsageError(f"the tokenizer gives no token for the question {question[:40]!r}, so nothing can follow it")
     return tuple(tokens)
+
+
+def _tokens(text: str, tokenizer: Any) -> list[int]:
+    """``verbose`` would warn of texts longer than the model's positions, which ``max_len`` has to deal with anyway."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return tokens
 
 
 def _prompt(question: str, tokenizer: Any) -> str:

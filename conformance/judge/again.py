@@ -13,20 +13,24 @@ from conformance.validation import UsageError
 GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")
 
 
-def rejudge(out: Path) -> None:
+def rejudge(out: Path) -> int:
     """Judge every record below ``out`` again and write verdicts and summary anew.
 
-    A record that is damaged, or not where it belongs, makes its own cell an infrastructure failure; the others are
-    judged. Raises UsageError for a folder that is not a run's output, and Unwritable.
+    Cells of whose records only the lines were kept keep their verdicts; their number is returned. A record that is
+    damaged, or not where it belongs, makes its own cell an infrastructure failure; the others are judged. Raises
+    UsageError for a folder that is not a run's output, and Unwritable.
     """
     run, old = read_run(out)
     entries = [_judged(out, entry) for entry in old]
     for entry in entries:
         write_entry(out, entry)
     write_summary(out, run, [cell_summary(entry) for entry in entries])
+    return sum(entry.slim for entry in entries)
 
 
 def _judged(out: Path, entry: Entry) -> Entry:
+    if entry.slim:
+        return entry
     own = Attempt(fresh=False, verdict=entry.verdict, completed=entry.completed, records=entry.records)
     verdict = _judge(out, entry, own)
     if entry.other is None or verdict is GONE:

@@ -13,6 +13,7 @@ from conformance.defect import Known, Unmodelled, defects_of
 from conformance.judge.tolerance import OF_ROWS
 from conformance.judge.verdict import judge_folders
 from conformance.observable import Observable, stages
+from conformance.record.states import NO_FAULT
 from conformance.record.verdict import Quantity, Verdict
 
 
@@ -29,9 +30,16 @@ def judge_cell(
     in ``defective``, which has all defects of these (None where they have none).
 
     The quantities of a verdict are those against the oracle as it should be if all is as expected, else those against
-    the one with the defects: they begin where something else is wrong.
+    the one with the defects: they begin where something else is wrong. A cell with a planted fault that agrees with the
+    oracle has shown nothing, and does not pass.
     """
     verdict = judge_folders(cell, legs, oracle)
+    if verdict.state in NO_FAULT and (planted := planted_in(cell)):
+        reason = (
+            f"{' and '.join(planted)} was planted and called, and nothing differs: it changes nothing in this cell, or "
+            f"it is not seen; plant it in a cell that has what it needs (docs/faults.md)"
+        )
+        return replace(verdict, state="infrastructure", reason=reason)
     if not known or verdict.state == "infrastructure":
         return verdict
     told = "; ".join(f"{one.reason} ({one.link})" for one in known)
@@ -55,6 +63,11 @@ def judge_cell(
             return replace(behind, state="differs", reason=reason)
     agrees = f"with that, {behind.reason}" if defects and not behind.findings else "nothing else differs"
     return replace(verdict, state="expected_difference", reason=f"{told}; {agrees}")
+
+
+def planted_in(cell: str) -> list[str]:
+    """The names of the faults that are planted in a cell, from its id."""
+    return [part.removeprefix("fault-") for part in cell.split("/")[5:] if part.startswith("fault-")]
 
 
 def _explains(allowed: Unmodelled, finding: Quantity, verdict: Verdict, observables: Sequence[Observable]) -> bool:

@@ -24,6 +24,7 @@ from conformance.oracle.tap import NO_TAP, Module, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.oracle.variant import Weights as Weights
 from conformance.validation import UsageError
+from conformance.world.heartbeat import mark
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def forward(
         for layer in set(a.layers)
     }
     for i, layer in enumerate(a.layers):
+        mark()
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
         x = _decoder_layer(x, own, *tables[layer], a, policy, tap.inside(prefix))

@@ -8,19 +8,34 @@ comparisons that need the missing part.
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from conformance.observable import Observable, columns
 from conformance.peers.agreement import ORACLE, Member, agreement
 from conformance.peers.pairs import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle
-from conformance.record.results import OUTPUT_SCHEMA, SIDE_BY_SIDE, Entry, inside, read_run, write_output_json
+from conformance.record.results import (
+    OUTPUT_SCHEMA,
+    SIDE_BY_SIDE,
+    Entry,
+    inside,
+    read_output_json,
+    read_run,
+    write_output_json,
+)
 from conformance.record.tensors import Record, read_record
 from conformance.validation import UsageError
+
+# Two records, each by its cell and the digests of its legs, and how far they are apart, by column.
+Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
+NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
+_DIFFERENCE = TypeAdapter(Difference)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +56,40 @@ class _Observed:
 def write_side_by_side(out: Path) -> None:
     """Compare the backends of the run in ``out`` with each other and write ``out/side_by_side.json``.
 
-    Raises UsageError for a folder that is not a run's output.
+    Where tensors were not kept, an earlier comparison of the same records counts. Raises UsageError for a folder that
+    is not a run's output.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in read_run(out)[1]:
         if entry.verdict.state != "unsupported":
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
-    values = [_group(out, name, entries) for name, entries in several.items()]
+    earlier = _read_earlier(out)
+    values = [_group(out, name, entries, earlier) for name, entries in several.items()]
     write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
 
 
-def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
+def _read_earlier(out: Path) -> Compared:
+    """The differences of two records in their tensors that ``side_by_side.json`` tells, if there is one."""
+    if not (out / SIDE_BY_SIDE).is_file():
+        return {}
+    found: Compared = {}
+    names = [f.name for f in fields(Difference)]
+    try:
+        for group in read_output_json(out / SIDE_BY_SIDE)["groups"]:
+            members = [(one["cell"], *one["records"]) for one in group["members"]]
+            for pair in group["pairs"]:
+                a, b = (members[number] for number in pair["members"])
+                found[frozenset({a, b})] = {
+                    column: _DIFFERENCE.validate_python({name: worst[name] for name in names})
+                    for column, worst in pair["columns"].items()
+                }
+    except (KeyError, IndexError, TypeError, ValueError):  # UsageError and pydantic's among them
+        return {}
+    return found
+
+
+def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) -> dict[str, Any]:
     folder = next((path for entry in entries if entry.verdict.quantities and (path := _oracle(out, entry))), None)
     reference = _read_oracle(out, folder) if folder else _Observed(problem="no cell of this scenario was judged")
     observed = [_observe(out, entry, folder, reference) for entry in entries]
@@ -74,6 +111,14 @@ def _group(out: Path, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
         numbers = list(records)
         for (a, b), worst in compare_tensors(list(records.values()), reference.records[0], bounds=bounds).items():
             pairs[numbers[a], numbers[b]] |= worst
+    keys = [(entry.cell, *one.digests) for entry, one in zip(entries, observed, strict=True)]
+    for (a, b), worst in pairs.items():
+        if entries[a].slim or entries[b].slim:
+            if known := earlier.get(frozenset({keys[a], keys[b]})):
+                worst |= {column: difference for column, difference in known.items() if column not in worst}
+            else:
+                lost = next(number for number in (a, b) if entries[number].slim)
+                observed[lost] = replace(observed[lost], problem=NOT_KEPT)
     members = [_member(entry, one) for entry, one in zip(entries, observed, strict=True)]
     found = agreement(members, pairs, shown)
     cells = [entry.cell for entry in entries]
@@ -118,8 +163,9 @@ def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed)
     if _oracle(out, entry) != oracle:
         return _Observed(problem="it belongs to another scenario with the same name")
     folder = out / entry.folder
-    one = _read(out, [folder / record for record in entry.records], partial(check_cell, cell=entry.cell))
-    if one.problem or not reference.problem:
+    paths = [folder / record for record in entry.records]
+    one = _read(out, paths, partial(check_cell, cell=entry.cell), tensors=not entry.slim)
+    if one.problem or entry.slim or not reference.problem:
         return one
     return replace(one, records=(), problem=f"of the oracle, {reference.problem}")
 
@@ -128,7 +174,7 @@ def _read_oracle(out: Path, folder: Path) -> _Observed:
     return _read(out, [folder / FLOAT64], partial(check_oracle, precision=FLOAT64))
 
 
-def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None]) -> _Observed:
+def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None], *, tensors: bool = True) -> _Observed:
     try:
         legs: list[Lines] = [read_lines(inside(out, path)) for path in paths]
         for path, leg in zip(paths, legs, strict=True):
@@ -140,6 +186,8 @@ def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None])
         digests=tuple(leg.digest for leg in legs),
         lines=tuple(line for leg in legs for line in leg.steps),
     )
+    if not tensors:
+        return observed
     try:
         return replace(observed, records=tuple(read_record(path) for path in paths))
     except RecordError as error:

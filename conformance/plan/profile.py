@@ -103,7 +103,8 @@ def select_cells(selection: Selection) -> list[Cell]:
     Raises UsageError for an unknown backend, profile, fault or scenario, and for a pattern that matches no cell.
     """
     names = selection.backend or tuple(registered_backends())
-    data = {"path": selection.data, **{k: getattr(selection, k) for k in ("input_key", "output_key", "max_len")}}
+    named = ("input_key", "output_key", "max_len", "too_long", "max_samples")
+    data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
     data["packed"] = selection.packing_samples or None
     overrides = Overrides(
         model=selection.model,

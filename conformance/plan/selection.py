@@ -5,7 +5,7 @@ This module imports nothing slow, because pytest loads the plugin in every run w
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
@@ -56,6 +56,17 @@ class Portion(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept(Options):
+    """What remains of the records when all was compared."""
+
+    keep: Literal["differing", "all"] = _option(
+        "tensors of the records: of cells that differ or fail (differing, the default), or of all of them",
+        default="differing",
+        choices=("differing", "all"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Again(Options):
     """Going on in the output folder of an earlier run of the same cells, with ``parity run`` only."""
 
@@ -86,6 +97,11 @@ class Selection(Options):
     input_key: str | None = _option("column of the prompt")
     output_key: str | None = _option("column of the answer")
     max_len: int | None = _option("longest row, in tokens", type=int)
+    too_long: str | None = _option(
+        "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",
+        choices=("truncate", "drop", "error"),
+    )
+    max_samples: int | None = _option("read only the first N samples of the data", type=int, metavar="N")
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=int)

@@ -60,6 +60,7 @@ class Entry:
     defective: the folder of the records of the oracle with the expected defects; None if there are no such defects.
     reproduce: the command that runs this cell again.
     other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
+    slim: whether the tensors of its records were removed when all was compared (conformance.record.slim).
     before: the states in which it had ended when the user had it run again (``--resume``), the earliest first.
     """
 
@@ -82,6 +83,7 @@ class Entry:
     verdict: Verdict
     other: Attempt | None = None
     before: tuple[State, ...] = ()
+    slim: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:

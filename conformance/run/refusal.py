@@ -16,6 +16,7 @@ import torch
 from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported
 from conformance.defect import Known
 from conformance.expectation import ExpectedDifference
+from conformance.faults import find_fault
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
 from conformance.run.environment import model_sizes
@@ -57,6 +58,10 @@ class Refusals:
             return adapter
         if kind not in getattr(adapter, "objectives", ("sft",)):
             return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
+        for fault in map(find_fault, cell.faults):
+            if fault.seam not in getattr(adapter, "seams", {}):
+                reason = f"fault {fault.name!r} is not plantable: {name} does not name the seam {fault.seam!r}"
+                return Verdict(state="unsupported", reason=reason)
         if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
             return refused
         try:

@@ -5,6 +5,7 @@ The output folder (docs/architecture.md) has ``summary.json``, ``cells/SLUG/{ver
 interrupted session shows what was not run (claim 9).
 """
 
+import logging
 import os
 import shlex
 import shutil
@@ -27,6 +28,7 @@ from conformance.record.coverage import Floor
 from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_summary, write_entry, write_summary
 from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
+from conformance.room.check import check_room
 from conformance.run.environment import environment
 from conformance.run.legs import run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
@@ -35,6 +37,8 @@ from conformance.run.resume import Earlier, before
 from conformance.run.storage import check_output_folder, lasting
 from conformance.world import Device, Pool
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
@@ -42,7 +46,8 @@ class SessionConfig:
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
-    budget_s: seconds that one leg, or one oracle run, may take. fail_fast: end after the first cell that fails.
+    budget_s: seconds that one leg, or one oracle run, may go without progress. fail_fast: end after the first cell
+    that fails.
     floor, selected: see conformance.plan.plan. earlier: the run in ``out`` that this one goes on with.
     """
 
@@ -97,7 +102,8 @@ class Session:
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
         """Run and judge the cells one after another, while their oracles are computed. ``progress`` gets each result.
 
-        Raises Unwritable if the output folder cannot be written to any more.
+        Raises UsageError if this machine has no room for them, and Unwritable if the output folder cannot be written to
+        any more.
         """
         self.announce(cells)
         with lasting(self.config.out):
@@ -105,6 +111,7 @@ class Session:
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         waiting = deque(cell for cell in cells if not self.refusal(cell))
+        check_room(waiting, self.config.out, warn=logger.warning)
         for cell in waiting:
             self._request(cell)
         try:

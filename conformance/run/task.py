@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import conformance
 from conformance import faults
@@ -29,7 +30,7 @@ from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.run.replicas import Replicas, compare
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
-from conformance.world.heartbeat import RankContext
+from conformance.world import RankContext, mark
 
 
 def run_leg(
@@ -67,6 +68,7 @@ def run_leg(
         if config.precision == "exact":
             stack.enter_context(exact_tier())
         started = time.perf_counter()
+        stack.callback(register_module_forward_pre_hook(lambda *_: mark()).remove)
         rank.beat("setup")
         backend = adapter()
         folders = {role: Path(folder) for role, folder in models.items()}
@@ -242,6 +244,7 @@ class _Observer:
         for name, tensor in backend.named_tensors(kind, role.name):
             if self.rank.rank == 0:
                 kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
+            mark()
         return kept
 
     def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_P
 
     pool.py       the interface for callers: one live world per backend and size
     watch.py      the watchdog of one task
+    patience.py   when it calls a task hung
     reason.py     the text of a failure
     launch.py     the controller's handles of a zygote and of a world
     zygote.py     the process that imports modules once, forks ranks and reaps them
@@ -18,7 +19,7 @@ another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_P
 This package does not import torch before a rank or a zygote does.
 """
 
-from conformance.world.heartbeat import RankContext, beat
+from conformance.world.heartbeat import RankContext, beat, mark
 from conformance.world.pool import Device, Outcome, Pool, WorldConfig
 
-__all__ = ["Device", "Outcome", "Pool", "RankContext", "WorldConfig", "beat"]
+__all__ = ["Device", "Outcome", "Pool", "RankContext", "WorldConfig", "beat", "mark"]

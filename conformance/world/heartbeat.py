@@ -14,7 +14,8 @@ _SLOT = 256
 _HEAD = struct.Struct(
     "QdH"
 )  # beats of this task, time of the last (CLOCK_MONOTONIC, the same in all processes), length
-_LONGEST = _SLOT - _HEAD.size
+_MARKS = struct.Struct("Q")  # at the end of the slot
+_LONGEST = _SLOT - _HEAD.size - _MARKS.size
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Beat:
 
     phase: what the rank does. count: number of phases since the start of the task; all ranks of a task go through the
     same phases, so a rank with a lower count is behind. time: when the phase began, in seconds of CLOCK_MONOTONIC.
+    marks: goes up while the rank gets on within a phase.
     """
 
     phase: str
     count: int
     time: float
+    marks: int
 
 
 class Heartbeats:
@@ -44,10 +47,16 @@ class Heartbeats:
         slot = _HEAD.pack(count, time.monotonic(), len(text)) + text
         self._memory[rank * _SLOT : rank * _SLOT + len(slot)] = slot
 
+    def mark(self, rank: int) -> None:
+        at = (rank + 1) * _SLOT - _MARKS.size
+        (marks,) = _MARKS.unpack_from(self._memory, at)
+        _MARKS.pack_into(self._memory, at, marks + 1)
+
     def read(self, rank: int) -> Beat:
         slot = self._memory[rank * _SLOT : (rank + 1) * _SLOT]
         count, at, length = _HEAD.unpack_from(slot)
-        return Beat(slot[_HEAD.size : _HEAD.size + length].decode(errors="replace"), count, at)
+        (marks,) = _MARKS.unpack_from(slot, _SLOT - _MARKS.size)
+        return Beat(slot[_HEAD.size : _HEAD.size + length].decode(errors="replace"), count, at, marks)
 
     def reset(self, phase: str) -> None:
         """Set all ranks to ``phase`` with count 0. The controller does this before a task, so that it never reads a
@@ -83,3 +92,10 @@ def beat(phase: str) -> None:
     if _this_rank is not None:
         beats, rank = _this_rank
         beats.write(rank, phase, count=beats.read(rank).count + 1)
+
+
+def mark() -> None:
+    """Show that this rank gets on within its phase: a module, a document, a tensor. Does nothing outside a world."""
+    if _this_rank is not None:
+        beats, rank = _this_rank
+        beats.mark(rank)

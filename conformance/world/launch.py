@@ -54,7 +54,8 @@ def too_small(size: int, reason: str) -> StartError:
 class World:
     """A group of live ranks.
 
-    pids, wires: by rank. statuses: exit statuses of the ranks that have ended; -N means killed by signal N.
+    pids, wires: by rank. computes_when_busy: whether a rank that uses the processor computes; on a GPU it may wait.
+    statuses: exit statuses of the ranks that have ended; -N means killed by signal N.
     """
 
     number: int
@@ -62,6 +63,7 @@ class World:
     pids: list[int]
     wires: list[Wire]
     beats: Heartbeats
+    computes_when_busy: bool
     statuses: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -168,7 +170,14 @@ class ZygoteHandle:
             if started["error"]:
                 raise too_small(size, started["error"])
             ours.pop_all()  # the world keeps them
-        world = World(number=number, zygote=self, pids=started["pids"], wires=wires, beats=beats)
+        world = World(
+            number=number,
+            zygote=self,
+            pids=started["pids"],
+            wires=wires,
+            beats=beats,
+            computes_when_busy=device == "cpu",
+        )
         self._worlds[number] = world
         return world
 

@@ -119,9 +119,9 @@ class Pool:
         find everything there. The live world of this key and config is retired before. The new world is kept for the
         next task, as any other.
 
-        ``log_dir`` gets rank-N.log and, if a rank was asked for its stacks, rank-N.stacks. Whatever the task does, this
-        returns within ``budget_s`` and a few seconds, in addition to the time for starting the world. Raises ValueError
-        for a malformed task, for ``kwargs`` that are not JSON values, and for more ranks than GPUs.
+        ``log_dir`` gets rank-N.log and, if a rank was asked for its stacks, rank-N.stacks. A task that gets no further
+        for ``budget_s`` seconds is ended (conformance.world.patience says what that is, and what limits any task).
+        Raises ValueError for a malformed task, for ``kwargs`` that are not JSON values, and for more ranks than GPUs.
         """
         _check_call(config, task, kwargs)
         log_dir = log_dir.resolve()

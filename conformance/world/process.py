@@ -30,6 +30,16 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of all threads of a process, in user and kernel mode; 0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = stat.rpartition(")")[2].split()  # from the third field of proc(5); utime and stime are the 14th and 15th
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children() -> list[int]:
     """The pids of the children of this (single-threaded) process, zombies included."""
     pid = os.getpid()

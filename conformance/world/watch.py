@@ -2,7 +2,7 @@
 
 A single loop reads the sockets of the ranks and of the zygote. If a rank dies, raises or is stopped, the task ends
 after a short grace period, in which the other ranks can still report, so that the first cause is named and not one of
-its consequences. Only a task that hangs takes the whole budget.
+its consequences. Only a task that hangs, which gets no further, takes the whole budget.
 """
 
 import signal
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conformance.world.launch import START_LIMIT_S, World, readable
+from conformance.world.patience import Patience
 from conformance.world.process import process_state, signal_process
 from conformance.world.reason import (
     Failure,
@@ -46,18 +47,19 @@ def run_task(
 ) -> tuple[list[Any], str]:
     """Run a task on all ranks. Returns the results by rank, and in words what leaked ("" if nothing did).
 
-    The budget starts when all ranks have started the task, and includes the clean-up. Raises TaskFailed.
+    ``budget_s``: seconds that may pass without progress (conformance.world.patience), from when all ranks have started
+    the task to the end of the clean-up. Raises TaskFailed.
     """
     watch = _Watch(world, log_dir)
     world.beats.reset("start")
     for wire in world.wires:
         wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
-    watch.expect("started", limit_s=START_LIMIT_S, since=time.monotonic())
-    began = time.monotonic()
-    done = watch.expect("done", limit_s=budget_s, since=began)
+    watch.expect("started", Patience(world, limit_s=START_LIMIT_S, since=time.monotonic()))
+    patience = Patience(world, limit_s=budget_s, since=time.monotonic())
+    done = watch.expect("done", patience)
     for wire in world.wires:
         wire.send({"do": "clean"})
-    clean = watch.expect("clean", limit_s=budget_s, since=began)
+    clean = watch.expect("clean", patience)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
     return [message["result"] for message in done], "; ".join(leaks)
 
@@ -72,16 +74,15 @@ class _Watch:
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
 
-    def expect(self, kind: str, *, limit_s: float, since: float) -> list[Message]:
+    def expect(self, kind: str, patience: Patience) -> list[Message]:
         """Wait until every rank has sent a message of this kind; raises TaskFailed."""
-        deadline = since + limit_s
         while not all(self._inbox):
-            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
+            self._poll(limit_s=_TICK_S)
             if self._failures:
                 self._collect_other_failures()
                 self._fail(first_cause(list(self._failures.values())), self._stacks())
-            if not all(self._inbox) and time.monotonic() > deadline:
-                self._hang(limit_s)
+            if not all(self._inbox) and (why := patience.why_over(time.monotonic())):
+                self._hang(why)
         messages = [inbox.popleft() for inbox in self._inbox]
         for rank, message in enumerate(messages):
             if message.get("type") != kind:
@@ -151,7 +152,7 @@ class _Watch:
         at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
         return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
 
-    def _hang(self, limit_s: float) -> NoReturn:
+    def _hang(self, why: str) -> NoReturn:
         """Raise TaskFailed for a hang. The suspects are the ranks with the fewest heartbeats and, if there are any,
         only those of them that are not inside a collective."""
         locations = self._stacks()
@@ -166,7 +167,7 @@ class _Watch:
             kind="hung",
             what=f"{names} hung",
             phase=self._world.beats.read(suspects[0]).phase,
-            detail=f"not done within {limit_s:.1f} s",
+            detail=why,
         )
         self._fail(cause, locations)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from conformance.inputs.documents import SAMPLE_LIMIT_S
+from conformance.inputs.lazy import SAMPLE_LIMIT_S
 from conformance.inputs.samples import read_samples
 from conformance.inputs.tokenizer import computing_at_most, encode_prompt
 from conformance.scenario import DataConfig

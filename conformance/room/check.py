@@ -1,0 +1,110 @@
+"""Check: whether this machine has the room that cells need, before anything is started (claim 9).
+
+An estimate may be wrong by a factor of DOUBT. So a run is refused where even that much less would not fit, and the user
+is warned in between.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.plan.cell import Cell
+from conformance.room.estimate import Estimate, Size, Total, estimate, free_of, size_of, total
+from conformance.run.oracles import cache_folder
+from conformance.validation import UsageError
+from conformance.world.launch import available_memory
+
+DOUBT = 1.5
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What there is, in bytes. cache: of the oracle's cache; None where it is on the file system of the output."""
+
+    memory: float
+    disk: float
+    cache: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What the cells of a run need, and what is too much of it, a sentence each."""
+
+    cells: Sequence[tuple[Cell, Estimate]]
+    total: Total
+    impossible: tuple[str, ...]
+    doubtful: tuple[str, ...]
+
+
+def room_of(out: Path) -> Room:
+    """Of this machine now; ``out`` need not exist yet."""
+    folder, cache = free_of(out), free_of(cache_folder())
+    apart = folder.stat().st_dev != cache.stat().st_dev
+    return Room(
+        memory=available_memory(),
+        disk=shutil.disk_usage(folder).free,
+        cache=shutil.disk_usage(cache).free if apart else None,
+    )
+
+
+def needs_of(cells: Sequence[Cell], room: Room) -> Needs:
+    """Raises UsageError for a model that cannot be used. ``cells``: one or more."""
+    sizes: dict[tuple[str, object], Size] = {}
+    found = []
+    for cell in cells:
+        key = cell.scenario.model, cell.scenario.objective
+        if key not in sizes:
+            sizes[key] = size_of(cell.scenario)
+        found.append((cell, estimate(cell, sizes[key])))
+    of_all = total(found)
+    impossible, doubtful = [], []
+    for needed, there, said in _held_against(of_all, room):
+        if needed > DOUBT * there:
+            impossible.append(said)
+        elif needed > there:
+            doubtful.append(said)
+    return Needs(cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
+
+
+def check_room(cells: Sequence[Cell], out: Path, *, warn: Callable[[str], None]) -> None:
+    """Raises UsageError, which says what would fit, if the cells cannot fit on this machine; ``warn`` gets what may
+    not fit."""
+    if not cells:
+        return
+    room = room_of(out)
+    needs = needs_of(cells, room)
+    if needs.impossible:
+        raise UsageError(f"{'; '.join(needs.impossible)}; {advice(needs, room)} (parity plan shows the estimates)")
+    for said in needs.doubtful:
+        warn(f"{said}; it may not fit")
+
+
+def advice(needs: Needs, room: Room) -> str:
+    """What of the selection would fit, or what makes cells smaller."""
+    fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
+    several = len(needs.cells) > 1
+    if fitting and several and needs.total.host > room.memory:
+        return f"{len(fitting)} of {len(needs.cells)} cells would fit, such as --cells {fitting[0][0]}"
+    if needs.total.host <= room.memory and several:
+        return "select fewer cells (--cells), give --shard K/N and merge on another disk, or make room"
+    return (
+        "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max_len, fewer "
+        "steps, fp32 instead of the exact tier, or a machine with more"
+    )
+
+
+def _held_against(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
+    """(needed, there, in words)."""
+    memory = (
+        f"{of_all.worst} needs about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
+        f"{room.memory / GB:.1f} GB are free"
+    )
+    on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)
+    disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
+    found = [(of_all.host, room.memory, memory), (on_disk, room.disk, disk)]
+    if room.cache is not None:
+        said = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
+        found.append((of_all.cache, room.cache, f"{said}; PARITY_CACHE names another folder"))
+    return found

@@ -1,0 +1,168 @@
+"""Estimate: bytes and seconds of cells, from shapes alone. docs/real-data.md has the formulas and what was measured.
+
+A backend is not asked: the numbers are those of one that cuts nothing over its data-parallel ranks, and no better than
+a factor of 1.5. P is the number of parameters, V the vocabulary, b the bytes of a number in the cell's precision.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.inputs.model import weight_shapes
+from conformance.observable import unobserved_step
+from conformance.oracle.architecture import read_architecture
+from conformance.paths import resolve
+from conformance.plan.cell import Cell, Leg
+from conformance.record.identity import FLOAT64, noise_runs
+from conformance.scenario import Precision, Scenario
+
+BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of masters, moments and records
+FLOAT64_BYTES = 8  # of the oracle
+IMPORTED = 350e6  # bytes: torch and a backend, once for all ranks that are forked from one process
+RANK = 100e6  # bytes that a rank adds without a model
+STATES = 4  # copies of what a rank trains: weights, gradients and two moments
+PASSING = 2  # further whole copies: of what is loaded, gathered, or kept for the record
+LOGITS = 5  # tensors of tokens x V at once: logits, their log-probs and exponentials, and gradients
+ORACLE = 7.5  # copies, in float64: weights, gradients, moments, and what a step makes of them before it is written
+JUDGE = 13  # copies, in float64: of a step of the cell and of the oracle, and the update that is rebuilt
+IDLE = 0.5  # of its peak that a rank holds on to between cells
+OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
+DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """parameters: of all models of the objective together; trained: of those that are trained."""
+
+    parameters: int
+    trained: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of one cell. rank, oracle, judge: bytes of the memory of a rank, of the oracle's process and of this process,
+    at their peaks. ranks: their largest number. record: bytes of the cell's records, with what legs hand over.
+    references: bytes of each oracle record, by what it is of. operations: multiplications and additions of a step's
+    forward and backward passes, of all ranks. steps: their number."""
+
+    rank: float
+    ranks: int
+    oracle: float
+    judge: float
+    record: float
+    references: Mapping[str, float]
+    operations: float
+    steps: int
+
+    @property
+    def host(self) -> float:
+        """Bytes at the worst moment: ranks and oracle at work, or the judge beside what they hold on to."""
+        at_work = IMPORTED * 2 + self.ranks * self.rank + self.oracle
+        return max(at_work, IMPORTED * 3 + self.judge + IDLE * (self.ranks * self.rank + self.oracle))
+
+    def seconds(self, rates: Mapping[Precision, float], precision: Precision, *, processors: int) -> float:
+        """Of training and oracle, one after another, at ``rates`` of operations per second of one processor."""
+        work = self.steps * self.operations
+        trained = work / rates[precision] / min(self.ranks, processors)
+        reference = sum(work / rates["exact" if FLOAT64 in name else precision] for name in self.references)
+        written = (self.record + 2 * sum(self.references.values())) / DISK_RATE
+        return OVERHEAD_S + trained + reference + written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """Of all cells. host: bytes of memory at the worst moment, in ``worst``. disk: bytes of the output folder before
+    tensors are removed. cache: bytes of the oracle's cache."""
+
+    host: float
+    worst: Cell
+    disk: float
+    cache: float
+
+
+def size_of(scenario: Scenario) -> Size:
+    """Of the models of a scenario; only headers of files are read. Raises UsageError for a model of no use."""
+    model = resolve(scenario.model)
+    count = sum(math.prod(shape) for shape in weight_shapes(model).values())
+    architecture = read_architecture(model, disable_dropout=scenario.objective.disable_dropout)
+    roles = scenario.objective.roles
+    return Size(
+        parameters=count * len(roles),
+        trained=count * sum(role.trained for role in roles),
+        vocabulary=architecture.vocab_size,
+    )
+
+
+def estimate(cell: Cell, size: Size) -> Estimate:
+    scenario, data = cell.scenario, cell.scenario.data
+    own = BYTES[scenario.precision]
+    longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
+    return Estimate(
+        rank=max(_rank(leg, scenario, size) for leg in cell.legs),
+        ranks=cell.world_size,
+        oracle=RANK + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest,
+        judge=JUDGE * size.trained * FLOAT64_BYTES,
+        record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
+        references={
+            f"{cell.asked_of_oracle} {run}": (size.parameters + 2 * scenario.steps * size.trained)
+            * (FLOAT64_BYTES if run == FLOAT64 else own)
+            for run in (FLOAT64, *noise_runs(scenario.precision)[:1])
+        },
+        operations=6.0 * size.trained * data.rows * data.max_len,  # Kaplan et al., arXiv 2001.08361, section 2.1
+        steps=scenario.steps,
+    )
+
+
+def total(cells: Sequence[tuple[Cell, Estimate]], *, caches: bool = True) -> Total:
+    """Of the cells of one run; cells that ask the same of an oracle share its records."""
+    worst, most = max(cells, key=lambda one: one[1].host)
+    references: dict[str, float] = {}
+    for _, of_cell in cells:
+        references |= of_cell.references
+    oracles = sum(references.values())
+    return Total(
+        host=most.host + IDLE * _others(cells, worst),
+        worst=worst,
+        disk=sum(of_cell.record for _, of_cell in cells) + oracles,
+        cache=oracles if caches else 0.0,
+    )
+
+
+def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
+    """Bytes of the ranks of other worlds, which stay alive for further cells: one world of a backend and size."""
+    worlds: dict[tuple[str, int], float] = {}
+    for cell, of_cell in cells:
+        for leg in cell.legs:
+            key = leg.backend.name, leg.layout.world_size
+            worlds[key] = max(worlds.get(key, 0.0), of_cell.rank * leg.layout.world_size)
+    for leg in worst.legs:
+        worlds.pop((leg.backend.name, leg.layout.world_size), None)
+    return sum(worlds.values())
+
+
+def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
+    layout, own = leg.layout, BYTES[scenario.precision]
+    rows = -(-scenario.data.rows // (layout.dp * scenario.accumulation))
+    tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
+    states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.trained + _frozen(size)
+    return RANK + states * own + LOGITS * tokens * size.vocabulary * own
+
+
+def _frozen(size: Size) -> int:
+    return size.parameters - size.trained
+
+
+def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
+    """Weights as loaded, and gradients and weights of every observed step; what is handed over is as large as masters
+    and moments, in the record and in the folder that is saved."""
+    observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
+    handed = 2 * 3 * size.trained if leg.save else 0
+    return float((size.parameters + 2 * observed * size.trained + handed) * own)
+
+
+def free_of(path: Path) -> Path:
+    """The nearest folder above ``path`` that exists, whose file system will hold it."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())

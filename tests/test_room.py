@@ -1,0 +1,133 @@
+"""What cells will take: estimated from shapes, refused before anything is started, and told with what would fit."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import cell_of
+from plain_profile import write_profile
+
+from conformance import cli
+from conformance.oracle.architecture import read_architecture
+from conformance.oracle.forward import parameter_shapes
+from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
+from conformance.room.check import Room, advice, needs_of
+from conformance.room.estimate import Estimate, Size, estimate, size_of, total
+
+SIZE = Size(parameters=10**9, trained=10**9, vocabulary=32_000)
+PLENTY = Room(memory=1e15, disk=1e15, cache=None)
+
+
+def cell(backend: str = "fsdp2", layout: str = "dp2", precision: Any = "exact", **changes: Any) -> Cell:
+    return cell_of(backend, "sft-packed", "llama", layout, precision, **{"steps": 2, **changes})
+
+
+def sparse_model(folder: Path, *, layers: int, hidden: int, vocab: int) -> Path:
+    """A Llama of any size: its weights are a hole in the file, of which only the header is read."""
+    source = FIXTURES / "models" / "llama"
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab, "intermediate_size": 4 * hidden}
+    config |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    header, at = {}, 0
+    for name, shape in parameter_shapes(read_architecture(folder, disable_dropout=True)).items():
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.write(len(text).to_bytes(8, "little") + text)
+        weights.truncate(8 + len(text) + at)
+    return folder
+
+
+def test_a_record_has_the_loaded_weights_and_two_tensors_of_each_parameter_for_every_observed_step() -> None:
+    two, five = (estimate(cell(steps=steps), SIZE) for steps in (2, 5))
+    assert two.record == (1 + 2 * 2) * 8e9
+    assert five.record == (1 + 2 * 4) * 8e9  # one step of three or more is not observed
+    assert estimate(cell(precision="fp32"), SIZE).record == (1 + 2 * 2) * 4e9
+    assert sorted(estimate(cell(precision="fp32"), SIZE).references.values()) == [5 * 4e9, 5 * 8e9]
+
+
+def test_cutting_the_model_or_the_rows_makes_ranks_smaller() -> None:
+    whole = estimate(cell(layout="dp2"), SIZE)
+    for layout in ("dp2.tp2", "pp2", "dp4", "sp4"):
+        assert estimate(cell(layout=layout), SIZE).rank < estimate(cell(layout="dp1"), SIZE).rank
+    assert estimate(cell(layout="dp2.tp2"), SIZE).rank < whole.rank
+    assert estimate(cell(precision="fp32"), SIZE).rank < whole.rank
+
+
+def test_a_run_has_the_memory_of_its_worst_cell_and_the_disk_of_all() -> None:
+    cells = [cell(), cell(precision="fp32"), cell(layout="dp4.tp2")]
+    estimates = [(one, estimate(one, SIZE)) for one in cells]
+    of_all = total(estimates)
+    assert of_all.worst is cells[2]
+    assert of_all.host > max(one.host for _, one in estimates)  # ranks of the other world hold on to something
+    oracles = {name: size for _, one in estimates for name, size in one.references.items()}
+    assert len(oracles) == 2  # the exact cells have one oracle; its float64 run serves the other, too
+    assert of_all.disk == sum(one.record for _, one in estimates) + sum(oracles.values())
+
+
+def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:
+    cells = [cell()]
+    needed = needs_of(cells, PLENTY).total.host
+    assert not needs_of(cells, PLENTY).doubtful
+    doubtful = needs_of(cells, replace(PLENTY, memory=needed / 1.4))
+    assert len(doubtful.doubtful) == 1
+    assert not doubtful.impossible
+    assert "GB of memory" in needs_of(cells, replace(PLENTY, memory=needed / 1.6)).impossible[0]
+    disk = needs_of(cells, PLENTY).total.disk
+    assert "GB of disk" in needs_of(cells, replace(PLENTY, disk=disk / 2)).impossible[0]
+    assert "PARITY_CACHE" in needs_of(cells, replace(PLENTY, cache=disk / 4)).impossible[0]
+
+
+def test_the_advice_names_a_cell_that_would_fit() -> None:
+    cells = [cell(), cell(layout="dp8.tp2")]
+    small, large = (one.host for _, one in needs_of(cells, PLENTY).cells)
+    assert small < large
+    room = replace(PLENTY, memory=small * 1.01)
+    assert advice(needs_of(cells, room), room) == f"1 of 2 cells would fit, such as --cells {cells[0]}"
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = sparse_model(tmp_path / "huge", layers=20, hidden=4096, vocab=32_000)
+    assert size_of(replace(cell().scenario, model=str(model))).parameters > 5e9
+    chosen = ["--backend", "plain_backend:Plain", "--profile", write_profile(tmp_path), "--model", str(model)]
+    assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tiny/huge/plain/dp2/fp32 needs about " in said
+    assert "use a model with fewer layers" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["plan", *chosen]) == 2
+    assert "cannot fit: tiny/huge/plain/dp2/fp32 needs about" in capsys.readouterr().out
+
+
+def test_a_plan_tells_every_supported_cell_and_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--backend", "plain_backend:Plain", "--profile", write_profile(tmp_path)]) == 0
+    head, line, _, cells, memory, disk = capsys.readouterr().out.splitlines()
+    assert head.split() == ["cell", "GB", "a", "rank", "oracle", "in", "all", "GB", "of", "disk", "time"]
+    assert line.startswith("tiny/llama/plain/dp2/fp32 ")
+    assert cells.startswith("cells   1 of 2 are supported")
+    assert memory.startswith("memory  ")
+    assert disk.startswith("disk    ")
+
+
+def test_time_grows_with_work_and_shrinks_with_processors() -> None:
+    rates: Any = dict.fromkeys(("exact", "fp32"), 1e10)
+
+    def seconds(one: Estimate, processors: int = 2) -> float:
+        return one.seconds(rates, "exact", processors=processors)
+
+    one, more = estimate(cell(), SIZE), estimate(cell(rows=48), SIZE)
+    assert seconds(one) < seconds(more)
+    assert seconds(one, processors=1) > seconds(one)

@@ -1,0 +1,93 @@
+"""What is kept of a run: the tensors of cells that differ; of all others what reports and comparisons need."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from side_sample import MEMBERS, NAMES, cell_id, scaled, write_run
+
+from conformance import cli
+from conformance.judge.again import rejudge
+from conformance.peers.side_by_side import write_side_by_side
+from conformance.record.cells import read_cells
+from conformance.record.results import read_run
+from conformance.record.slim import slim
+
+WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four members that agree; never written to."""
+    return write_run(tmp_path_factory.mktemp("slim") / "out")
+
+
+@pytest.fixture
+def slimmed(whole: Path, tmp_path: Path) -> Path:
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    slim(out)
+    return out
+
+
+def compared(out: Path) -> Any:
+    return json.loads((out / "side_by_side.json").read_text())
+
+
+def test_cells_that_conform_and_their_oracle_keep_no_tensor(slimmed: Path) -> None:
+    assert list(slimmed.rglob("*.safetensors")) == []
+    assert len(list(slimmed.rglob("record.jsonl"))) == len(MEMBERS) + 1
+
+
+def test_a_cell_that_differs_and_its_oracle_keep_theirs(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", {MEMBERS[1]: WRONG})
+    before = {entry.cell: entry for entry in read_run(out)[1]}[cell_id(MEMBERS[1])]
+    slim(out)
+    kept = {file.relative_to(out).parts[:2] for file in out.rglob("*.safetensors")}
+    assert kept == {("cells", "02"), ("oracle", "tiny")}
+    assert rejudge(out) == len(MEMBERS) - 1
+    after = {entry.cell: entry for entry in read_run(out)[1]}[cell_id(MEMBERS[1])]
+    assert after.verdict == before.verdict
+
+
+def test_verdicts_are_believed_as_before(whole: Path, slimmed: Path) -> None:
+    assert [cell.entry.verdict for cell in read_cells(slimmed)[1]] == [c.entry.verdict for c in read_cells(whole)[1]]
+    assert all(not cell.problem and cell.legs and cell.oracle for cell in read_cells(slimmed)[1])
+
+
+def test_lines_that_were_changed_are_still_found(slimmed: Path) -> None:
+    record = slimmed / "cells/01/legs/0/record/record.jsonl"
+    record.write_text(record.read_text().replace('"seconds": ', '"seconds": 1'))
+    assert [cell.entry.verdict.state for cell in read_cells(slimmed)[1]][:2] == ["infrastructure", "conforms"]
+
+
+def test_backends_are_still_compared_by_what_was_found_of_these_records(whole: Path, slimmed: Path) -> None:
+    write_side_by_side(slimmed)
+    assert compared(slimmed) == compared(whole)
+
+
+def test_a_comparison_of_other_records_is_not_taken_for_one_of_these(slimmed: Path) -> None:
+    values = compared(slimmed)
+    values["groups"][0]["members"][0]["records"] = ["0" * 64]
+    (slimmed / "side_by_side.json").write_text(json.dumps(values))
+    write_side_by_side(slimmed)
+    (group,) = compared(slimmed)["groups"]
+    assert "its tensors were not kept (--keep all keeps them)" in group["members"][0]["problem"]
+    of_first = [pair["columns"].keys() for pair in group["pairs"] if 0 in pair["members"]]
+    others = [pair["columns"].keys() for pair in group["pairs"] if 0 not in pair["members"]]
+    assert all("gradients" not in columns for columns in of_first)
+    assert all("gradients" in columns for columns in others)
+
+
+def test_judging_again_says_which_verdicts_stand(slimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [entry.verdict for entry in read_run(slimmed)[1]]
+    assert cli.main(["judge", str(slimmed)]) == 0
+    assert "4 cells keep their verdicts, because their tensors were not kept" in capsys.readouterr().err
+    assert [entry.verdict for entry in read_run(slimmed)[1]] == before
+
+
+def test_removing_twice_is_removing_once(slimmed: Path) -> None:
+    before = {file: file.read_bytes() for file in slimmed.rglob("*.json*")}
+    slim(slimmed)
+    assert {file: file.read_bytes() for file in slimmed.rglob("*.json*")} == before
