@@ -139,6 +139,9 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(absolute_path()),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
+        # and the documents of an oracle's run have more shapes.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384"),
         "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
         # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
