@@ -9,6 +9,10 @@ for every data set the following rows have no target token:
   no target token.
 """
 
+import dataclasses
+import fnmatch
+import functools
+import hashlib
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,9 +22,11 @@ from statistics import median_high
 from typing import Any
 
 from conformance.batch import Batch, Document, Row
+from conformance.inputs.folder import NOT_COPIED
 from conformance.inputs.samples import read_samples
 from conformance.inputs.tokenizer import computing_at_most, encode, load_tokenizer
 from conformance.oracle.architecture import read_architecture
+from conformance.paths import resolve
 from conformance.scenario import DataConfig, Scenario
 from conformance.validation import UsageError, one_line
 
@@ -37,12 +43,35 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    documents = load_documents(data, load_tokenizer(model, trusted=scenario.trust_remote_code))
+    documents = _documents_of(data, model, trusted=scenario.trust_remote_code)
     size = read_architecture(model, disable_dropout=scenario.objective.disable_dropout).vocab_size
     check_vocabulary(documents, model, size)
     random.Random(scenario.seed).shuffle(documents)
     rows = pack(documents, max_len=data.max_len) if data.packed else ((document,) for document in cycle(documents))
     return [_batch(step, rows, data) for step in range(scenario.steps)]
+
+
+def _documents_of(config: DataConfig, model: Path, *, trusted: bool) -> list[Document]:
+    """The documents of a data set for a model folder. What does not ask for other tokens than a scenario before is not
+    tokenized again, unless a file has changed."""
+    same = dataclasses.replace(config, packed=False, rows=1)  # as far as single documents go
+    return list(_tokenized(same, model, trusted, _digest(resolve(config.path)), _digest(model)))
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenized(config: DataConfig, model: Path, trusted: bool, *digests: str) -> tuple[Document, ...]:
+    return tuple(load_documents(config, load_tokenizer(model, trusted=trusted)))
+
+
+def _digest(path: Path) -> str:
+    """A digest of a data set's file or folder, or of the files in a model's folder beside its weights."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file() and not any(fnmatch.fnmatch(file.name, pattern) for pattern in NOT_COPIED):
+            digest.update(str(file).encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
