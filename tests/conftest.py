@@ -1,6 +1,10 @@
 """What several test files share: one session, and so its worlds, one cache of oracle records, and one browser."""
 
 import os
+
+# Before torch is imported: threads that wait for each other keep the cores busy, which workers and ranks share.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -213,11 +213,17 @@ def test_code_of_a_model_is_run_with_the_option_only(pytester: pytest.Pytester) 
 
 
 @pytest.fixture(scope="module")
-def troubled(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_pytest(
-        tmp_path_factory.mktemp("troubled"),
-        *(*MINE, "--parity-backend", "odd:Odd", "--parity-faults", "local-token-mean"),
-    )
+def runs() -> dict[str, Run]:
+    """Runs in this process that several tests look at; pytester itself belongs to a single test."""
+    return {}
+
+
+@pytest.fixture
+def troubled(pytester: pytest.Pytester, runs: dict[str, Run]) -> Run:
+    if "troubled" not in runs:
+        chosen = (*MINE, "--parity-backend", "odd:Odd", "--parity-faults", "local-token-mean")
+        runs["troubled"] = run_pytest_here(pytester, *chosen)
+    return runs["troubled"]
 
 
 def section(run: Run, title: str) -> str:

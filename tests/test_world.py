@@ -14,6 +14,7 @@ from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig, beat
 from conformance.world.launch import RANK_BYTES, StartError, available_memory, check_host
+from conformance.world.nursery import COMMON
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +92,10 @@ def test_worlds_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
     assert len({result["rank"] for world in found for result in world}) == 2 * (1 + 2 + 4)
 
 
-def test_a_zygote_imports_what_it_is_told_to_and_no_library_on_top(run: Runner) -> None:
-    """Each import costs seconds in every process that runs a world."""
-    assert results(run("imported", fresh=True, modules=["torch", "transformers", "torch.distributed.tensor"])) == [
-        ["torch"],
-        ["torch"],
-    ]
+def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(run: Runner) -> None:
+    """Each other import costs seconds in every zygote."""
+    asked = [*COMMON, "deepspeed", "megatron", "datasets"]
+    assert results(run("imported", fresh=True, modules=asked)) == [[*COMMON]] * 2
 
 
 def test_a_fresh_task_runs_in_processes_that_have_seen_no_other(run: Runner) -> None:

@@ -15,6 +15,8 @@ from conformance.world.watch import run_task
 
 
 def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
+    with Pool(work_dir=tmp_path / "before") as before:
+        Runner(before, tmp_path)("pids")  # from now on there is a nursery, which serves all pools
     fds = set(Path("/proc/self/fd").iterdir())
     work_dir = tmp_path / "work"
     with Pool(work_dir=work_dir) as pool:

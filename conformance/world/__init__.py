@@ -9,7 +9,8 @@ another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_P
     patience.py   when it calls a task hung
     reason.py     the text of a failure
     launch.py     the controller's handles of a zygote and of a world
-    zygote.py     the process that imports modules once, forks ranks and reaps them
+    nursery.py    the process that imports what all zygotes share, and forks them
+    zygote.py     the process that imports a backend once, forks ranks and reaps them
     rank.py       the main loop of a rank
     cleanup.py    what a rank does between tasks, so that nothing leaks
     heartbeat.py  the current phase of each rank, in shared memory

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from conformance.world.heartbeat import Heartbeats
+from conformance.world.nursery import Forked, environment, fork_zygote
 from conformance.world.process import process_state
 from conformance.world.reason import exit_words, tail
 from conformance.world.wire import MOST_FDS, Message, Wire, wire_pair
@@ -92,24 +93,20 @@ class ZygoteHandle:
         self._worlds: dict[int, World] = {}
         self.is_alive = True
         self._control, theirs = wire_pair()
+        self._process: Forked | subprocess.Popen[bytes]
         with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), ranks, *preload],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
-                    # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
-                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-                },
-            )
+            if ranks == "forked":
+                self._process = fork_zygote(preload, control=theirs, log=output)
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), ranks],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env=environment(),
+                )
         self._is_ready = False
 
     def fileno(self) -> int:
@@ -214,7 +211,7 @@ class ZygoteHandle:
             self._process.wait()
         if self._log.exists() and self._log.stat().st_size == 0:
             self._log.unlink()
-        return self._process.returncode
+        return int(self._process.returncode or 0)
 
     def _answer(self, kind: str, *, world: int | None, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s

@@ -1,9 +1,9 @@
 """Zygote: imports the modules that its ranks need once, then forks ranks on request, reports deaths and reaps ranks.
 
-``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``; there is one zygote for all
-worlds that preload the same modules. It never runs a task and stays single-threaded, because threads do not survive a
-fork. If its ranks have to be started instead of forked (GPUs, or a backend whose import starts a thread), it imports
-nothing.
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, or on the CPU a fork of the
+nursery that goes on as this would; there is one zygote for all worlds that preload the same modules. It never runs a
+task and stays single-threaded, because threads do not survive a fork. If its ranks have to be started instead of forked
+(GPUs, or a backend whose import starts a thread), it imports nothing.
 Serves claim 8: it is the parent of every rank, so it notices the death of every rank, and no rank outlives it.
 """
 
@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -178,6 +179,8 @@ def _lead_group(pid: int) -> None:
 
 def _import(modules: list[str]) -> str:
     """Import modules until one of them starts a thread. Returns the name of this module, or ""."""
+    if thread_count() > 1:
+        return "what all zygotes share"
     for module in modules:
         import_module(module)
         if thread_count() > 1:
@@ -185,8 +188,8 @@ def _import(modules: list[str]) -> str:
     return ""
 
 
-def main() -> None:
-    control_fd, parent, ranks, *preload = sys.argv[1:]
+def main(arguments: Sequence[str]) -> None:
+    control_fd, parent, ranks, *preload = arguments
     signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()
     control = Wire(socket.socket(fileno=int(control_fd)))
@@ -211,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
