@@ -9,6 +9,7 @@ The protocol is coarse on purpose, so that it fits frameworks that own their tra
 after the step except gradients: it reads them *during* the step, because afterwards they are clipped, freed or stale.
 """
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from conformance.layout import Layout
 from conformance.observable import StateKind
 from conformance.packages import missing_package
 from conformance.scenario import Scenario
-from conformance.validation import UsageError
+from conformance.validation import UsageError, did_you_mean
 
 ENTRY_POINT_GROUP = "parity.backends"
 
@@ -73,9 +74,9 @@ class StepMetrics:
         gradients overflowed, else 0; and what training goes on with, ``loss_scale`` and ``good_steps``, the number of
         updates since the scale last fell or grew.
     rows: ``rows[key][index]`` is a float tensor of shape (row.target_count,) with one number per target token, in
-        order; ``index`` is the row's index in the whole step. Under the key ``logprob``, the number is log p of the
-        target. Each rank gives the rows that it holds. Leave a key out if the framework does not expose it; the cell is
-        then partly observed.
+        order; empty, or left out, for a row without targets. ``index`` is the row's index in the whole step. Under the
+        key ``logprob``, the number is log p of the target. Each rank gives the rows that it holds. Leave a key out if
+        the framework does not expose it; the cell is then partly observed.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -202,16 +203,20 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendEntry:
-    """An adapter by its import path, not imported yet. ``target`` is ``module:Class``."""
+    """An adapter by its import path, not imported yet.
+
+    target: ``module:Class``. python: the executable of the environment that it and its ranks live in; empty: this one.
+    """
 
     name: str
     target: str
+    python: str = ""
 
     def load(self) -> type[Backend]:
         """Import the adapter.
 
-        Raises UsageError if the target does not exist, MissingExtra if a package that the backend declares is not
-        installed, and BrokenBackend for every other error of the import.
+        Raises UsageError if the target does not exist or is no backend, MissingExtra if a package that the backend
+        declares is not installed, and BrokenBackend for every other error of the import.
         """
         module_name, _, attribute = self.target.partition(":")
         try:
@@ -226,6 +231,11 @@ class BackendEntry:
         if not hasattr(module, attribute):
             raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}")
         adapter: type[Backend] = getattr(module, attribute)
+        if lacking := [name for name in ("describe", "supports") if not callable(getattr(adapter, name, None))]:
+            raise UsageError(
+                f"backend {self.name!r}: {self.target} is no backend, it has no {' and no '.join(lacking)}; "
+                f"docs/adding-a-backend.md says what a backend is"
+            )
         return adapter
 
     def _check_target(self, module_name: str, error: ModuleNotFoundError) -> None:
@@ -273,14 +283,30 @@ def registered_backends() -> dict[str, BackendEntry]:
 def find_backend(name: str) -> BackendEntry:
     """Look up an adapter by its registered name, or by ``module:Class`` if it is not registered.
 
+    The latter is imported, because it is called what its ``describe`` says, as it will be when it is registered.
+
     Raises UsageError, which lists the registered names, for any other name.
     """
     if ":" in name:
-        return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
+        return BackendEntry(name=_declared_name(name), target=name)
     registered = registered_backends()
     if name not in registered:
         raise UsageError(
-            f"unknown backend {name!r}; registered: {', '.join(registered) or 'none'}. "
+            f"unknown backend {name!r}; {did_you_mean(name, registered)}registered: {', '.join(registered) or 'none'}. "
             f"To use your own backend, register it in the entry-point group {ENTRY_POINT_GROUP!r}, or give module:Class"
         )
     return registered[name]
+
+
+def _declared_name(target: str) -> str:
+    """The name that the adapter ``module:Class`` gives itself; of one that cannot be imported, that of its class."""
+    entry = BackendEntry(name=target.rpartition(":")[2].lower(), target=target)
+    try:
+        name = entry.load().describe().name
+    except (MissingExtra, BrokenBackend):
+        return entry.name
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UsageError(
+            f"{target} calls itself {name!r}; a name is letters, digits, dots and dashes: it is in cell ids"
+        )
+    return name

@@ -25,27 +25,32 @@ import conformance
 from conformance import doctor
 from conformance.backend import registered_backends
 from conformance.commands import announced_commands
+from conformance.completion import PrintCompletion
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Again, Demands, Kept, Options, Portion, Selection
+from conformance.plan.selection import Again, Demands, Kept, Options, Output, Portion, Ranks, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
 from conformance.record.merge import merge, sum_up
 from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.slim import slim
-from conformance.record.states import STATES
+from conformance.record.states import STATES, State
 from conformance.record.summary import summary_lines
 from conformance.reporters import compare_backends, write_reports
+from conformance.run.refusal import check_device
 from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.stopping import Stop, Stopped
+from conformance.terminal import Loudness, Terminal, print_summary
 from conformance.validation import UsageError
+from conformance.world import Device
 
+NOT_HERE: dict[State, str] = {"not_run": "not here"}  # of a cell that another machine could run
 EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
 
 
@@ -77,13 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=("bash", "zsh"),
+        help='print the script that makes a shell complete parity: eval "$(parity --print-completion bash)"',
+    )
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
-    _add_options(listing, Selection)
-    _add_options(listing, Portion)
+    _add_options(listing, Selection, Portion)
+    _add_options(listing, Ranks, without="budget")
     listing.add_argument(
         "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
     )
@@ -91,31 +102,39 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     planning = commands.add_parser("plan", help="estimate the memory, disk and time of the selected cells")
-    _add_options(planning, Selection)
-    _add_options(planning, Portion)
-    planning.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    _add_options(planning, Selection, Portion)
+    _add_options(planning, Ranks, without="budget")
     planning.add_argument("--out", type=Path, default=Path("parity-out"), help="where a run would write")
     planning.set_defaults(command=_plan)
 
     run = commands.add_parser("run", help="run cells, judge them, write the report")
-    _add_options(run, Selection)
-    _add_options(run, Demands)
-    _add_options(run, Portion)
-    _add_options(run, Again)
-    _add_options(run, Kept)
+    _add_options(run, Selection, Demands, Portion, Again, Kept)
     run.add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
-    run.add_argument("--json", action="store_true", help="machine-readable output")
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
-    run.add_argument(
-        "--budget", type=float, default=300.0, help="seconds that a cell may go without progress (default: 300)"
+    loudness = run.add_mutually_exclusive_group()
+    loudness.set_defaults(loudness="normal")
+    loudness.add_argument(
+        "-q",
+        "--quiet",
+        dest="loudness",
+        action="store_const",
+        const="quiet",
+        help="a line only for cells that need attention",
     )
+    loudness.add_argument(
+        "-v",
+        "--verbose",
+        dest="loudness",
+        action="store_const",
+        const="verbose",
+        help="also say which worlds of ranks are retired as planned",
+    )
+    run.add_argument("--json", action="store_true", help="machine-readable output")
+    _add_options(run, Ranks, Output)
     run.set_defaults(command=_run)
 
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")
     merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
-    merging.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
-    _add_options(merging, Kept)
+    _add_options(merging, Output, Kept)
     merging.add_argument("--json", action="store_true", help="machine-readable output")
     merging.set_defaults(command=_merge)
 
@@ -137,10 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     first = commands.add_parser("bisect", help="name the first wrong module of a cell, forward and backward")
     first.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
     _add_options(first, Selection, without="cells")
-    first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    first.add_argument(
-        "--budget", type=float, default=300.0, help="seconds that a run may go without progress (default: 300)"
-    )
+    _add_options(first, Ranks)
     first.set_defaults(command=_bisect)
 
     check = commands.add_parser("doctor", help="check this machine and what is installed")
@@ -154,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, options: type[Options], *, without: str = "") -> None:
-    for name, about in options.options():
+def _add_options(parser: argparse.ArgumentParser, *kinds: type[Options], without: str = "") -> None:
+    for name, about in (option for kind in kinds for option in kind.options()):
         if name != without:
             parser.add_argument(f"--{name}", **about)
 
@@ -163,13 +179,14 @@ def _add_options(parser: argparse.ArgumentParser, options: type[Options], *, wit
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     selection = Selection.from_options(options)
     cells = make_plan(selection, Demands(), Portion.from_options(options)).cells
-    with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder))) as session:
+    device: Device = options.device or "cpu"
+    with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder), device=device)) as session:
         refused = [session.refusal(cell) for cell in cells]
     rows = [
         {
             "id": str(cell),
             "world_size": cell.world_size,
-            "refused": f"{STATES[why.state].name}: {why.reason}" if why else "",
+            "refused": f"{NOT_HERE.get(why.state, STATES[why.state].name)}: {why.reason}" if why else "",
         }
         for cell, why in zip(cells, refused, strict=True)
     ]
@@ -196,28 +213,30 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
     cells = make_plan(Selection.from_options(options), Demands(), Portion.from_options(options)).cells
-    lines, fits = command.run(cells, options.out, device=options.device)
+    lines, fits = command.run(cells, options.out, device=options.device or "cpu")
     print("\n".join(lines))
     return EXIT["conforms" if fits else "usage"]
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
+    ranks = Ranks.from_options(options)
+    check_device(ranks.device)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options))
     if again.rerun and not again.resume:
         raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
         raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
     out = Path(again.resume) if again.resume else _output_folder(options.out)
-    earlier = read_earlier(out, plan, options.device) if again.resume else None
+    earlier = read_earlier(out, plan, ranks.device) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
-        device=options.device,
+        device=ranks.device,
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
-        arguments=selection.arguments(options.device),
-        budget_s=options.budget,
+        arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
+        budget_s=ranks.budget,
         fail_fast=options.fail_fast,
         floor=plan.floor,
         selected=plan.digest,
@@ -225,29 +244,35 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
-        return _run_cells(cells, config, stop, Kept.from_options(options), as_json=options.json)
+        return _run_cells(
+            cells, config, stop, Kept.from_options(options), loudness=options.loudness, as_json=options.json
+        )
 
 
-def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, as_json: bool) -> int:
+def _run_cells(
+    cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, loudness: Loudness, as_json: bool
+) -> int:
     out = config.out
     existed = out.exists()
-    done = 0
+    session = Session(config)
+    terminal = Terminal(total=len(cells), now=session.activity, loudness=loudness)
 
     def progress(judged: JudgedCell) -> None:
-        nonlocal done
-        done += 1
-        print(_line(done, len(cells), judged), file=sys.stderr, flush=True)
+        terminal.judged(judged.cell, judged.verdict, judged.seconds)
         stop.check()
 
     try:
-        with Session(config=config) as session:
+        with terminal, session:
             session.run_all(cells, progress=progress)
     except UsageError:
-        if not existed and not done:  # nothing was run: the corrected command may use the same folder
+        if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
         raise
     except KeyboardInterrupt as stopped:
-        print(f"parity: stopped by {str(stopped) or 'SIGINT'} after {done} of {len(cells)} cells", file=sys.stderr)
+        print(
+            f"parity: stopped by {str(stopped) or 'SIGINT'} after {terminal.done} of {len(cells)} cells",
+            file=sys.stderr,
+        )
         if (out / SUMMARY).is_file():
             sum_up(out)
             # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
@@ -256,7 +281,7 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: K
             shutil.rmtree(out, ignore_errors=True)
         return _stopped(stopped)
     except Unwritable as error:
-        print(f"parity: stopped after {done} of {len(cells)} cells: {error}", file=sys.stderr)
+        print(f"parity: stopped after {terminal.done} of {len(cells)} cells: {error}", file=sys.stderr)
         return _report_what_is_left(out, as_json=as_json, compare=True)
     write_side_by_side(out)
     if kept.keep != "all":
@@ -287,14 +312,6 @@ def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
     if Kept.from_options(options).keep != "all":
         slim(out)
     return _finish(out, as_json=options.json)
-
-
-def _line(done: int, total: int, judged: JudgedCell) -> str:
-    verdict = judged.verdict
-    ratios = [worst.ratio for worst in verdict.worst.values()]
-    worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
-    text = worst if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
-    return f"[{done}/{total}] {judged.seconds:5.1f} s  {STATES[verdict.state].word:<8} {judged.cell}  {text}"
 
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
@@ -331,11 +348,12 @@ def _bisect(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.bisect.command import run  # loads DTensor, which takes a second
 
     options.cells = [options.cell]
-    selection = Selection.from_options(options)
+    selection, ranks = Selection.from_options(options), Ranks.from_options(options)
+    check_device(ranks.device)
     cells = select_cells(selection)
     if len(cells) != 1:
         raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
-    state = run(cells[0], device=options.device, budget_s=options.budget)
+    state = run(cells[0], device=ranks.device, budget_s=ranks.budget)
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
@@ -344,7 +362,10 @@ def _finish(out: Path, *, as_json: bool) -> int:
     lines = write_reports(out)
     run, cells = read_cells(out)
     summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
-    print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
+    if as_json:
+        print(dumps(summary))
+    else:
+        print_summary(summary["verdict"], [*summary_lines(summary), *lines])
     return EXIT[summary["verdict"]]
 
 

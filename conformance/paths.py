@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from conformance.validation import UsageError, one_line, shown
+from conformance.validation import UsageError, did_you_mean, one_line, shown
 
 _PACKAGE = Path(__file__).resolve().parent
 FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else _PACKAGE.parent / "fixtures"
@@ -19,4 +19,6 @@ def resolve(path: str) -> Path:
                 return candidate.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, an unknown user, a name that is too long
         raise UsageError(f"{shown(path)} cannot be used as a path: {one_line(error)}") from None
-    raise UsageError(f"there is no {shown(path)}, neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})")
+    known = [f"{folder}/{file.name}" for folder in ("models", "data") for file in (FIXTURES / folder).glob("*")]
+    where = f"neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})"
+    raise UsageError(f"there is no {shown(path)}, {where}; {did_you_mean(path, known)}".rstrip("; "))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conformance.plan.selection import Demands, Kept, Portion, Selection
+from conformance.plan.selection import Demands, Kept, Output, Portion, Ranks, Selection
 from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
@@ -26,10 +26,9 @@ LINES = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for name, about in (*Selection.options(), *Demands.options(), *Portion.options(), *Kept.options()):
-        group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
-    group.addoption("--parity-device", choices=("cpu", "cuda"), default="cpu")
-    group.addoption("--parity-out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
+    for kind in (Selection, Demands, Portion, Ranks, Output, Kept):
+        for name, about in kind.options():
+            group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -160,3 +159,7 @@ def portion(config: pytest.Config) -> Portion:
 
 def kept(config: pytest.Config) -> Kept:
     return Kept.from_options(config.option, prefix="parity_")
+
+
+def ranks(config: pytest.Config) -> Ranks:
+    return Ranks.from_options(config.option, prefix="parity_")

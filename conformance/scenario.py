@@ -20,6 +20,7 @@ Conventions that every backend has to follow:
 import dataclasses
 import math
 import os
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,8 +30,9 @@ from pydantic.dataclasses import dataclass
 
 from conformance.objective import Objective, Sft, objective_to_json, parse_objective
 from conformance.reading import read_toml
-from conformance.validation import STRICT, UsageError, explain, shown
+from conformance.validation import STRICT, UsageError, did_you_mean, explain, shown
 
+NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
 Precision = Literal["exact", "fp32", "bf16", "fp16"]
 TooLong = Literal["truncate", "drop", "error"]
 # Strict: a text is no number and a number is no bool. The bounds are beyond what anybody trains with: past them, a run
@@ -142,7 +144,7 @@ class Scenario:
     be run; the user says so on the command line, and a scenario's file cannot.
     """
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=100)]
+    name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
     model: FilePath
     precision: Precision
     optimizer: OptimizerConfig
@@ -211,12 +213,18 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
     try:
         values = read_toml(path)
     except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
-        raise UsageError(f"no scenario file {path}; scenarios in that folder: {known}") from None
+        known = sorted(p.stem for p in path.parent.glob("*.toml"))
+        near = did_you_mean(path.stem, known)
+        raise UsageError(f"no scenario file {path}; {near}scenarios there: {', '.join(known) or 'none'}") from None
     if not isinstance(values.get("data", {}), dict):
         raise UsageError(f"{path}: data has to be a table ([data]), not {shown(values['data'])}")
     if "trust_remote_code" in values:
         raise UsageError(f"{path}: trust_remote_code cannot be said by a file; use the option --trust_remote_code")
+    if "name" not in values and not re.fullmatch(NAME, path.stem):
+        raise UsageError(
+            f"{path}: a scenario is called what its file is called, in small letters, digits and dashes; rename the "
+            f'file or write name = "..." into it'
+        )
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 

@@ -1,6 +1,10 @@
 """Validation: errors about a user's input, with messages that say what to change."""
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 from pydantic import ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 STRICT = ConfigDict(extra="forbid")
 """Configuration of every pydantic dataclass that is read from a file: an unknown key is an error, never ignored."""
@@ -12,10 +16,38 @@ class UsageError(ValueError):
 
 def explain(error: ValidationError, *, source: str, what: str) -> UsageError:
     """A UsageError that names every wrong field of ``source`` (a file or table), which should be a valid ``what``."""
-    lines = [
-        f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {e['msg']} (got {shown(e['input'])})" for e in error.errors()
-    ]
+    found = error.errors()
+    lines = [f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {_said(e)}" for e in found if not _follows(e, found)]
     return UsageError(f"{source} is not a valid {what}:\n" + "\n".join(lines))
+
+
+# For errors that pydantic says in words of Python, which the writer of a TOML file need not know.
+_WORDS = {
+    "unexpected_keyword_argument": "there is no such key",
+    "tuple_type": "has to be a list",
+    "dataclass_type": "has to be a table",
+    "missing": "is missing",
+    "missing_keyword_only_argument": "is missing",
+}
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] == "too_short":
+        return "the list is empty; give at least one"
+    words = _WORDS.get(error["type"], error["msg"].removeprefix("Value error, "))
+    return words if words == "is missing" else f"{words} (got {shown(error['input'])})"
+
+
+def _follows(error: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:
+    """Whether a list is called too short only because its items are wrong, which other errors say."""
+    loc = error["loc"]
+    return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc != e["loc"] for e in others)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'a' or 'b'? ``, with the known names that are close to ``name``; empty if none is."""
+    near = difflib.get_close_matches(name, list(known), n=2)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def shown(value: object) -> str:

@@ -1,5 +1,6 @@
 """Broken variants of the example adapter for tests/test_hf_trainer.py, loaded by name in the ranks."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,17 @@ from typing import Any
 import torch
 from parity_hf_trainer import HFTrainerBackend
 
+from conformance.backend import BackendInfo
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 
 
 class LocalTokenMean(HFTrainerBackend):
     """Each rank divides by the target tokens that it has, then the ranks are averaged."""
+
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        return dataclasses.replace(super().describe(), name="local-token-mean")
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
         resolved = super().setup(scenario, layout, weights, device)

@@ -6,6 +6,7 @@ transformers nor torch.optim and start in a moment. ``plain_backend:Plain`` name
 another backend that does the same.
 """
 
+import dataclasses
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -211,6 +212,11 @@ class Plain(StrategyBackend):
         "clip_coefficient": "plain_backend:clip_coefficient",
         "step_totals": "impl.trainer:step_totals",
     }
+
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        """Each variant has a name of its own."""
+        return dataclasses.replace(cls.info, name=cls.__name__.lower())
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:

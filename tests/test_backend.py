@@ -21,7 +21,8 @@ def test_the_built_in_backends_register_like_everybody_elses() -> None:
 
 def test_an_unknown_backend_lists_the_registered_ones_and_how_to_add_one() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown backend 'deepsped'; registered: .*fsdp2.*entry-point group 'parity.backends'"
+        ValueError,
+        match=r"'deepsped'; did you mean 'deepspeed'[?] registered: .*fsdp2.*entry-point group 'parity.backends'",
     ):
         find_backend("deepsped")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from conftest import make_cell
 
-from conformance.backend import BackendEntry, find_backend
+from conformance.backend import BackendEntry
 from conformance.defect import Defect, DividedGradients, Unmodelled
 from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
@@ -13,6 +13,7 @@ from conformance.plan.cell import Cell, Leg
 from conformance.run.refusal import Refusals
 from conformance.scenario import Precision
 from conformance.validation import UsageError
+from impl.fsdp2.adapter import Fsdp2Backend
 
 DEFECT: tuple[Defect, ...] = (DividedGradients(by=2),)
 
@@ -97,9 +98,7 @@ class Known:
         ExpectedDifference(reason="none for these cells", link="z", defects=lambda *_: ()),
     )
 
-    @staticmethod
-    def describe() -> Any:
-        return find_backend("fsdp2").load().describe()
+    describe, supports = Fsdp2Backend.describe, Fsdp2Backend.supports
 
 
 KNOWN = BackendEntry(name="known", target="test_expectation:Known")

@@ -16,7 +16,7 @@ from conformance import cli
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hf_trainer"
 MODULE = EXAMPLE / "parity_hf_trainer.py"
 HONEST = ("sft-packed/pangu/hf-trainer/dp2/exact", "sft-sgd/llama/hf-trainer/dp2/exact")
-BROKEN = "sft-packed/pangu/localtokenmean/dp2/exact"
+BROKEN = "sft-packed/pangu/local-token-mean/dp2/exact"
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_a_program_that_does_not_fit_its_table_is_refused(
             r"programs.mine.0.save: Input should be 'checkpoint', 'state' or 'exp",
         ),
         ("mine = [{ steps = -1 }, {}]", "programs.mine.0.steps: Input should be greater than or equal to 0"),
-        ("mine = [{ step = 2 }, {}]", "programs.mine.0.step: Unexpected keyword argument"),
+        ("mine = [{ step = 2 }, {}]", "programs.mine.0.step: there is no such key"),
     ],
 )
 def test_a_wrong_value_of_a_program_is_named(tmp_path: Path, programs: str, message: str) -> None:

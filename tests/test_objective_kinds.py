@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 import conformance.oracle.objectives
 import impl.objectives
 from conformance import cli
-from conformance.backend import BackendEntry, Supported
+from conformance.backend import BackendEntry, BackendInfo, Supported
 from conformance.batch import Batch
 from conformance.objective import (
     BUILT_IN,
@@ -49,6 +49,10 @@ class Willing:
     """A backend that says yes to every scenario, and does not say what objectives it knows."""
 
     @classmethod
+    def describe(cls) -> BackendInfo:
+        return BackendInfo(name="willing")
+
+    @classmethod
     def supports(cls, scenario: object, layout: object) -> Supported:
         return Supported()
 
@@ -80,7 +84,7 @@ def with_objective(text: str, tmp_path: Path) -> Path:
         ('kind = "toy_objectives:Typo"', r"'toy_objectives:Typo' cannot be imported .*check the spelling"),
         (
             'kind = "sft"\nbeta = 1',
-            r"of kind 'sft' is not a valid objective:\n  beta: Unexpected keyword",
+            r"of kind 'sft' is not a valid objective:\n  beta: there is no such key",
         ),
         (
             'kind = "toy_objectives:WeightedSft"\npower = "big"',

@@ -18,7 +18,7 @@ import pytest
 
 from conformance import cli
 from conformance.paths import FIXTURES
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Ranks, Selection
 from conformance.pytest_plugin import merge
 from conformance.record.states import NOT_STARTED
 from reports.load import read_report
@@ -268,9 +268,10 @@ def test_what_is_expected_is_said_with_its_reason(pytester: pytest.Pytester) -> 
 
 def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert troubled.code == 1
-    assert re.search(r"= 1 failed, 1 passed, 1 skipped, 1 error in ", troubled.text)
-    assert troubled.counts == {"differs": 1, "unsupported": 1, "infrastructure": 1, "conforms": 1}
-    assert "differs: 1 differs, 1 infrastructure, 1 unsupported, 1 conforms\n" in troubled.text
+    assert re.search(r"= 1 failed, 1 skipped, 2 errors in ", troubled.text)
+    assert troubled.counts == {"differs": 1, "unsupported": 1, "infrastructure": 2}
+    assert "differs: 1 differs, 2 infrastructure, 1 unsupported\n" in troubled.text
+    assert "was planted and called, and nothing differs" in troubled.text  # of one rank
     assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
 
 
@@ -389,6 +390,7 @@ def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: 
 
 def test_a_selection_survives_the_way_through_its_arguments() -> None:
     selection = Selection(profile="full", backend=("a", "b:C"), faults=("x",), model="m", data="d", max_len=7, seed=0)
-    parsed = cli._parser().parse_args(["run", *selection.arguments("cuda")])
-    assert parsed.device == "cuda"
+    ranks = Ranks(device="cuda", budget=7.5)
+    parsed = cli._parser().parse_args(["run", *selection.arguments(), *ranks.arguments()])
+    assert Ranks.from_options(parsed) == ranks
     assert Selection.from_options(parsed) == selection

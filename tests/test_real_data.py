@@ -143,7 +143,7 @@ def test_the_options_reach_the_scenario() -> None:
     (cell,) = select_cells(selection)
     data = cell.scenario.data
     assert (data.too_long, data.max_samples, data.max_len) == ("drop", 7, 512)
-    assert "--too_long drop --max_samples 7" in " ".join(selection.arguments("cpu"))
+    assert "--too_long drop --max_samples 7" in " ".join(selection.arguments())
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\u000c", "\u001c"])

@@ -93,7 +93,15 @@ def test_a_model_of_56_million_parameters_conforms_in_the_room_that_was_estimate
     needs = needs_of(select_cells(chosen), Room(memory=24 * GIB, disk=1e12, cache=None))
     assert not needs.impossible
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "conformance.cli", "run", *chosen.arguments("cpu"), "--cells", f"*/{precision}"]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance.cli",
+        "run",
+        *chosen.arguments(without="cells"),
+        "--cells",
+        f"*/{precision}",
+    ]
     environment = {**os.environ, "PARITY_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen([*command, "--out", str(out), "--keep", "all"], cwd=ROOT, env=environment)
     peak = 0

@@ -68,7 +68,7 @@ def test_tests_and_caches_are_not(installed: Installed) -> None:
 
 @pytest.mark.exhaustive
 def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed) -> None:
-    listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json", *FSDP2.arguments("cpu")))
+    listed = json.loads(installed.run(installed.target / "bin" / "parity", "list", "--json", *FSDP2.arguments()))
     assert listed["profiles"] == profile_names()
     assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(FSDP2)]
 

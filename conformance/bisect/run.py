@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from conformance.asking import adapter_of
 from conformance.batch import read_batches
 from conformance.bisect.capture import read_pieces
 from conformance.bisect.find import Bisected, bisect
@@ -74,6 +75,6 @@ def not_bisected(session: Session, cell: Cell) -> str:
     (leg,) = cell.legs
     if "ckpt" in leg.layout.options:
         return "recomputation (ckpt) runs modules more than once; bisect the layout without it"
-    if not hasattr(leg.backend.load(), "traced"):
+    if "traced" not in adapter_of(leg.backend).traits.methods:
         return f"{leg.backend.name} does not say which modules it runs; its adapter needs the method traced()"
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from conformance.backend import Backend
 from conformance.faults.fault import Fault
-from conformance.validation import UsageError
+from conformance.validation import UsageError, did_you_mean
 
 ENTRY_POINT_GROUP = "parity.faults"
 
@@ -25,7 +25,8 @@ def catalogue() -> dict[str, Fault]:
 def find_fault(name: str) -> Fault:
     """Look up a fault by its name. Raises UsageError, which lists the known faults, for any other name."""
     if name not in catalogue():
-        raise UsageError(f"unknown fault {name!r}; known: {', '.join(catalogue())}")
+        near = did_you_mean(name, catalogue())
+        raise UsageError(f"unknown fault {name!r}; {near or 'known: ' + ', '.join(catalogue())}".rstrip())
     return catalogue()[name]
 
 

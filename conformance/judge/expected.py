@@ -1,7 +1,8 @@
 """Expected differences: a cell with a known defect is held against the oracle that has the defect, too (claim 8).
 
 It has to differ from the oracle as it should be, and to agree with the one that has the defect, in all stages and by
-the usual bounds. Of a defect that the oracle cannot have, only what its expectation names may differ.
+the usual bounds. Of a defect that the oracle cannot have, only what its expectation names may differ. A cell with a
+planted fault, which has no known defects, has to differ.
 """
 
 from collections.abc import Sequence

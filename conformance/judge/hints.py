@@ -96,7 +96,8 @@ def hint(m: Measurement, facts: Facts) -> str:
     factors = _known_factors(m, facts)
     if factors:
         return f"{m.scale:.4g} times the reference, which is {' or '.join(factors)}"
-    return f"{m.scale:.4g} times the reference" if m.scalar else ""
+    factor = f"{m.scale:.4g}"
+    return f"{factor} times the reference" if m.scalar and factor != "1" else ""
 
 
 def _zero(m: Measurement, facts: Facts) -> str:

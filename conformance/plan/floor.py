@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.backend import find_backend
 from conformance.plan.cell import Cell
-from conformance.plan.profile import select
+from conformance.plan.profile import select, selected_backends
 from conformance.plan.selection import Demands, Selection
 from conformance.record.coverage import Floor
 from conformance.record.summary import read_states
@@ -27,7 +26,7 @@ def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[C
     return Floor(
         require=demands.require,
         min_judged=demands.min_judged,
-        backends=tuple(dict.fromkeys(find_backend(name).name for name in selection.backend)),
+        backends=tuple(entry.name for entry in selected_backends(selection)) if selection.backend else (),
         against=demands.against or "",
         earlier=read_states(Path(demands.against)) if demands.against else {},
         shards=(shard,) if shard else (),

@@ -47,6 +47,8 @@ def _digest(cells: Sequence[Cell]) -> str:
         scenario = scenario_to_json(cell.scenario)
         named = _by_name(scenario | {"model": cell.scenario.model_name})
         legs = [dataclasses.asdict(leg) | {"layout": str(leg.layout)} for leg in cell.legs]
+        for leg in legs:
+            del leg["backend"]["python"]  # differs between machines
         digest.update(json.dumps([str(cell), named, legs], sort_keys=True).encode())
     return digest.hexdigest()[:16]
 

@@ -19,7 +19,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from conformance.backend import BackendEntry, find_backend, registered_backends
+from conformance.asking import find_backend
+from conformance.backend import BackendEntry, registered_backends
 from conformance.faults import find_fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
@@ -28,7 +29,7 @@ from conformance.plan.selection import Selection
 from conformance.reading import read_toml
 from conformance.record.coverage import TO
 from conformance.scenario import Count, Precision, Scenario, Steps, load_scenario
-from conformance.validation import STRICT, UsageError, explain
+from conformance.validation import STRICT, UsageError, did_you_mean, explain
 
 
 def _check_layouts(text: str) -> str:
@@ -100,9 +101,9 @@ class Overrides:
 def select_cells(selection: Selection) -> list[Cell]:
     """The cells of a selection, in an order that depends only on the selection.
 
-    Raises UsageError for an unknown backend, profile, fault or scenario, and for a pattern that matches no cell.
+    Raises UsageError for an unknown backend, profile, fault or scenario, for a profile that has no cell for the
+    backends, for a stride that changes no cell, and for a pattern that matches no cell.
     """
-    names = selection.backend or tuple(registered_backends())
     named = ("input_key", "output_key", "max_len", "too_long", "max_samples")
     data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
     data["packed"] = selection.packing_samples or None
@@ -114,12 +115,40 @@ def select_cells(selection: Selection) -> list[Cell]:
         trust_remote_code=selection.trust_remote_code,
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
-    profile, backends = load_profile(selection.profile), [find_backend(name) for name in names]
+    profile, backends = load_profile(selection.profile), selected_backends(selection)
     try:
         cells = expand(profile, backends, overrides, faults=faults)
     except UsageError as error:
         raise UsageError(f"profile {selection.profile}: {error}") from None
+    if not cells:
+        meant = sorted({chain for table in profile.cells for chain in table.backends})
+        raise UsageError(
+            f"profile {selection.profile} has no cell for {', '.join(entry.name for entry in backends)}; its tables "
+            f"are for {', '.join(meant)}"
+        )
+    if selection.ring_head_stride and not any(leg.layout.gathers for cell in cells for leg in cell.legs):
+        raise UsageError(
+            f"--ring_head_stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
+            f"a ring that gathers (sp2); leave it out"
+        )
     return select(cells, selection.cells)
+
+
+def selected_backends(selection: Selection) -> list[BackendEntry]:
+    """The adapters that the user selects: those that are named, or all that are registered. Raises UsageError."""
+    pythons = dict(one.split("=", 1) for one in selection.python if "=" in one)
+    if len(pythons) < len(selection.python):
+        raise UsageError(f"--python {' --python '.join(selection.python)}: give each as BACKEND=EXECUTABLE, and once")
+    names = selection.backend or tuple(dict.fromkeys((*registered_backends(), *pythons)))
+    if unknown := sorted(pythons.keys() - set(names)):
+        raise UsageError(f"--python is about {', '.join(unknown)}, which is not selected; add --backend {unknown[0]}")
+    found = [find_backend(name, pythons.get(name, "")) for name in dict.fromkeys(names)]
+    called = [entry.name for entry in found]
+    if twice := next((name for name in called if called.count(name) > 1), ""):
+        raise UsageError(
+            f"two backends are called {twice!r}, and a name is part of cell ids; let describe() of one say another"
+        )
+    return found
 
 
 def profile_names() -> list[str]:
@@ -128,11 +157,16 @@ def profile_names() -> list[str]:
 
 def load_profile(name: str) -> Profile:
     """Read a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
+    if Path(name).is_dir():
+        raise UsageError(f"profile {name!r} is a folder; give one of its .toml files")
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
     try:
         return TypeAdapter(Profile).validate_python(read_toml(path))
     except FileNotFoundError:
-        raise UsageError(f"no profile {name!r}; known: {', '.join(profile_names())}, or give a .toml file") from None
+        near = did_you_mean(name, profile_names())
+        raise UsageError(
+            f"no profile {name!r}; {near}known: {', '.join(profile_names())}, or give a .toml file"
+        ) from None
     except ValidationError as error:
         raise explain(error, source=str(path), what="profile") from None
 
@@ -180,6 +214,11 @@ def _leg_layouts(table: CellTable) -> list[str]:
 def _chains(table: CellTable, backends: Sequence[BackendEntry]) -> list[list[BackendEntry]]:
     """The chains of backends for the legs of the table's cells; only chains whose backends are all selected."""
     asked = {backend.name: backend for backend in backends}
+    known = asked | registered_backends()
+    for name in (name for chain in table.backends for name in chain.split(TO)):
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UsageError(f"a table names the backend {name!r}; {near}registered: {', '.join(known)}")
     if not table.backends:
         return [[backend] for backend in backends]
     wanted = [chain.split(TO) for chain in table.backends]
@@ -233,6 +272,16 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
 
     for pattern in patterns:
         if not any(matches(cell, pattern) for cell in cells):
-            near = ", ".join(str(cell) for cell in cells[:3])
-            raise UsageError(f"no cell matches {pattern!r}; ids look like {near} ({len(cells)} in all: parity list)")
+            like = ", ".join(str(cell) for cell in cells[:3])
+            raise UsageError(
+                f"no cell matches {pattern!r}; {_near(pattern, cells)}ids look like {like} ({len(cells)} in all: "
+                f"parity list)"
+            )
     return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]
+
+
+def _near(pattern: str, cells: Sequence[Cell]) -> str:
+    """What the first part of a pattern that no cell has could be meant to be; empty if nothing is near."""
+    known = sorted({part for cell in cells for part in str(cell).split("/")})
+    wrong = (part for part in pattern.split("/") if not fnmatch.filter(known, part))
+    return next((near for part in wrong if (near := did_you_mean(part, known))), "")

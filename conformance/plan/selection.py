@@ -1,15 +1,36 @@
-"""Selection: the options that select, share out and demand cells, for both ``parity run`` and the pytest plugin.
+"""Selection: the options that select, share out, demand and run cells, for the command line and the pytest plugin.
 
 This module imports nothing slow, because pytest loads the plugin in every run wherever the package is installed.
 """
 
+import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, Self
 
 
-def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **argparse})
+def _seconds(text: str) -> float:
+    """The type of an option: a finite number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+def _count(text: str) -> int:
+    """The type of an option: a whole number from 1."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _option(help_text: str, *, default: Any = None, **arguments: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **arguments})
 
 
 class Options:
@@ -28,6 +49,17 @@ class Options:
         values: dict[str, Any] = {name: getattr(options, prefix + name) for name in names}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in (values | lists).items() if value is not None})
+
+    def arguments(self, *, without: str = "") -> tuple[str, ...]:
+        """The arguments of the command line that give these options, without the option ``without``."""
+        arguments: list[str] = []
+        for option in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, option.name)
+            if option.name == without or value == option.default:
+                continue
+            for single in value if isinstance(value, tuple) else (value,):
+                arguments += [f"--{option.name}"] if single is True else [f"--{option.name}", str(single)]
+        return tuple(arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +112,23 @@ class Again(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks(Options):
+    """Where and how long ranks run."""
+
+    device: Literal["cpu", "cuda"] = _option("default: cpu", default="cpu", choices=("cpu", "cuda"))
+    budget: float = _option(
+        "seconds that a cell may go without progress (default: 300)", default=300.0, type=_seconds, metavar="S"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Options):
+    """Where results go."""
+
+    out: Path | None = _option("new or empty folder (default: parity-out/DATE_TIME)", type=Path)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection(Options):
     """The options of ``parity run`` that select cells. An empty ``backend`` selects all registered backends, and an
     empty ``cells`` all cells of the profile."""
@@ -87,6 +136,12 @@ class Selection(Options):
     profile: str = _option("name (parity list shows them) or .toml file (default: quick)", default="quick")
     backend: tuple[str, ...] = _option(
         "name or module:Class; may be repeated (default: all)", default=(), action="append"
+    )
+    python: tuple[str, ...] = _option(
+        "run the ranks of a backend in another Python environment; may be repeated",
+        default=(),
+        action="append",
+        metavar="BACKEND=EXECUTABLE",
     )
     cells: tuple[str, ...] = _option("cell ids; may be repeated", default=(), action="append", metavar="GLOB")
     faults: tuple[str, ...] = _option(
@@ -103,20 +158,8 @@ class Selection(Options):
     )
     max_samples: int | None = _option("read only the first N samples of the data", type=int, metavar="N")
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
-    ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=int, metavar="N")
+    ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=_count, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=int)
     trust_remote_code: bool = _option(
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )
-
-    def arguments(self, device: str) -> tuple[str, ...]:
-        """The arguments of ``parity run`` for this selection on ``device``, without ``--cells``."""
-        arguments: list[str] = []
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is True:
-                arguments.append(f"--{option.name}")
-            elif option.name != "cells" and value != option.default:
-                for single in value if isinstance(value, tuple) else (value,):
-                    arguments += [f"--{option.name}", str(single)]
-        return tuple(arguments if device == "cpu" else [*arguments, "--device", device])

@@ -38,8 +38,8 @@ class Quantity:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        size = f"{self.observed:.2e} off, allowed {self.allowed:.2e}"
-        return f"{self.stage}, step {self.step}: {self.tensor} is {size}{hint}"
+        size = f"{self.observed:.2e} off" if math.isfinite(self.observed) else "beyond any tolerance"
+        return f"{self.stage}, step {self.step}: {self.tensor} is {size}, allowed {self.allowed:.2e}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)

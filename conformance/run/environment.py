@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conformance.run.task import package_version
+from conformance.asking import package_version
 from conformance.validation import UsageError
 
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.asking import adapter_of
 from conformance.faults import find_fault
 from conformance.inputs.prepare import FrozenInputs
 from conformance.plan.cell import Cell, Leg
@@ -79,7 +80,7 @@ def _run_leg(
         kwargs=leg_arguments(cell, number, inputs, folder / str(number), saved_before),
         log_dir=folder / str(number) / "logs",
         budget_s=budget_s,
-        fresh=fresh or number > 0 or getattr(leg.backend.load(), "fresh_ranks", False),
+        fresh=fresh or number > 0 or adapter_of(leg.backend).traits.fresh_ranks,
     )
 
 
@@ -102,26 +103,20 @@ def run_traced(
         kwargs=arguments | {"steps": step + 1, "save": None, "trace": [step, str(folder / "trace")]},
         log_dir=folder / "logs",
         budget_s=budget_s,
-        fresh=getattr(leg.backend.load(), "fresh_ranks", False),
+        fresh=adapter_of(leg.backend).traits.fresh_ranks,
     )
     if outcome.state == "failed":
         raise TraceFailed(f"{cell} failed while it was traced: {outcome.reason}")
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:
-    """The configuration of the world for a leg: its size, its device, and the modules to import in advance.
-
-    An adapter that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
-    are forked from one process.
-    """
-    adapter = leg.backend.load()
-    says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
-    preload = (
-        says.__module__,
-        "conformance.run.task",
-        *getattr(adapter, "preload", ("torch._dynamo",)),  # torch.optim does: a second in every rank
+    """The configuration of the world for a leg."""
+    return WorldConfig(
+        size=leg.layout.world_size,
+        device=device,
+        preload=adapter_of(leg.backend).traits.preload,
+        python=leg.backend.python,
     )
-    return WorldConfig(size=leg.layout.world_size, device=device, preload=preload)
 
 
 def leg_arguments(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
@@ -34,7 +35,7 @@ from conformance.run.legs import run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
 from conformance.run.resume import Earlier, before
-from conformance.run.storage import check_output_folder, lasting
+from conformance.run.storage import check_output_folder, lasting, make_folder
 from conformance.world import Device, Pool
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,20 @@ class JudgedCell:
     other: Attempt | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a session does at the moment.
+
+    cell: the cell that runs. phase: what its slowest rank does, or what is done instead. since: when the cell began, in
+    seconds of time.monotonic. waiting: the cells that will be run after it.
+    """
+
+    cell: Cell
+    phase: str
+    since: float
+    waiting: Sequence[Cell]
+
+
 class Session:
     """Runs and judges cells. Use it in a ``with`` statement, at whose end all its processes are ended."""
 
@@ -84,12 +99,15 @@ class Session:
         self._earlier = {entry.cell: entry for entry in earlier}
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
         self._summary_due = 0.0
+        self._waiting: deque[Cell] = deque()
+        self._now: tuple[Cell, float] | None = None  # the cell that runs, and since when
+        self._doing = ""
 
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
         self._clock = time.monotonic()
         self._environment = environment()
-        self.config.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.config.out)
         self._pool = Pool(work_dir=self.config.out / "worlds")
         self._refusals = Refusals(self.config.device)
         self._oracles = Oracles(root=self.config.out, device=self.config.device, budget_s=self.config.budget_s)
@@ -110,7 +128,7 @@ class Session:
             self._run_announced(cells, progress)
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
-        waiting = deque(cell for cell in cells if not self.refusal(cell))
+        waiting = self._waiting = deque(cell for cell in cells if not self.refusal(cell))
         check_room(waiting, self.config.out, warn=logger.warning)
         for cell in waiting:
             self._request(cell)
@@ -146,6 +164,7 @@ class Session:
 
         The cells of an earlier run keep their verdicts until they have new ones.
         """
+        self._environment |= versions_of(list(dict.fromkeys(leg.backend for cell in cells for leg in cell.legs)))
         for cell in cells:
             if str(cell) not in self._earlier:
                 self._store_verdict(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
@@ -154,7 +173,9 @@ class Session:
     def run(self, cell: Cell) -> JudgedCell:
         """Run one cell, leg after leg, judge it, and write its verdict."""
         began = time.monotonic()
+        self._now, self._doing = (cell, began), "preparing"
         judged = self._run(cell)
+        self._now = None
         judged = replace(judged, seconds=time.monotonic() - began)
         self._store_verdict(judged)
         return judged
@@ -182,13 +203,16 @@ class Session:
         """
         folder = self._folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
+        self._doing = "starting fresh ranks" if fresh else "starting ranks"
         ended = run_legs(self._pool, cell, inputs, legs, device=device, budget_s=budget_s, fresh=fresh)
         paths = [legs / str(number) / "record" for number in range(len(cell.legs))]
+        self._doing = "waiting for the oracle"
         if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
             verdict, failed = Verdict(state="infrastructure", reason=missing), False
         elif ended.failure:
             verdict, failed = Verdict(state="infrastructure", reason=ended.failure), ended.kind != "hung"
         else:
+            self._doing = "judging"
             verdict, failed = self._judge(cell, paths, inputs), False
         if verdict.state in ("conforms", "partly_observed"):
             for path in paths:
@@ -218,6 +242,15 @@ class Session:
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, defects_of(known)):
             return judged()
         return verdict
+
+    def activity(self) -> Activity | None:
+        """What the session does at the moment; None between cells. For another thread, to show it."""
+        now = self._now
+        if now is None:
+            return None
+        return Activity(
+            cell=now[0], phase=self._pool.phase() or self._doing, since=now[1], waiting=tuple(self._waiting)
+        )
 
     def trace(self, cell: Cell, step: int) -> tuple[FrozenInputs, Path]:
         """Run a cell of one leg again up to ``step`` with its activations captured (conformance.run.legs.run_traced).

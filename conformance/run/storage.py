@@ -12,9 +12,18 @@ from pathlib import Path
 
 from conformance.record.files import Unwritable
 from conformance.record.results import SUMMARY
+from conformance.validation import UsageError
 
 # The system's messages for a full or read-only disk. safetensors raises its own error type, with the same messages.
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+
+
+def make_folder(out: Path) -> None:
+    """Make the output folder, if it is not there. Raises UsageError if it cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be made: {error.strerror}; give another --out") from None
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ several ranks hold (claim 3), and in the exact tier prevents the libraries' sile
 """
 
 import contextlib
+import platform
 import time
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import conformance
 from conformance import faults
+from conformance.asking import package_version
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
@@ -131,18 +132,11 @@ def header(
         "loads": loads,
         "environment": {
             "backend-parity": conformance.__version__,
+            "python": platform.python_version(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             **{package: package_version(package) for package in info.packages},
         },
     }
-
-
-def package_version(package: str) -> str:
-    """The version of an installed distribution, or ``not installed``."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 class _Observer:
@@ -263,7 +257,12 @@ class _Observer:
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
         """The rows of all ranks, on rank 0; each row is taken from the first rank that has it. Collective."""
-        own = {f"{key}/{row}": t.detach().cpu() for key, rows in metrics.rows.items() for row, t in rows.items()}
+        own = {
+            f"{key}/{row}": t.detach().cpu()
+            for key, rows in metrics.rows.items()
+            for row, t in rows.items()
+            if t.numel()  # a row without targets has no numbers, whether it is given or left out
+        }
         gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
         dist.gather_object(own, gathered if self.rank.rank == 0 else None)
         return {name: t for held in reversed(gathered) if held for name, t in sorted(held.items())}

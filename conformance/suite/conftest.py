@@ -10,7 +10,8 @@ import pytest
 
 from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan, make_plan
-from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, selection, stop_at_sigterm
+from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
+from conformance.run.refusal import check_device
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
@@ -25,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         config = metafunc.config
+        check_device(ranks(config).device)
         plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config))
         cells = list(plan.cells)
     except UsageError as error:
@@ -53,12 +55,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def session_config(config: pytest.Config) -> SessionConfig:
     """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
-    chosen = selection(config)
+    chosen, where = selection(config), ranks(config)
     return SessionConfig(
         out=config.stash[OUT],
-        device=config.option.parity_device,
+        device=where.device,
         profile=chosen.profile,
-        arguments=chosen.arguments(config.option.parity_device),
+        arguments=(*chosen.arguments(without="cells"), *where.arguments()),
+        budget_s=where.budget,
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
     )

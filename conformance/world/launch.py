@@ -88,24 +88,27 @@ class World:
 class ZygoteHandle:
     """A running zygote. The thread that creates it has to stay alive: the kernel ends the zygote with this thread."""
 
-    def __init__(self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path) -> None:
+    def __init__(
+        self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path, python: str = ""
+    ) -> None:
         self._log = log  # used by this zygote only; deleted at the end if it is empty
         self._worlds: dict[int, World] = {}
         self.is_alive = True
         self._control, theirs = wire_pair()
         self._process: Forked | subprocess.Popen[bytes]
         with theirs, log.open("ab") as output:
-            if ranks == "forked":
+            if ranks == "forked" and not python:
                 self._process = fork_zygote(preload, control=theirs, log=output)
             else:
+                arguments = [str(theirs.fileno()), str(os.getpid()), ranks, *preload]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), str(os.getpid()), ranks],
+                    [python or sys.executable, "-P", "-m", _ZYGOTE, *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    env=environment(),
+                    env=environment(is_other=bool(python)),
                 )
         self._is_ready = False
 

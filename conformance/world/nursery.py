@@ -132,11 +132,14 @@ def fork_zygote(preload: Sequence[str], *, control: socket.socket, log: IO[bytes
         return _nursery.fork(preload, control=control, log=log)
 
 
-def environment() -> dict[str, str]:
-    """The environment variables of a zygote and its ranks."""
+def environment(*, is_other: bool = False) -> dict[str, str]:
+    """The environment variables of a zygote and its ranks.
+
+    is_other: of another Python environment, which finds its own packages and what the user's PYTHONPATH names.
+    """
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(absolute_path()),
+        **({} if is_other else {"PYTHONPATH": os.pathsep.join(absolute_path())}),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,

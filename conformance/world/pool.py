@@ -1,8 +1,8 @@
 """Pool: runs tasks in live worlds, and keeps worlds whose tasks ended well. The interface for the rest of the suite.
 
 Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task is harmed by the one before. The
-reasons for which worlds were retired go to the logger ``conformance.world.pool``, which no command of the suite
-configures; they help to find out why a run is slow.
+reasons for which worlds are retired go to the logger ``conformance.world.pool``, because they say why a run is slow.
+`parity run` shows those that nobody planned, and with ``--verbose`` them all.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ class WorldConfig:
     size: number of ranks. device: ``cpu``, or ``cuda`` with one GPU per rank.
     preload: modules to import before the first task, such as the adapter's. On the CPU they are imported once for all
         worlds of a pool with the same ``preload``.
+    python: the executable that ranks run in; empty: that of this process.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 
@@ -45,6 +46,7 @@ class WorldConfig:
     size: int
     device: Device
     preload: tuple[str, ...]
+    python: str = ""
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,9 +86,10 @@ class Pool:
 
     def __init__(self, *, work_dir: Path) -> None:
         self._work_dir = work_dir
-        self._zygotes: dict[tuple[_RanksAre, tuple[str, ...]], ZygoteHandle] = {}
+        self._zygotes: dict[tuple[_RanksAre, str, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
         self._used: set[int] = set()  # numbers of worlds that have run a task
+        self._running: World | None = None
         self._is_aborted = False
 
     def __enter__(self) -> Self:
@@ -129,10 +132,11 @@ class Pool:
         began, used = time.monotonic(), False
         try:
             if fresh:
-                self._retire(key, config, why="the next task wants a fresh one")
+                self._retire(key, config, why="the next task wants a fresh one", level=logging.DEBUG)
             world = self._world(key, config)
             used = world.number in self._used
             self._used.add(world.number)
+            self._running = world
             results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s)
         except StartError as error:
             return _failed(str(error), kind="raised", rank=None, began=began, used=False)
@@ -142,10 +146,21 @@ class Pool:
         except BaseException:
             self._retire(key, config, why="interrupted")
             raise
+        finally:
+            self._running = None
         if leaks:
             self._retire(key, config, why=f"it leaks: {leaks}")
         seconds = time.monotonic() - began
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
+
+    def phase(self) -> str:
+        """What the rank does that is furthest behind; empty if no task runs. For another thread, to show it."""
+        world = self._running
+        if world is None:
+            return ""
+        with contextlib.suppress(ValueError):  # the world was ended meanwhile
+            return min((world.beats.read(rank) for rank in range(world.size)), key=lambda beat: beat.count).phase
+        return ""
 
     def abort(self) -> None:
         """End all processes of the pool, from another thread. The task that runs fails, and so does every later one."""
@@ -186,19 +201,20 @@ class Pool:
         """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
         ranks: _RanksAre = "forked" if config.device == "cpu" else "started"
         preload = config.preload if ranks == "forked" else ()  # ranks that are started import for themselves
-        zygote = self._zygotes.get((ranks, preload))
+        zygote = self._zygotes.get(key := (ranks, config.python, preload))
         if zygote is None or not zygote.is_alive:
             self._work_dir.mkdir(parents=True, exist_ok=True)
             log = self._work_dir / f"zygote-{os.getpid()}-{next(_zygote_numbers)}.log"  # others may share the folder
-            zygote = self._zygotes[ranks, preload] = ZygoteHandle(ranks=ranks, preload=preload, log=log)
+            zygote = self._zygotes[key] = ZygoteHandle(ranks=ranks, preload=preload, log=log, python=config.python)
             if self._is_aborted:  # while it was made
                 zygote.terminate()
         return zygote
 
-    def _retire(self, key: str, config: WorldConfig, *, why: str) -> None:
+    def _retire(self, key: str, config: WorldConfig, *, why: str, level: int = logging.INFO) -> None:
         world = self._worlds.pop((key, config), None)
         if world is not None:
-            logger.info("retired world %d (%s, %d ranks): %s", world.number, key, config.size, why)
+            ranks = f"{config.size} rank{'s' * (config.size > 1)}"
+            logger.log(level, "world %d (%s, %s) is retired: %s", world.number, key, ranks, why)
             if left := world.bury():
                 logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
 

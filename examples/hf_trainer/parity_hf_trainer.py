@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments, get_scheduler
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
+from conformance.adapting import flatten, shards
 from conformance.backend import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
-from conformance.batch import Batch, Row
+from conformance.batch import Batch
 from conformance.inputs.folder import runs_code
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -24,12 +25,6 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:  # the last micro-batch: DDP has reduced, the Trainer clips next
             self.on_gradients("policy")
         return loss
-
-
-def collate(rows: list[Row]) -> Any:
-    """Lay all documents of a micro-batch end to end in one sequence; positions restart at 0 in each document."""
-    documents = [(torch.tensor(d.tokens), torch.tensor(d.targets)) for row in rows for d in row.documents]
-    return DataCollatorWithFlattening()([{"input_ids": t, "labels": t.where(y, -100)} for t, y in documents])
 
 
 class HFTrainerBackend:
@@ -57,7 +52,7 @@ class HFTrainerBackend:
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
         code = runs_code(folder := weights["policy"], trusted=scenario.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
-        self.trainer = ObservedTrainer(model, args, data_collator=collate)
+        self.trainer = ObservedTrainer(model, args, data_collator=lambda rows: flatten(rows).as_inputs)
         name = s.name.replace("constant", "constant_with_warmup")
         # Otherwise the Trainer would create a new schedule in every train().
         self.trainer.lr_scheduler = get_scheduler(name, self.trainer.create_optimizer(), s.warmup_steps, s.total_steps)
@@ -80,7 +75,7 @@ class HFTrainerBackend:
             yield name, parameter if kind == "weight" else parameter.grad
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        return (Shard(name, "full", tensor.detach()) for name, tensor in self.named_tensors(kind, model))
+        return shards(self.named_tensors(kind, model))
 
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():
