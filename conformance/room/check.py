@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.plan.cell import Cell
+from conformance.role import Role
 from conformance.room.estimate import Estimate, Size, Total, estimate, free_of, size_of, total
 from conformance.run.oracles import cache_folder
 from conformance.validation import UsageError
@@ -51,10 +52,10 @@ def room_of(out: Path) -> Room:
 
 def needs_of(cells: Sequence[Cell], room: Room) -> Needs:
     """Raises UsageError for a model that cannot be used. ``cells``: one or more."""
-    sizes: dict[tuple[str, object], Size] = {}
+    sizes: dict[tuple[str, tuple[Role, ...]], Size] = {}
     found = []
     for cell in cells:
-        key = cell.scenario.model, cell.scenario.objective
+        key = cell.scenario.model, tuple(cell.scenario.objective.roles)
         if key not in sizes:
             sizes[key] = size_of(cell.scenario)
         found.append((cell, estimate(cell, sizes[key])))

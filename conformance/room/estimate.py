@@ -20,7 +20,7 @@ from conformance.scenario import Precision, Scenario
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of masters, moments and records
 FLOAT64_BYTES = 8  # of the oracle
 IMPORTED = 350e6  # bytes: torch and a backend, once for all ranks that are forked from one process
-RANK = 100e6  # bytes that a rank adds without a model
+RANK = 60e6  # bytes that a rank adds without a model
 STATES = 4  # copies of what a rank trains: weights, gradients and two moments
 PASSING = 2  # further whole copies: of what is loaded, gathered, or kept for the record
 LOGITS = 5  # tensors of tokens x V at once: logits, their log-probs and exponentials, and gradients
