@@ -8,14 +8,12 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -45,14 +43,6 @@ LAYER_NORMS = {
     "gemma3_text": _GEMMA_NORMS,
 }
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
-
-
-@register_sharding(torch.ops.aten.tanh_backward.default)
-def _cut_as_its_inputs(gradient: Any, output: Any) -> list[tuple[list[Placement], list[Placement]]]:
-    """DTensor knows how tanh is cut and not how its gradient is, and gathers it: with soft-capped logits, the whole
-    vocabulary on every rank."""
-    placements = [Replicate(), *(Shard(dim) for dim in range(output.ndim))]
-    return [([placement], [placement, placement]) for placement in placements]
 
 
 def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool) -> None:
