@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from conformance.inputs.folder import runs_code
 from conformance.role import Head
 from conformance.validation import UsageError
+from impl.families import soft_caps_scores
 
 
 def load_model(
@@ -42,6 +43,12 @@ def load_model(
             )
     model.config.use_cache = False
     return model.train()
+
+
+def plain_attention(path: Path, *, exact: bool) -> str:
+    """transformers' name of the attention that a model runs with where it has no ring: torch's kernel below the exact
+    tier, unless the model soft-caps its scores, which that kernel does not do."""
+    return "eager" if exact or soft_caps_scores(path) else "sdpa"
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:

@@ -8,10 +8,12 @@ from transformers import PreTrainedModel
 from conformance.activations import Cut, TracedModule
 from conformance.batch import Batch, Row
 from impl.collate import MicroBatch
+from impl.families import WHOLE_OUTPUTS
 
 WHOLE = Cut()
 # What the oracle names, inside of a layer. Beside it: embed_tokens, norm and lm_head.
 CUT_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")  # Phi-3, in the place of those
 CUT_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
 BETWEEN = (  # on the residual stream
     "input_layernorm",
@@ -64,6 +66,7 @@ def hugging_face_modules(
             output=Cut(first_feature=vocabulary_start),
         ),
     ]
+    gathered, cut_again = WHOLE_OUTPUTS.get(model.config.model_type, ((), ()))
     for number in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{number}."
         for name in BETWEEN:
@@ -71,13 +74,14 @@ def hugging_face_modules(
                 found.append(
                     TracedModule(name=prefix + name, module=modules[prefix + name], input=stream, output=stream)
                 )
-        for name in CUT_OUTPUTS:
-            module = modules[prefix + name]
-            cut = Cut(first_feature=tp_rank * _features(model, name) // tp)
-            found.append(TracedModule(name=prefix + name, module=module, output=cut))
+        for name in (*CUT_OUTPUTS, *FUSED):
+            if prefix + name in modules:
+                first = 0 if name in gathered else tp_rank * _features(model, name) // tp
+                module = modules[prefix + name]
+                found.append(TracedModule(name=prefix + name, module=module, output=Cut(first_feature=first)))
         for name in CUT_INPUTS:
-            module = modules[prefix + name]
-            cut = Cut(first_feature=tp_rank * _features(model, name) // tp)
+            first = 0 if name in cut_again else tp_rank * _features(model, name) // tp
+            cut, module = Cut(first_feature=first), modules[prefix + name]
             found.append(TracedModule(name=prefix + name, module=module, input=cut, output=stream))
     return tuple(found)
 

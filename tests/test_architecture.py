@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conformance.inputs.folder import runs_code
 from conformance.inputs.prepare import prepare_inputs
 from conformance.inputs.tokenizer import load_tokenizer
-from conformance.oracle.architecture import LARGEST, read_architecture
+from conformance.oracle.architecture import read_architecture
+from conformance.oracle.config import LARGEST
 from conformance.oracle.forward import check_shapes, forward, parameter_shapes
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
@@ -57,7 +58,7 @@ def test_a_size_is_a_whole_number_that_a_model_may_have(key: str, tmp_path: Path
         ("llama", "pad_token_id", -VOCABULARY - 1, f"no token of a vocabulary of {VOCABULARY}"),
         ("llama", "architectures", "LlamaForCausalLM", "a list of texts"),
         ("llama", "architectures", [None], "a list of texts"),
-        ("llama", "head_dim", 7, "heads of 7 numbers; rotary positions turn pairs"),
+        ("llama", "head_dim", 7, "heads of 7 numbers and turns 7; rotary positions turn pairs"),
         ("llama", "model_type", ["llama"], "the oracle knows llama"),
         ("llama", "rope_parameters", [], "it has to be an object"),
         ("llama", "rope_parameters", {"rope_theta": -1.0}, "rope_theta=-1.0; it has to be a number above 0"),

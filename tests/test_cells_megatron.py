@@ -115,7 +115,7 @@ def test_deeper_models_than_the_fixtures(
     make["write_config"](folder, make["TINY"][model] | {"num_hidden_layers": layers})
     for code in (FIXTURES / "models" / model).glob("*.py"):
         shutil.copyfile(code, folder / code.name)
-    make["write_weights"](folder, norm_centre=1.0)
+    make["write_weights"](folder)
     make["make_tokenizer"]().save_pretrained(folder)
     scenario = load_scenario(
         FIXTURES / "scenarios" / "sft-packed.toml",

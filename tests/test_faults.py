@@ -19,6 +19,7 @@ from conformance.objective import all_observables
 from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
+from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.overflow import OVERFLOW_FAULTS
@@ -75,9 +76,12 @@ def in_a_fast_run(backend: str, name: str) -> bool:
     shared = [
         fault.name
         for fault in CATALOGUE
-        if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1 or fault.seam == "optimizer_step"
+        if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1
+        or fault.seam == "optimizer_step"
+        or fault in ARCHITECTURE_FAULTS
     ]
-    return name not in shared or list(BACKENDS)[shared.index(name) % len(BACKENDS)] == backend
+    having = [one for one in BACKENDS if name in CELLS[one]]
+    return name not in shared or having[shared.index(name) % len(having)] == backend
 
 
 def _seams(backend: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ from conformance.paths import FIXTURES
 from conformance.scenario import DataConfig, load_scenario
 
 MODELS = FIXTURES / "models"
-TINY = ["pangu", "llama", "qwen3", "gemma3"]
-TIED = {"qwen3", "gemma3"}
+FURTHER = ["qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2"]
+TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
+TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2"}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_no_weight_is_neutral_and_no_two_are_alike(name: str) -> None:
     tensors = load_file(MODELS / name / "model.safetensors")
     assert ("lm_head.weight" in tensors) is (name not in TIED)
     for tensor_name, tensor in tensors.items():
-        neutral = 1.0 if tensor_name.endswith("norm.weight") and name != "gemma3" else 0.0
+        neutral = 1.0 if tensor_name.endswith("norm.weight") and not name.startswith("gemma") else 0.0
         assert tensor.dtype == torch.float32
         assert tensor.std() > 0.05
         assert ((tensor - neutral).abs() > 1e-4).float().mean() > 0.99

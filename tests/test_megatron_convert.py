@@ -28,14 +28,16 @@ BASE = ModelShape(
     vocab=261,
     eps=1e-5,
     rope_theta=1e6,
-    bias=False,
+    qkv_bias=False,
+    output_bias=False,
     qk_norm=False,
     tied=False,
     max_positions=64,
 )
 SHAPES = {
     "plain": BASE,
-    "pangu": dataclasses.replace(BASE, bias=True),
+    "pangu": dataclasses.replace(BASE, qkv_bias=True, output_bias=True),
+    "qwen2": dataclasses.replace(BASE, qkv_bias=True),
     "qwen3": dataclasses.replace(BASE, qk_norm=True, tied=True),
     "multi-head": dataclasses.replace(BASE, kv_heads=8),
     "divisible": dataclasses.replace(BASE, vocab=512),
@@ -104,7 +106,7 @@ def test_ranks_hold_each_number_of_a_cut_tensor_once(shape: ModelShape, tp: int)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kv_heads", [4, 8])
 def test_query_key_and_value_lie_together_for_each_key_value_head(kv_heads: int, tp: int) -> None:
-    shape = dataclasses.replace(BASE, bias=True, kv_heads=kv_heads)
+    shape = dataclasses.replace(BASE, qkv_bias=True, output_bias=True, kv_heads=kv_heads)
     full = hugging_face(shape)
     for kind in ("weight", "bias"):
         prefix, group = "model.layers.1.self_attn.", shape.heads // kv_heads
@@ -167,7 +169,7 @@ def test_layers_that_divide_are_spread_evenly_and_others_make_room_for_embedding
     assert [len(chunk) for chunk in stages(layers=2, pp=2, vpp=2).chunks] == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("model", ["pangu", "llama", "qwen3"])
+@pytest.mark.parametrize("model", ["pangu", "llama", "qwen3", "qwen2", "mistral"])
 def test_names_and_shapes_are_those_of_the_file(model: str) -> None:
     folder = FIXTURES / "models" / model
     shape = read_shape(folder)
@@ -197,8 +199,8 @@ def test_what_is_not_built_in_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Gemma3ForCausalLM is not among the architectures"):
         read_shape(FIXTURES / "models" / "gemma3")
     text = (FIXTURES / "models" / "llama" / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"default"', '"llama3"').replace('bias": false', 'bias": true'))
-    with pytest.raises(ValueError, match="scaled rotary positions and biases in the MLP not built in"):
+    (tmp_path / "config.json").write_text(text.replace('"default"', '"yarn"').replace('bias": false', 'bias": true'))
+    with pytest.raises(ValueError, match="scaled otherwise than Llama 3's and biases in the MLP not built in"):
         read_shape(tmp_path)
 
 
@@ -213,8 +215,12 @@ def changed(folder: Path, model: str, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("model", "values", "advice"),
     [
-        ("llama", {"rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "scaled rotary positions not built in"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled rotary positions not built in"),
+        (
+            "llama",
+            {"rope_parameters": {"type": "linear", "rope_theta": 1e4}},
+            "scaled otherwise than Llama 3's not built in",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled otherwise than Llama 3's not built in"),
         ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
         (
             "qwen3",
@@ -231,9 +237,44 @@ def test_a_configuration_that_would_make_another_model_is_refused(
 
 
 def test_where_a_configuration_does_not_say_it_is_as_transformers_has_it(tmp_path: Path) -> None:
-    assert read_shape(changed(tmp_path, "pangu", bias=None)).bias  # openPangu's own default
-    assert not read_shape(changed(tmp_path, "llama", attention_bias=None)).bias
-    assert read_shape(changed(tmp_path, "llama", rope_scaling={"rope_type": "default"})).head == "causal"
+    pangu, llama = (
+        read_shape(changed(tmp_path, "pangu", bias=None)),
+        read_shape(changed(tmp_path, "llama", attention_bias=None)),
+    )
+    assert (pangu.qkv_bias, pangu.output_bias) == (True, True)  # openPangu's own default
+    assert (llama.qkv_bias, llama.output_bias) == (False, False)
+
+
+def test_an_older_spelling_of_scaled_positions_takes_the_place_of_the_newer_as_in_transformers(tmp_path: Path) -> None:
+    newer = json.loads((FIXTURES / "models" / "llama3" / "config.json").read_text())["rope_parameters"]
+    scaling = {key: value for key, value in newer.items() if key != "rope_theta"}
+    older = changed(tmp_path, "llama", rope_scaling=scaling, rope_theta=newer["rope_theta"])
+    assert read_shape(older).llama3 == read_shape(FIXTURES / "models" / "llama3").llama3
+    assert read_shape(older).rope_theta == newer["rope_theta"]
+    with pytest.raises(ValueError, match="does not say rope_theta"):  # rope_parameters are not asked for it
+        read_shape(changed(tmp_path, "llama", rope_scaling=scaling))
+
+
+@pytest.mark.parametrize(
+    ("model", "switch", "windows"),
+    [
+        ("mistral", {}, (12, 12)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9)),
+        ("qwen2", {"sliding_window": 9}, (None, None)),
+        ("llama3", {}, (None, None)),
+    ],
+)
+def test_windows_are_those_of_the_layers_that_transformers_gives_one(
+    tmp_path: Path, model: str, switch: dict[str, object], windows: tuple[int | None, ...]
+) -> None:
+    assert read_shape(changed(tmp_path, model, **switch)).windows == windows
+
+
+def test_qwen2_has_biases_on_q_k_and_v_and_mistral_has_none() -> None:
+    qwen2, mistral = (read_shape(FIXTURES / "models" / model) for model in ("qwen2", "mistral"))
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    assert (mistral.qkv_bias, mistral.output_bias) == (False, False)
 
 
 @pytest.mark.parametrize(("model", "family"), [("pangu", "PanguEmbedded"), ("llama", "Llama"), ("qwen3", "Qwen3")])

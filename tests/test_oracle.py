@@ -18,6 +18,7 @@ from conformance.batch import Batch, Document, Row
 from conformance.objective import Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights
+from conformance.oracle.positions import frequencies
 from conformance.oracle.run import POLICIES, Model, Observed, PolicyName, observe
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm
 from conformance.paths import FIXTURES
@@ -25,7 +26,10 @@ from conformance.role import POLICY
 from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 
-FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
+BASE = ("pangu", "llama", "qwen3", "gemma3")
+FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2")
+FAMILIES = (*BASE, *FURTHER)
+LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
 FLOAT64 = POLICIES["float64"]
 
 
@@ -111,7 +115,7 @@ def test_agrees_with_transformers_in_the_exact_tier(family: str) -> None:
     assert worst(found.gradients, reference.gradients) < 1e-13
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LONG_RUN)
 def test_a_float64_model_is_not_computed_in_float64_without_the_exact_tier(family: str) -> None:
     found, reference = transformers_model(family, exact=False), oracle(family)
     assert all(logits.dtype == torch.float64 for logits in found.logits)
@@ -119,7 +123,7 @@ def test_a_float64_model_is_not_computed_in_float64_without_the_exact_tier(famil
     assert worst(found.gradients, reference.gradients) > 1e-9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LONG_RUN)
 def test_no_lower_precision_leaks_into_an_exact_step(family: str) -> None:
     assert transformers_model(family, exact=True).leaks == ()
     leaks = transformers_model(family, exact=False).leaks
@@ -132,13 +136,25 @@ def test_fixtures_cannot_hide_a_bug() -> None:
     for family in FAMILIES:
         architecture = read_architecture(folder(family))
         for name, weight in load_weights(folder(family), architecture, torch.float64).items():
-            neutral = 0.0 if name.endswith("bias") or architecture.norm_plus_one else 1.0
+            neutral = 0.0 if name.endswith("bias") or architecture.norm.plus_one else 1.0
             assert weight.ndim > 1 or (weight - neutral).abs().mean() > 1e-3, name
-        assert architecture.kv_heads < architecture.heads
-    assert read_architecture(folder("pangu")).attention_bias
-    kinds = {(layer.window, layer.rope_theta) for layer in read_architecture(folder("gemma3")).layers}
+        assert all(layer.attention.kv_heads < layer.attention.heads for layer in architecture.layers)
+    assert read_architecture(folder("pangu")).layers[0].attention.biases == ("q", "k", "v", "o")
+    for family in ("gemma2", "gemma3", "mistral", "phi3", "qwen2-yarn"):
+        windows = [layer.attention.window for layer in read_architecture(folder(family)).layers]
+        assert min(window for window in windows if window is not None) < len(LONG.tokens)
+    kinds = {(u.attention.window, u.attention.rotary) for u in read_architecture(folder("gemma3")).layers}
     assert len(kinds) == 2
-    assert min(window for window, _ in kinds if window is not None) < len(LONG.tokens)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn"])
+def test_scaled_positions_have_pairs_that_keep_their_frequency_lose_it_and_lie_between(family: str) -> None:
+    rotary = read_architecture(folder(family)).layers[0].attention.rotary
+    assert rotary.scaling is not None
+    plain, scaled = (frequencies(one, torch.float64) for one in (replace(rotary, scaling=None), rotary))
+    assert scaled[0] == plain[0]
+    assert plain[1] / rotary.scaling.factor < scaled[1] < plain[1]
+    assert torch.allclose(scaled[2:], plain[2:] / rotary.scaling.factor, rtol=1e-15)
 
 
 def test_a_packed_row_equals_its_documents_alone() -> None:

@@ -3,7 +3,9 @@
 Serves claims 1 and 6: every backend is judged against it, so it shares no code with ``impl/`` and uses none of
 transformers' modelling code. It is slow and plain on purpose, and meant to be read next to the papers:
 
-    architecture.py   config.json -> what the model is; refuses what it does not know
+    architecture.py   config.json -> what the model is: a declaration per family; refuses what it does not know
+    parts.py          what a declaration is made of
+    positions.py, norm.py, attention.py, feed_forward.py, layer.py    what each part computes
     forward.py        tokens -> logits, or values
     term.py           what a document adds to a loss; objectives.py, rl.py: SFT, GRPO and PPO
     training.py       clipping, SGD, AdamW

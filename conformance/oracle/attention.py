@@ -1,4 +1,4 @@
-"""Causal attention as the papers write it: what the oracle's layers use, and an oracle of its own for rings.
+"""Causal attention as the papers write it: of the oracle's layers, and an oracle of its own for rings.
 
 Gradients come from autograd, so nothing here can share a mistake with an explicit backward pass.
 """
@@ -7,6 +7,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from conformance.oracle.linear import linear
+from conformance.oracle.norm import rms_norm
+from conformance.oracle.parts import Attention, Norm
+from conformance.oracle.policy import Policy
+from conformance.oracle.positions import Table, rotate
+from conformance.oracle.tap import Module
+from conformance.oracle.variant import Weights
 
 
 def hidden_keys(tokens: int, window: int | None) -> Tensor:
@@ -17,12 +26,24 @@ def hidden_keys(tokens: int, window: int | None) -> Tensor:
     return hidden if window is None else hidden | (distance >= window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor, scale: float, stable: torch.dtype) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    hidden: Tensor,
+    scale: float,
+    stable: torch.dtype,
+    softcap: float | None = None,
+) -> Tensor:
     """softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
 
     ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: softmax's dtype.
+    ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2).
     """
     scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
+    if softcap is not None:
+        scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
     scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
     probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable).to(v.dtype)
     return (probabilities_HTT @ v.transpose(0, 1)).transpose(0, 1)
@@ -41,3 +62,61 @@ def packed_attention(
     return torch.cat(
         [attend(*qkv, hidden=hidden_keys(len(qkv[0]), window), scale=scale, stable=q.dtype) for qkv in documents]
     )
+
+
+def attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
+    q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    rows = {"qkv": q_size + 2 * kv_size} if a.fused else {"q": q_size, "k": kv_size, "v": kv_size}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in {**{name: (n, hidden) for name, n in rows.items()}, "o": (hidden, q_size)}.items():
+        shapes[f"self_attn.{name}_proj.weight"] = size
+        if name in a.biases:
+            shapes[f"self_attn.{name}_proj.bias"] = size[:1]
+    if a.qk_norm:
+        widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (q_size, kv_size)
+        shapes |= {f"self_attn.{x}_norm.weight": (width,) for x, width in zip("qk", widths, strict=True)}
+    return shapes
+
+
+def attention(
+    x: Tensor, w: Weights, a: Attention, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
+) -> Tensor:
+    """Causal grouped-query attention of one document, ``x`` (T, D).
+
+    A query that sees no key, which there is only with a defect, has output 0.
+    """
+    q_THE, k_TKE, v_TKE = _projected(x, w, a, norm, policy, module)
+    q_THE, k_TKE = rotate(q_THE, table), rotate(k_TKE, table)
+    # Query head h reads kv head h // (H / K).
+    k_THE = k_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
+    blind = hidden.all(dim=1)
+    hidden = hidden & ~blind[:, None]
+    if policy.fused and a.softcap is None:  # torch's kernel has no soft-capping
+        q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
+        mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.scale)[0]
+        mixed_THE = mixed_HTE.transpose(0, 1)
+    else:
+        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap)
+    mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
+    return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)
+
+
+def _projected(
+    x: Tensor, w: Weights, a: Attention, norm: Norm, policy: Policy, module: Module
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (T, H, E), k and v (T, K, E), with the norms that q and k may have."""
+    q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    if a.fused:
+        q, k, v = linear(x, w, "self_attn.qkv_proj", module).split([q_size, kv_size, kv_size], dim=-1)
+    else:
+        q, k, v = (linear(x, w, f"self_attn.{name}_proj", module) for name in "qkv")
+    if a.qk_norm == "width":
+        q = rms_norm(q, w["self_attn.q_norm.weight"], norm, policy)
+        k = rms_norm(k, w["self_attn.k_norm.weight"], norm, policy)
+    q, k, v = (y.view(len(x), -1, a.head_dim) for y in (q, k, v))
+    if a.qk_norm == "head":
+        q = rms_norm(q, w["self_attn.q_norm.weight"], norm, policy)
+        k = rms_norm(k, w["self_attn.k_norm.weight"], norm, policy)
+    return q, k, v

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.defect import PaddedSoftmax
-from conformance.oracle.architecture import Architecture
+from conformance.oracle.parts import Architecture
 from conformance.oracle.variant import UNNAMED, Variant, Weights
 
 

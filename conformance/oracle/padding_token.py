@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from conformance.oracle.architecture import Architecture
+from conformance.oracle.parts import Architecture
 from conformance.oracle.variant import Variant
 
 

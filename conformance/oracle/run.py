@@ -22,11 +22,12 @@ from conformance.batch import Batch, Document, Row
 from conformance.defect import Defect, defects_to_json
 from conformance.objective import Objective, all_observables
 from conformance.observable import SKIPPED, model_key
-from conformance.oracle.architecture import Architecture, read_architecture
+from conformance.oracle.architecture import read_architecture
 from conformance.oracle.defects import variant_of
 from conformance.oracle.forward import Policy, Weights, forward, load_weights
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import functions_of, rollout_functions_of
+from conformance.oracle.parts import Architecture
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer

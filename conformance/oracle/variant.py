@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from conformance.batch import Batch, Row
-from conformance.oracle.architecture import Architecture
+from conformance.oracle.parts import Architecture
 
 Weights = dict[str, Tensor]
 UNNAMED = "(unnamed) "  # begins the name of what is trained and stands in no folder and in no record

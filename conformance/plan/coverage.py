@@ -142,7 +142,7 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
     if scenario.objective.reads == "samples":
         whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
         cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
-    window = min((layer.window for layer in architecture.layers if layer.window), default=0)
+    window = min((w for layer in architecture.layers if (w := layer.attention.window)), default=0)
     inputs, targets = _inputs(batches), _targets(batches)
     return DocumentReach(
         scenario=scenario.name,

@@ -120,6 +120,8 @@ class Watch(EagerMode):
                 self.reduced[size] += max(sum(t.numel() for t in _tensors([value])) for value in args)
 
     def _tensor(self, operator: str, result: Tensor) -> None:
+        if result.is_meta or isinstance(result, FakeTensor):
+            return  # DTensor asks for the shape of a whole tensor so; no rank holds it
         where = self._pass()
         if operator in _PRODUCTS:
             again = "recomputed" if torch.is_grad_enabled() else "backward"

@@ -4,12 +4,14 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
+from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
 from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
+from impl.families import WHOLE_OUTPUTS
 from impl.ring.support import RING_MODULES, ring_support
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
@@ -45,6 +47,7 @@ class DeepspeedBackend(StrategyBackend):
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
+        "hugging_face_model": "impl.deepspeed.trainable:load_model",
         "switch_off_dropout": "impl.adapter:switch_off_dropout",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",
@@ -87,6 +90,11 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
         if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
+        if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in WHOLE_OUTPUTS:
+            return Unsupported(
+                f"AutoTP leaves each rank its own part of {' and '.join(WHOLE_OUTPUTS[kind][0])}, and the code of "
+                f"{kind} wants them whole; use tp1, or fsdp2, which gathers them"
+            )
         by_mpu = layout.ulysses > 1 and layout.tp == 1
         if by_mpu and layout.zero == 1 and scenario.precision == "bf16":
             return Unsupported(

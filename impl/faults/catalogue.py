@@ -6,6 +6,7 @@ there means:
 
 ==================  ===================================================================================
 load_model          (trainable, path) -> model: whole model from a Hugging Face folder
+hugging_face_model  (path, ...) -> the model of transformers, before anything is cut
 switch_off_dropout  (model): leaves no dropout in it, in whatever mode it runs
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
 step_totals         (context, functions, micro_batches) -> the objective's sums over the whole optimizer step, by name
@@ -77,6 +78,7 @@ from typing import Any
 import torch
 
 from conformance.faults.fault import Fault, Function
+from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.means import MEANS_FAULTS
@@ -296,6 +298,7 @@ CATALOGUE = (
     *OPTIMIZER_FAULTS,
     *OVERFLOW_FAULTS,
     *RING_FAULTS,
+    *ARCHITECTURE_FAULTS,
     *MODEL_PARALLEL_FAULTS,
     *RL_FAULTS,
     *HANDOVER_FAULTS,

@@ -64,6 +64,10 @@ _OVERFLOW = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
 _SFT = {
     "dropped-o-bias": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
     "rotary-in-bf16": _sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", blank=_ROUNDED),
+    "positions-not-scaled": _sft("sft-packed", "llama3", fsdp2="tp2", deepspeed="dp2.zero2", megatron="pp2"),
+    "window-one-longer": _sft("sft-packed", "mistral", fsdp2="sp2", deepspeed="dp2.zero1", megatron="sp2"),
+    "lost-qkv-biases": _sft("sft-packed", "qwen2", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    "scores-not-capped": _sft("sft-packed", "gemma2", fsdp2="dp2", deepspeed="dp2.zero2"),
     "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
     "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),

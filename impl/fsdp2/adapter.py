@@ -33,6 +33,7 @@ class Fsdp2Backend(StrategyBackend):
         "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.trainable:outputs_of",
         "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
+        "hugging_face_model": "impl.fsdp2.trainable:load_model",
         "switch_off_dropout": "impl.adapter:switch_off_dropout",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",

@@ -24,15 +24,23 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
+from impl.families import WHOLE_OUTPUTS
+
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
 # Model types that have an explicit plan -> the norms on their residual stream.
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 LAYER_NORMS = {
     "llama": _LLAMA_NORMS,
     "PanguEmbedded": _LLAMA_NORMS,
+    "mistral": _LLAMA_NORMS,
+    "qwen2": _LLAMA_NORMS,
     "qwen3": _LLAMA_NORMS,
-    "gemma3_text": (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "phi3": _LLAMA_NORMS,
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma2": _GEMMA_NORMS,
+    "gemma3_text": _GEMMA_NORMS,
 }
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 
@@ -67,7 +75,7 @@ def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool)
 
 
 def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
-    """Shard ``model`` in place by an explicit plan for the Llama, openPangu, Qwen3 and Gemma3 families.
+    """Shard ``model`` in place by an explicit plan for the families of LAYER_NORMS.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
     ``loss``: the head's output stays cut along the vocabulary (``vocabulary_shard``); a value model has no such head.
@@ -75,7 +83,10 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     """
     kind = model.config.model_type
     if kind not in LAYER_NORMS:
-        raise ValueError(f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)})")
+        raise ValueError(
+            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)}; docs/adding-a-model.md "
+            f"says how one is added)"
+        )
     tied = _untie(model)
     stream = Shard(1) if sequence else Replicate()  # placement of the residual stream (rows, length, hidden)
     # The embedding's output is the whole sequence, because the model takes the length of its masks from it.
@@ -140,6 +151,9 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=stream),
     }
+    gathered, cut_again = WHOLE_OUTPUTS.get(kind, ((), ()))
+    plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in gathered}
+    plan |= {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream) for name in cut_again}
     if kind in HEAD_NORMS:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             plan[name] = SequenceParallel(sequence_dim=HEAD_NORMS[kind], use_local_output=True)

@@ -5,6 +5,7 @@ TransformerEngine. Here impl.ring computes attention, on a ring of one rank if t
 the description of the micro-batch to every layer as ``packed_seq_params``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from impl.ring.attention import Ring
@@ -31,10 +33,12 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
 
 
 class RingCoreAttention(torch.nn.Module):
-    """The ``core_attention`` module of a layer: causal attention within each document."""
+    """The ``core_attention`` module of a layer: causal attention within each document, in a window if it has one."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__()
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size if windowed else (-1, -1)
         self.scale = config.kv_channels**-0.5
         self.attention_dropout = float(config.attention_dropout)
 
@@ -53,12 +57,16 @@ class RingCoreAttention(torch.nn.Module):
         if self.training and self.attention_dropout:
             raise ValueError("attention here has no dropout; set attention_dropout to 0.0 in the model's config.json")
         q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
-        out = ring(q, k, v, scale=self.scale, window=(-1, -1))
+        out = ring(q, k, v, scale=self.scale, window=self.window)
         return out.transpose(0, 1).flatten(2)  # (length, rows, heads * E)
 
 
 class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
     """Rotary embedding by the positions of a micro-batch; megatron-core's own goes by the index in the sequence."""
+
+    def scale(self, llama3: Mapping[str, float]) -> None:
+        """Scale the frequencies as Llama 3 does, by these numbers: megatron-core's constructor has fixed ones."""
+        self.inv_freq = self._apply_scaling(self.inv_freq, **llama3)
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Tensor:
         """The positions, (rows, length); megatron-core calls ``forward`` with the result of this method."""

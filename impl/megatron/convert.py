@@ -61,10 +61,10 @@ def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
     return (
         "input_layernorm.weight",
         "self_attention.linear_qkv.weight",
-        *(["self_attention.linear_qkv.bias"] if shape.bias else []),
+        *(["self_attention.linear_qkv.bias"] if shape.qkv_bias else []),
         *(["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if shape.qk_norm else []),
         "self_attention.linear_proj.weight",
-        *(["self_attention.linear_proj.bias"] if shape.bias else []),
+        *(["self_attention.linear_proj.bias"] if shape.output_bias else []),
         "pre_mlp_layernorm.weight",
         "mlp.linear_fc1.weight",
         "mlp.linear_fc2.weight",

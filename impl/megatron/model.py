@@ -1,4 +1,4 @@
-"""openPangu, Llama and Qwen3 on megatron-core's GPTModel, through a layer spec; with a language or a value head.
+"""openPangu, Llama, Mistral, Qwen2 and Qwen3 on megatron-core's GPTModel, by a layer spec; with either head.
 
 This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
@@ -71,6 +71,7 @@ class ValueHead(torch.nn.Linear):
 def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
     """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
     compute = COMPUTE_DTYPES[precision]
+    (window,) = {of_layer for of_layer in shape.windows if of_layer is not None} or {None}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,
@@ -82,8 +83,10 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         layernorm_epsilon=shape.eps,
         normalization="RMSNorm",
         qk_layernorm=shape.qk_norm,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=[int(of_layer is not None) for of_layer in shape.windows],
         add_bias_linear=False,
-        add_qkv_bias=shape.bias,
+        add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -143,6 +146,8 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
     model.rotary_pos_emb = DocumentRotary(
         kv_channels=shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, cp_group=model.cp_group
     )
+    if shape.llama3:
+        model.rotary_pos_emb.scale(shape.llama3)
     if last and shape.head == "value":
         model.output_layer = ValueHead(config)
     return model
@@ -156,7 +161,7 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     attention.core_attention = RingCoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if shape.bias:
+    if shape.output_bias:
         attention.linear_proj = BiasedRowParallelLinear
     return spec
 

@@ -1,20 +1,33 @@
 """What a Hugging Face configuration says about a model, as far as Megatron's layers need it; imports no Megatron."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from conformance.role import Head
 from conformance.validation import UsageError
 
-# Families whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
-# Each has the configuration's switch for biases on q, k, v and o (the MLP has none), the default of this switch, and
-# whether q and k are normalised per head.
-FAMILIES: dict[str, tuple[str, bool, bool]] = {
-    "PanguEmbedded": ("bias", True, False),
-    "Llama": ("attention_bias", False, False),
-    "Qwen3": ("attention_bias", False, True),
+
+class Family(NamedTuple):
+    """A family whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
+
+    bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one always.
+    The MLP has none. qk_norm: whether q and k are normalised per head. windows: which layers have a sliding window.
+    """
+
+    bias: tuple[str, bool] | Literal["none", "qkv"]
+    qk_norm: bool = False
+    windows: Literal["none", "every layer", "switched on"] = "none"
+
+
+FAMILIES = {
+    "PanguEmbedded": Family(("bias", True)),
+    "Llama": Family(("attention_bias", False)),
+    "Mistral": Family("none", windows="every layer"),
+    "Qwen2": Family("qkv", windows="switched on"),
+    "Qwen3": Family(("attention_bias", False), qk_norm=True, windows="switched on"),
 }
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
@@ -26,8 +39,10 @@ VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: trans
 class ModelShape:
     """The sizes and switches of a model.
 
-    bias: on q, k, v and o. head: logits over the vocabulary, or one value per token. padding_token: its embedding gets
-    no gradient where the token is an input. attention_dropout: a probability; it is only run if it is switched off.
+    qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
+    rotary frequencies, in the words of megatron-core's own function; None without it. head: logits over the vocabulary,
+    or one value per token. padding_token: its embedding gets no gradient where the token is an input.
+    attention_dropout: a probability; it is only run if it is switched off.
     """
 
     layers: int
@@ -39,10 +54,13 @@ class ModelShape:
     vocab: int
     eps: float
     rope_theta: float
-    bias: bool
+    qkv_bias: bool
+    output_bias: bool
     qk_norm: bool
     tied: bool
     max_positions: int
+    windows: tuple[int | None, ...] = ()
+    llama3: Mapping[str, float] | None = None
     padding_token: int | None = None
     attention_dropout: float = 0.0
     head: Head = "causal"
@@ -59,30 +77,54 @@ def read_shape(folder: Path) -> ModelShape:
     if name not in ARCHITECTURES:
         raise UsageError(
             f"{name} is not among the architectures that are built here on megatron-core "
-            f"({', '.join(ARCHITECTURES)}); use fsdp2 or deepspeed"
+            f"({', '.join(FAMILIES)}); use fsdp2 or deepspeed, or add it (docs/adding-a-model.md)"
         )
     family, head = ARCHITECTURES[name]
-    bias, default, qk_norm = FAMILIES[family]
-    ropes = [rope for key in ("rope_parameters", "rope_scaling") if (rope := config.get(key))]
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
-        "scaled rotary positions": any(r.get("rope_type", r.get("type", "default")) != "default" for r in ropes),
+        "rotary positions that are scaled otherwise than Llama 3's": _scaling(config) not in ("default", "llama3"),
         "a head with more than one value per token": several,
         "biases in the MLP": config.get("mlp_bias"),
-        "a sliding window": config.get("use_sliding_window"),
         "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
     }
     if missing := [what for what, asked in refused.items() if asked]:
         raise UsageError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
     try:
-        return _shape(config, bias=bool(config.get(bias, default)), qk_norm=qk_norm, head=head)
+        return _shape(config, FAMILIES[family], head=head)
     except KeyError as lacking:
         raise UsageError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
 
 
-def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> ModelShape:
-    heads = config["num_attention_heads"]
-    theta = (config.get("rope_parameters") or config)["rope_theta"]
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration says of rotary positions, in its newer or its older spelling."""
+    return {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
+    }
+
+
+def _scaling(config: dict[str, Any]) -> str:
+    rope = _rope(config)
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _windows(config: dict[str, Any], family: Family) -> tuple[int | None, ...]:
+    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    if family.windows == "every layer":
+        return (window,) * count
+    if family.windows == "none" or not config.get("use_sliding_window"):
+        return (None,) * count
+    first = config.get("max_window_layers", 28)  # transformers' default
+    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
+    heads, rope = config["num_attention_heads"], _rope(config)
+    if rope["rope_theta"] is None:
+        raise KeyError("rope_theta")
+    bias = isinstance(family.bias, tuple) and bool(config.get(*family.bias))
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -92,12 +134,15 @@ def _shape(config: dict[str, Any], *, bias: bool, qk_norm: bool, head: Head) -> 
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         eps=config["rms_norm_eps"],
-        rope_theta=float(theta),
-        bias=bias,
-        qk_norm=qk_norm,
+        rope_theta=float(rope["rope_theta"]),
+        qkv_bias=bias or family.bias == "qkv",
+        output_bias=bias,
+        qk_norm=family.qk_norm,
         # A value head has nothing to be tied to.
         tied=bool(config.get("tie_word_embeddings")) and head == "causal",
         max_positions=config["max_position_embeddings"],
+        windows=_windows(config, family),
+        llama3={key: rope[key] for key in llama3} if _scaling(config) == "llama3" else None,
         padding_token=config.get("pad_token_id"),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         head=head,

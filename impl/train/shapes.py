@@ -80,7 +80,7 @@ def _of_configuration(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         layer = f"model.layers.{number}."
         for name, (rows, columns) in linears.items():
             found[f"{layer}{name}.weight"] = (rows, columns)
-            if shape.bias and name.startswith("self_attn"):
+            if shape.output_bias if name.endswith("o_proj") else shape.qkv_bias and name.startswith("self_attn"):
                 found[f"{layer}{name}.bias"] = (rows,)
         if shape.qk_norm:
             found |= {f"{layer}self_attn.{one}_norm.weight": (shape.head_dim,) for one in "qk"}

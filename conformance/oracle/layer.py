@@ -1,0 +1,47 @@
+"""A decoder layer: attention and feed-forward on a residual stream, with norms where the architecture places them.
+
+Norms before (arXiv 2002.04745), after and before the sum (OLMo 2, arXiv 2501.00656 section 3.2), or both (Gemma 2,
+arXiv 2408.00118 section 2).
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from conformance.oracle.attention import attention, attention_shapes
+from conformance.oracle.feed_forward import feed_forward_shapes, gated_mlp
+from conformance.oracle.norm import rms_norm
+from conformance.oracle.parts import Layer, Norm
+from conformance.oracle.policy import Policy
+from conformance.oracle.positions import Table
+from conformance.oracle.tap import Module
+from conformance.oracle.variant import Weights
+
+
+def layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer's parameters, in the model's order, without the prefix ``model.layers.N.``."""
+    return {
+        **attention_shapes(layer.attention, hidden),
+        **feed_forward_shapes(layer.feed_forward, hidden),
+        **{f"{name}.weight": (hidden,) for name in layer.norms.names},
+    }
+
+
+def decoder_layer(
+    x: Tensor, w: Weights, layer: Layer, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
+) -> Tensor:
+    """``x`` and the result: (T, D). ``w``: the layer's own weights. ``hidden``: (T, T), the keys that are not seen."""
+
+    def normed(name: str | None, x: Tensor) -> Tensor:
+        if name is None:
+            return x
+        return module(name, partial(rms_norm, weight=w[name + ".weight"], norm=norm, policy=policy), x)
+
+    attend = partial(
+        attention, w=w, a=layer.attention, norm=norm, table=table, hidden=hidden, policy=policy, module=module
+    )
+    y = module("self_attn", attend, normed(layer.norms.before_attention, x))
+    x = x + normed(layer.norms.after_attention, y)
+    feed_forward = partial(gated_mlp, w=w, mlp=layer.feed_forward, module=module)
+    y = module("mlp", feed_forward, normed(layer.norms.before_feed_forward, x))
+    return x + normed(layer.norms.after_feed_forward, y)

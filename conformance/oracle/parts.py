@@ -1,0 +1,149 @@
+"""Parts: what a decoder is made of. An architecture is a choice of parts and their numbers; nothing here computes.
+
+Each part is computed in a file of its own, next to its paper: positions.py, norm.py, attention.py, feed_forward.py; and
+layer.py puts them together. A layer has parts of its own, so layers of one model may differ.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Projection = Literal["q", "k", "v", "o"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Position interpolation: every frequency is divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones stay, with a slope between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN: frequencies that turn often enough within the original positions stay, slow ones are divided by ``factor``.
+
+    attention_factor multiplies cos and sin. truncate: the ends of the ramp are whole numbers.
+    """
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    original_positions: int
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions. ``dims``: how many of a head's numbers, the first ones, are turned."""
+
+    theta: float
+    dims: int
+    scaling: Linear | Llama3 | Yarn | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """RMSNorm. plus_one: multiplies by 1 + weight. rounds_last: rounds to the compute dtype after the weight."""
+
+    eps: float
+    plus_one: bool = False
+    rounds_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Causal grouped-query attention.
+
+    window: a query at position i sees keys j with 0 <= i - j < window; None: all of j <= i. scale multiplies q k^T.
+    biases: the projections that have one. fused: q, k and v are the rows of one matrix, ``qkv_proj``. qk_norm: RMSNorm
+    of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    scale: float
+    window: int | None = None
+    biases: tuple[Projection, ...] = ()
+    fused: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)). fused: gate and up are the rows of one matrix, ``gate_up_proj``."""
+
+    size: int
+    activation: str
+    bias: bool = False
+    fused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a layer has norms, by the names of their weights: before and after attention and the feed-forward.
+
+    What comes after is normed before it is added to the residual stream.
+    """
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_feed_forward: str | None = None
+    after_feed_forward: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        places = (self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward)
+        return tuple(name for name in places if name is not None)
+
+
+PRE = Placement(before_attention="input_layernorm", before_feed_forward="post_attention_layernorm")
+POST = Placement(after_attention="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm")
+SANDWICH = Placement(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer. A feed-forward of another kind, such as a mixture of experts, is another class beside GatedMlp."""
+
+    attention: Attention
+    feed_forward: GatedMlp
+    norms: Placement = PRE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A causal decoder.
+
+    norm: of all norms of the model. embedding_scale multiplies the embeddings. final_softcap c: logits become
+    c tanh(logits / c). As an input, padding_token gives no gradient to its embedding (torch.nn.Embedding's padding_idx,
+    which transformers always sets). value_head: one number per token, by a linear without bias on the last hidden
+    state, instead of logits.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    tied: bool
+    padding_token: int | None
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+    value_head: bool = False

@@ -1,0 +1,83 @@
+"""Families beside openPangu, Llama, Qwen3 and Gemma 3: each computes what the oracle computes, however it is cut.
+
+A fast run has one cell of each family, in turn on the backends, in the way of cutting that asks most of it; the rest is
+the profile `families`.
+"""
+
+import re
+
+import pytest
+from cells import assert_honest, cell_of, exhaustive
+
+from conformance.backend import Supported, Unsupported, find_backend
+from conformance.plan.profile import Overrides, expand, load_profile
+from conformance.run.session import Session
+from conformance.scenario import Precision
+
+EVERYWHERE = ("qwen2", "llama3", "mistral")
+HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout"),
+    [
+        ("deepspeed", "sft-packed", "qwen2", "tp2.zero1"),
+        ("megatron", "grpo", "llama3", "pp2"),
+        ("megatron", "sft-packed", "mistral", "sp2"),
+        ("fsdp2", "sft-packed", "gemma2", "tp2.losspar"),
+        ("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
+        ("fsdp2", "grpo", "olmo2", "tp2"),
+        ("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
+        exhaustive("megatron", "sft-packed", "qwen2", "pp2.vpp2"),
+        exhaustive("megatron", "sft-packed", "qwen2", "tp2.seqpar"),
+        exhaustive("fsdp2", "sft-packed", "olmo2", "tp2.seqpar.losspar"),
+        exhaustive("deepspeed", "grpo", "phi3", "ulysses2.zero2"),
+    ],
+)
+def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
+    assert_honest(session, cell_of(backend, scenario, model, layout, "exact"))
+
+
+LOWER = [("fsdp2", model) for model in HUGGING_FACE] + [("megatron", model) for model in EVERYWHERE]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("backend", "model"), LOWER)
+def test_lower_precisions_are_as_good_as_a_single_process(
+    session: Session, backend: str, model: str, precision: Precision
+) -> None:
+    verdict = session.run(cell_of(backend, "sft-packed", model, "dp2", precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_claims_it() -> None:
+    backends = [find_backend(name) for name in ("fsdp2", "deepspeed", "megatron")]
+    claimed = {
+        (cell.legs[0].backend.name, cell.scenario.model_name, cell.scenario.objective.kind)
+        for cell in expand(load_profile("families"), backends, Overrides())
+        if all(isinstance(leg.backend.load().supports(cell.scenario, leg.layout), Supported) for leg in cell.legs)
+    }
+    for backend, families in (("fsdp2", HUGGING_FACE), ("deepspeed", HUGGING_FACE), ("megatron", EVERYWHERE)):
+        assert {(backend, family, kind) for family in families for kind in ("sft", "grpo")} <= claimed
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout", "advice"),
+    [
+        ("fsdp2", "gemma2", "sp2", "no soft-capping of scores; use sp1"),
+        ("deepspeed", "gemma2", "ulysses2", "no soft-capping of scores; use sp1"),
+        ("deepspeed", "phi3", "tp2", "self_attn.qkv_proj and mlp.gate_up_proj, and the code of phi3 wants them whole"),
+        ("deepspeed", "olmo2", "tp2", "the code of olmo2 wants them whole; use tp1, or fsdp2"),
+        ("fsdp2", "mistral", "sp2.zigzag", "the default ring is right"),
+        ("megatron", "phi3", "dp2", "Phi3ForCausalLM is not among .*docs/adding-a-model.md"),
+        ("megatron", "qwen2-yarn", "dp2", "scaled otherwise than Llama 3's not built in"),
+    ],
+)
+def test_what_a_backend_lacks_for_a_family_is_unsupported_with_advice(
+    backend: str, model: str, layout: str, advice: str
+) -> None:
+    cell = cell_of(backend, "sft-packed", model, layout, "exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert re.search(advice, answer.reason)
