@@ -1,6 +1,7 @@
 """Batches: right targets, and the unevenness that makes bugs show."""
 
 import json
+import shutil
 from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
@@ -99,6 +100,27 @@ def test_a_long_document_is_cut_at_the_end(tmp_path: Path, tokenizer: Any) -> No
     assert [len(d.tokens) for d in whole] == [17, 28]
     assert [d.tokens for d in cut] == [d.tokens[:24] for d in whole]
     assert sum(cut[1].targets) < sum(whole[1].targets)
+
+
+def test_a_data_set_or_a_template_that_has_changed_is_tokenized_again(tmp_path: Path) -> None:
+    model, data = Path(shutil.copytree(MODEL, tmp_path / "model")), tmp_path / "d.jsonl"
+    scenario = Scenario(
+        name="any",
+        model=str(model),
+        precision="fp32",
+        optimizer=OptimizerConfig(name="sgd", lr=0.1),
+        data=DataConfig(path=write(data, SAMPLES), rows=2),
+    )
+
+    def tokens() -> set[tuple[int, ...]]:
+        return {document.tokens for batch in build_batches(scenario, model) for document in batch.documents}
+
+    first = tokens()
+    write(data, SAMPLES[::-1][:1])
+    assert tokens() < first
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{ eos_token }}", ""))
+    assert not tokens() & first
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])

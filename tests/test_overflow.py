@@ -110,8 +110,9 @@ def test_an_overflow_is_skipped_and_the_scale_falls_and_grows(
 def records(session: Session) -> tuple[Record, Record]:
     """Of a cell, and of its oracle."""
     cell = cell_of("fsdp2", "sft-overflow", "llama", "dp2", "fp16", steps=6)
-    session.run(cell)
     folder = folder_of(session, cell)
+    if not folder.exists():  # else it has been run above
+        session.run(cell)
     oracle = folder / json.loads((folder / "verdict.json").read_text())["oracle"] / "float64"
     return record_of(session, cell), read_record(oracle)
 

@@ -34,6 +34,27 @@ def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_no
     assert list(work_dir.iterdir()) == []
 
 
+def test_the_zygotes_of_all_pools_are_forked_from_one_process(tmp_path: Path) -> None:
+    zygotes = []
+    for name in ("one", "other"):
+        with Pool(work_dir=tmp_path / name) as pool:
+            zygotes.append(results(Runner(pool, tmp_path)("pids"))[0]["zygote"])
+            assert zygotes[-1] in children_of(nursery_of(os.getpid()))
+    assert zygotes[0] != zygotes[1]
+
+
+def nursery_of(controller: int) -> int:
+    """The pid of a process's nursery."""
+    children = children_of(controller)
+    (found,) = [pid for pid in children if b"conformance.world.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+def children_of(parent: int) -> list[int]:
+    threads = Path(f"/proc/{parent}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+
+
 def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
     broken = WorldConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=tmp_path) as pool:
@@ -65,6 +86,7 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     while len(started := [int(file.name) for file in pid_dir.iterdir()]) < 5 and controller.poll() is None:
         time.sleep(0.05)
     assert len(started) == 5
+    started.append(nursery_of(controller.pid))
     controller.kill()
     controller.wait()
     assert [pid for pid in started if not is_dead_soon(pid)] == []
