@@ -24,6 +24,8 @@ from pathlib import Path
 import conformance
 from conformance import doctor
 from conformance.backend import registered_backends
+from conformance.bisect.auto import any_differs, bisect_run
+from conformance.bisect.tell import told
 from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.judge.again import rejudge
@@ -31,7 +33,7 @@ from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Again, Demands, Kept, Options, Portion, Selection
+from conformance.plan.selection import NO_BISECT, Again, Demands, Kept, Options, Portion, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(run, Again)
     _add_options(run, Kept)
     run.add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
+    run.add_argument("--no-bisect", action="store_true", help=NO_BISECT)
     run.add_argument("--json", action="store_true", help="machine-readable output")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
@@ -141,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument(
         "--budget", type=float, default=300.0, help="seconds that a run may go without progress (default: 300)"
     )
+    first.add_argument("--json", action="store_true", help="machine-readable output")
     first.set_defaults(command=_bisect)
 
     check = commands.add_parser("doctor", help="check this machine and what is installed")
@@ -225,23 +229,31 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
-        return _run_cells(cells, config, stop, Kept.from_options(options), as_json=options.json)
+        kept, bisects = Kept.from_options(options), not options.no_bisect
+        return _run_cells(cells, config, stop, kept, as_json=options.json, bisects=bisects)
 
 
-def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, as_json: bool) -> int:
+def _run_cells(
+    cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, as_json: bool, bisects: bool
+) -> int:
     out = config.out
     existed = out.exists()
     done = 0
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        stop.check()
+
     def progress(judged: JudgedCell) -> None:
         nonlocal done
         done += 1
-        print(_line(done, len(cells), judged), file=sys.stderr, flush=True)
-        stop.check()
+        say(_line(done, len(cells), judged))
 
     try:
         with Session(config=config) as session:
             session.run_all(cells, progress=progress)
+            if bisects and any_differs(out):
+                bisect_run(session, cells, say=say)
     except UsageError:
         if not existed and not done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
@@ -328,14 +340,14 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _bisect(options: argparse.Namespace, _: list[str]) -> int:
-    from conformance.bisect.command import run  # loads DTensor, which takes a second
+    from conformance.bisect.command import run
 
     options.cells = [options.cell]
     selection = Selection.from_options(options)
     cells = select_cells(selection)
     if len(cells) != 1:
         raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
-    state = run(cells[0], device=options.device, budget_s=options.budget)
+    state = run(cells[0], device=options.device, budget_s=options.budget, as_json=options.json)
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
@@ -344,7 +356,8 @@ def _finish(out: Path, *, as_json: bool) -> int:
     lines = write_reports(out)
     run, cells = read_cells(out)
     summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
-    print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *lines]))
+    found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
+    print(dumps(summary) if as_json else "\n".join([*summary_lines(summary), *found, *lines]))
     return EXIT[summary["verdict"]]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
+NO_BISECT = "do not look for the first wrong module of cells that differ, which runs these once or twice more"
+
 
 def _option(help_text: str, *, default: Any = None, **argparse: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **argparse})
