@@ -119,8 +119,8 @@ class Backend(Protocol):
     shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a handover is judged
         only by the steps that follow it.
 
-    Optional method: ``traced(model, batch) -> conformance.activations.Traced`` says which modules this rank runs in the
-    step of ``batch``, and how their activations are cut. Without it, a cell cannot be bisected.
+    Optional method: ``traced(model, batch) -> conformance.activations.Traced`` says which modules of a trained model
+    this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be bisected.
     """
 
     @classmethod

@@ -24,6 +24,8 @@ from pathlib import Path
 import conformance
 from conformance import doctor
 from conformance.backend import registered_backends
+from conformance.bisect.auto import any_differs, bisect_run
+from conformance.bisect.tell import told
 from conformance.commands import announced_commands
 from conformance.completion import PrintCompletion
 from conformance.faults import catalogue
@@ -32,7 +34,7 @@ from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import Again, Demands, Kept, Options, Output, Portion, Ranks, Selection
+from conformance.plan.selection import NO_BISECT, Again, Demands, Kept, Options, Output, Portion, Ranks, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
@@ -46,7 +48,7 @@ from conformance.run.refusal import check_device
 from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.stopping import Stop, Stopped
-from conformance.terminal import Loudness, Terminal, print_summary
+from conformance.terminal import Terminal, print_summary
 from conformance.validation import UsageError
 from conformance.world import Device
 
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run cells, judge them, write the report")
     _add_options(run, Selection, Demands, Portion, Again, Kept)
     run.add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
+    run.add_argument("--no-bisect", action="store_true", help=NO_BISECT)
     loudness = run.add_mutually_exclusive_group()
     loudness.set_defaults(loudness="normal")
     loudness.add_argument(
@@ -157,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
     _add_options(first, Selection, without="cells")
     _add_options(first, Ranks)
+    first.add_argument("--json", action="store_true", help="machine-readable output")
     first.set_defaults(command=_bisect)
 
     check = commands.add_parser("doctor", help="check this machine and what is installed")
@@ -244,18 +248,18 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
-        return _run_cells(
-            cells, config, stop, Kept.from_options(options), loudness=options.loudness, as_json=options.json
-        )
+        return _run_cells(cells, config, stop, options)
 
 
-def _run_cells(
-    cells: Sequence[Cell], config: SessionConfig, stop: Stop, kept: Kept, *, loudness: Loudness, as_json: bool
-) -> int:
-    out = config.out
+def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
+    out, as_json = config.out, options.json
     existed = out.exists()
     session = Session(config)
-    terminal = Terminal(total=len(cells), now=session.activity, loudness=loudness)
+    terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
+
+    def say(line: str) -> None:
+        terminal.say(line)
+        stop.check()
 
     def progress(judged: JudgedCell) -> None:
         terminal.judged(judged.cell, judged.verdict, judged.seconds)
@@ -264,6 +268,8 @@ def _run_cells(
     try:
         with terminal, session:
             session.run_all(cells, progress=progress)
+            if not options.no_bisect and any_differs(out):
+                bisect_run(session, cells, say=say)
     except UsageError:
         if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
@@ -284,7 +290,7 @@ def _run_cells(
         print(f"parity: stopped after {terminal.done} of {len(cells)} cells: {error}", file=sys.stderr)
         return _report_what_is_left(out, as_json=as_json, compare=True)
     write_side_by_side(out)
-    if kept.keep != "all":
+    if Kept.from_options(options).keep != "all":
         slim(out)
     return _finish(out, as_json=as_json)
 
@@ -345,7 +351,7 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _bisect(options: argparse.Namespace, _: list[str]) -> int:
-    from conformance.bisect.command import run  # loads DTensor, which takes a second
+    from conformance.bisect.command import run
 
     options.cells = [options.cell]
     selection, ranks = Selection.from_options(options), Ranks.from_options(options)
@@ -353,7 +359,7 @@ def _bisect(options: argparse.Namespace, _: list[str]) -> int:
     cells = select_cells(selection)
     if len(cells) != 1:
         raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
-    state = run(cells[0], device=ranks.device, budget_s=ranks.budget)
+    state = run(cells[0], device=ranks.device, budget_s=ranks.budget, as_json=options.json)
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
@@ -365,7 +371,8 @@ def _finish(out: Path, *, as_json: bool) -> int:
     if as_json:
         print(dumps(summary))
     else:
-        print_summary(summary["verdict"], [*summary_lines(summary), *lines])
+        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
+        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
     return EXIT[summary["verdict"]]
 
 

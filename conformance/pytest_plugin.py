@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conformance.plan.selection import Demands, Kept, Output, Portion, Ranks, Selection
+from conformance.plan.selection import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for kind in (Selection, Demands, Portion, Ranks, Output, Kept):
         for name, about in kind.options():
             group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
+    group.addoption("--parity-no-bisect", action="store_true", help=NO_BISECT)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,6 +95,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out, compare=not stopped_by)
+    found = [] if stopped_by or config.option.parity_no_bisect else bisect(config, out)
     from conformance.record.files import Unwritable
     from conformance.record.slim import slim
     from conformance.record.states import PASSES
@@ -107,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         reports = write_reports(out)
     except (UsageError, Unwritable) as error:
         reports = [f"no report: {error}"]
-    config.stash[LINES] = [*summary_lines(summary), *reports]
+    config.stash[LINES] = [*summary_lines(summary), *found, *reports]
     if exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -132,6 +134,21 @@ def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
     if compare:
         write_side_by_side(out)
     return summary
+
+
+def bisect(config: pytest.Config, out: Path) -> list[str]:
+    """Bisect the first cells that differ, in this process, whose workers have ended; returns a line about each."""
+    from conformance.bisect.auto import any_differs, bisect_run
+
+    if not any_differs(out):
+        return []
+    from conformance.plan.plan import make_plan
+    from conformance.run.session import Session, SessionConfig
+
+    plan, lines = make_plan(selection(config), demands(config), portion(config)), list[str]()
+    with Session(SessionConfig(out=out, device=config.option.parity_device)) as session:
+        bisect_run(session, plan.cells, say=lines.append)
+    return lines
 
 
 def stop_at_sigterm(config: pytest.Config) -> None:

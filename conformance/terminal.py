@@ -93,6 +93,10 @@ class Terminal:
             )
         )
 
+    def say(self, text: str) -> None:
+        """Print a line that is about no single cell's verdict."""
+        self._print(Text(text))
+
     def _log(self, text: str) -> None:
         self._print(Text(text, style="dim"))
 

@@ -52,21 +52,18 @@ def hugging_face_modules(
     """The modules of a Hugging Face model under its own names.
 
     tp: the ranks that cut the features inside of attention and MLP, in equal and contiguous parts. sequence: the stream
-    between blocks is cut over them, along the length. vocabulary_start: the first token of this rank's logits.
+    between blocks is cut over them, along the length. vocabulary_start: the first token of this rank's logits; a value
+    model has none.
     """
     modules: Mapping[str, torch.nn.Module] = dict(model.named_modules())
     stream = Cut(part=tp_rank, parts=tp) if sequence else WHOLE
     found = [
         TracedModule(name="model.embed_tokens", module=modules["model.embed_tokens"]),
         TracedModule(name="model.norm", module=modules["model.norm"], input=stream, output=stream),
-        TracedModule(
-            name="lm_head",
-            module=modules["lm_head"],
-            input=stream,
-            output=Cut(first_feature=vocabulary_start),
-        ),
     ]
     gathered, cut_again = WHOLE_OUTPUTS.get(model.config.model_type, ((), ()))
+    head, cut = ("score", WHOLE) if "score" in modules else ("lm_head", Cut(first_feature=vocabulary_start))
+    found.append(TracedModule(name=head, module=modules[head], input=stream, output=cut))
     for number in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{number}."
         for name in BETWEEN:

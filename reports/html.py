@@ -27,7 +27,7 @@ from reports.packing import Shared, cell_data, pack
 
 TEMPLATES = Path(__file__).with_name("templates")
 # In the order in which they run.
-SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "cell", "sides", "tip", "page")
+SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "bisect", "cell", "sides", "tip", "page")
 
 
 def write_html(out: Path) -> Path:

@@ -6,6 +6,7 @@ GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, af
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.bisect.tell import told
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports import handover, side_by_side
@@ -100,6 +101,10 @@ def _failure(cell: Cell) -> str:
         if len(cell.findings) > FINDINGS:
             lines += ["", f"... and {len(cell.findings) - FINDINGS} more findings."]
         lines += ["", *(f"Hint: {plain(hint)}" for hint in dict.fromkeys(f.hint for f in cell.findings) if hint)]
+    if cell.bisection:
+        found = told(cell.bisection)
+        lines += ["", f"Bisected: **{plain(found.answer)}**", ""]
+        lines += [f"- {plain(word)}: {plain(text)}" for word, text in found.facts]
     if cell.entry.reproduce:
         lines += ["", f"Reproduce: {code(cell.entry.reproduce)}"]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from conformance.bisect.tell import told
 from conformance.record.format import Line, dumps
 from conformance.record.states import STATES
 from conformance.record.verdict import Quantity, Verdict
@@ -82,6 +83,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
+        "bisection": vars(told(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
         "legs": [
             {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs

@@ -3,6 +3,7 @@
 import math
 import re
 
+from conformance.bisect.tell import told
 from conformance.record.states import ANSWERED, NO_ANSWER, STATES
 from conformance.record.verdict import Quantity
 from reports.load import Cell, Report
@@ -102,6 +103,8 @@ def details(cell: Cell) -> str:
     ]
     if len(cell.findings) > FINDINGS:
         lines.append(f"... and {len(cell.findings) - FINDINGS} more")
+    if cell.bisection:
+        lines.append(f"bisected: {told(cell.bisection).answer}")
     reproduce = f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
     logs = [f"--- {rank}\n{text}" for rank, text in cell.logs.items()] if cell.state in NO_ANSWER else []
     return "\n".join(part for part in (cell.reason, *lines, reproduce, *logs) if part)

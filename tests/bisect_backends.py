@@ -1,7 +1,8 @@
 """Backends with a defect in one module, for tests of `parity bisect`.
 
-``bisect_backends:BACKEND KIND MODULE`` is the adapter BACKEND of which the Hugging Face module MODULE has a defect of
-this KIND on the last rank that runs it, in the traced step; ``OF_ALL_RANKS`` on all of them.
+``bisect_backends:BACKEND KIND ROLE MODULE`` is the adapter BACKEND (module:Class) of which the Hugging Face module
+MODULE of the model ROLE has a defect of this KIND on the last rank that runs it, in the traced step; ``OF_ALL_RANKS``
+on all of them.
 """
 
 from typing import Any
@@ -114,9 +115,9 @@ DEFECTS = {"forward": forward, "backward": backward, "silent": silent}
 OF_ALL_RANKS = {"unsummed_output": unsummed_output, "unsummed_gradient": unsummed_gradient}
 
 
-def entry(backend: BackendEntry, kind: str, module: str) -> BackendEntry:
+def entry(backend: BackendEntry, kind: str, module: str, role: str = "policy") -> BackendEntry:
     """The backend with a defect."""
-    return BackendEntry(name=backend.name, target=f"bisect_backends:{backend.name} {kind} {module}")
+    return BackendEntry(name=backend.name, target=f"bisect_backends:{backend.target} {kind} {role} {module}")
 
 
 class Bare:
@@ -132,15 +133,16 @@ class Bare:
 
 
 def __getattr__(name: str) -> type[StrategyBackend]:
-    backend, _, rest = name.partition(" ")
-    kind, _, module = rest.partition(" ")
-    if kind not in DEFECTS | OF_ALL_RANKS:
+    if name.count(" ") != 3:
         raise AttributeError(name)
+    backend, kind, role, module = name.split(" ")
     base: Any = find_backend(backend).load()
 
     def traced(self: Any, model: str, batch: Batch) -> Traced:
         """Plants the defect: it has to be there before the suite's own hooks are."""
         said: Traced = base.traced(self, model, batch)
+        if model != role:
+            return said
         own = {one.name: one.module for one in said.modules}
         holders = [rank for rank, names in enumerate(self.context.all_gather([*own])) if module in names]
         if kind in OF_ALL_RANKS:

@@ -45,6 +45,7 @@ LONG = (
     "test_claims",
     "test_overflow",
     "test_bisect_cells",
+    "test_bisect_runs",
     "test_resume",
     "test_stopping",
     "test_shards",

@@ -208,6 +208,7 @@ class Plain(StrategyBackend):
 
     info = BackendInfo(name="plain", packages=("torch",))
     preload = ()  # of what torch.optim imports, nothing is needed
+    traced: Any = None  # it has no modules; plain_traced.py has
     seams: ClassVar[dict[str, str]] = {
         "clip_coefficient": "plain_backend:clip_coefficient",
         "step_totals": "impl.trainer:step_totals",

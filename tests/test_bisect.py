@@ -4,27 +4,31 @@ In this process, a Hugging Face model trains a step by itself, and a module of i
 of the three backends on several ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from bisect_backends import DEFECTS, FAMILIES, PLANTED
 from cells import exhaustive
 from conftest import make_cell
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from conformance.activations import Traced
 from conformance.batch import Batch, read_batches
 from conformance.bisect.capture import Piece, capturing, read_pieces
-from conformance.bisect.find import Bisected, bisect
-from conformance.bisect.reference import Reference, reference
+from conformance.bisect.collectives import Issuing, read_issued
+from conformance.bisect.find import bisect
+from conformance.bisect.reference import Reference, references
 from conformance.bisect.tell import told
 from conformance.bisect.values import compare
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.record.bisection import Bisected, Bisection, Direction, First, Wrong
 from conformance.run.exact import exact_tier
 from impl.collate import collate
 from impl.models import load_model
@@ -73,9 +77,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     def made(family: str) -> Step:
         cell = make_cell("sft-packed", family, "dp1", "exact", rows=4, accumulation=1)
         inputs = prepare_inputs(cell.scenario, tmp_path_factory.mktemp(family))
-        batch = read_batches(inputs.batches)[0]
-        scenario = cell.scenario.reference
-        return Step(inputs, batch, reference(scenario=scenario, models=inputs.models, batch=batch, weights=None))
+        batches, scenario = read_batches(inputs.batches), cell.scenario.reference
+        found = references(scenario=scenario, models=inputs.models, batches=batches, step=0, weights=lambda *_: None)
+        return Step(inputs, batches[0], found["policy"])
 
     return made
 
@@ -86,7 +90,11 @@ def found_in(step: Step, folder: Path, kind: str = "", module: str = "") -> Bise
         DEFECTS[kind](backend.model.get_submodule(module))
     with exact_tier(), capturing(backend, "policy", step.batch, rank=0, folder=folder):  # type: ignore[arg-type]
         backend.train()
-    return bisect(read_pieces(folder), backend.gradients(), step.oracle)
+    return bisect("policy", read_pieces(folder), backend.gradients(), step.oracle)
+
+
+def lines_of(found: Bisected, stage: str = "gradients") -> list[str]:
+    return told(Bisection(cell="a", records=(), stage=stage, traced="a", models=(found,))).lines
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,10 +134,10 @@ def test_a_defect_between_two_modules_is_told_as_one(steps: Steps, tmp_path: Pat
     assert forward.where == "between model.layers.0.mlp and model.layers.1.input_layernorm"
     backward = found_in(steps("llama"), tmp_path / "backward", "backward", "model.layers.1")
     assert backward.where == "between model.layers.1.input_layernorm and model.layers.0.mlp"
-    lines = told(backward, steps("llama").oracle, step=0)
+    lines = lines_of(backward)
     assert lines[0] == f"step 0: first wrong value, backward: {backward.where}"
-    assert lines[1].startswith("  the gradient of the output of model.layers.0.mlp is 1.0e-06 off")
-    assert "forward: all 50 inputs and outputs of modules are right, to 1e-11" in lines
+    assert lines[1].startswith("  wrong: the gradient of the output of model.layers.0.mlp is 1.0e-06 off")
+    assert "  forward: all 50 inputs and outputs of modules are right, to 1e-11" in lines
 
 
 def test_a_wrong_token_is_named_by_its_row(steps: Steps, tmp_path: Path) -> None:
@@ -139,9 +147,9 @@ def test_a_wrong_token_is_named_by_its_row(steps: Steps, tmp_path: Path) -> None
     piece = next(p for p in pieces if (p.name, p.side, p.micro_batch) == ("model.layers.1.mlp", "output", 0))
     (where,) = (piece.tokens == step.batch.rows[0].length + 3).nonzero()[0].tolist()
     piece.values[where, 7] += 1e-3
-    found = bisect(pieces, step.oracle.gradients, step.oracle)
+    found = bisect("policy", pieces, step.oracle.gradients, step.oracle)
     assert found.where == "model.layers.1.mlp"
-    lines = told(found, step.oracle, step=0)
+    lines = lines_of(found)
     assert f"  tokens: 1 of {int(step.oracle.known.sum())}, in 1 rows: row 1 token 3" in lines
     assert "  features: 7 to 7 of 64" in lines
 
@@ -152,9 +160,7 @@ def test_a_gradient_that_does_not_come_back_is_found(steps: Steps, tmp_path: Pat
     assert found.backward
     assert found.where == "model.layers.1.mlp.down_proj"
     assert found.backward.wrong.silent == (0,)
-    assert "  the gradient of the input of model.layers.1.mlp.down_proj is not there" in told(
-        found, steps("llama").oracle, step=0
-    )
+    assert "  wrong: the gradient of the input of model.layers.1.mlp.down_proj is not there" in lines_of(found)
 
 
 def test_a_gradient_that_comes_back_on_one_rank_only_is_found(steps: Steps, tmp_path: Path) -> None:
@@ -163,7 +169,7 @@ def test_a_gradient_that_comes_back_on_one_rank_only_is_found(steps: Steps, tmp_
     pieces = read_pieces(tmp_path)
     lost = ("model.layers.1.mlp", "gradient of the input")
     of_another = [replace(piece, rank=1) for piece in pieces if (piece.name, piece.side) != lost]
-    found = bisect([*pieces, *of_another], step.oracle.gradients, step.oracle)
+    found = bisect("policy", [*pieces, *of_another], step.oracle.gradients, step.oracle)
     assert found.backward
     assert (found.backward.wrong.key, found.backward.wrong.silent, found.where) == (lost, (1,), lost[0])
 
@@ -172,28 +178,28 @@ def test_wrong_gradients_of_parameters_alone_are_told_as_these(steps: Steps, tmp
     step = steps("llama")
     found_in(step, tmp_path)
     pieces, right = read_pieces(tmp_path), step.oracle.gradients
-    one = bisect(pieces, right | {"model.norm.weight": 2 * right["model.norm.weight"]}, step.oracle)
+    one = bisect("policy", pieces, right | {"model.norm.weight": 2 * right["model.norm.weight"]}, step.oracle)
     assert one.where == "gradients of parameters"
     assert one.parameters == {"model.norm.weight": pytest.approx(1.0)}
-    missing = bisect(pieces, {name: g for name, g in right.items() if name != "lm_head.weight"}, step.oracle)
+    missing = bisect("policy", pieces, {name: g for name, g in right.items() if name != "lm_head.weight"}, step.oracle)
     assert missing.where == "gradients of parameters"
     assert list(missing.parameters) == ["lm_head.weight"]
-    doubled = bisect(pieces, {name: 2 * gradient for name, gradient in right.items()}, step.oracle)
+    doubled = bisect("policy", pieces, {name: 2 * gradient for name, gradient in right.items()}, step.oracle)
     assert doubled.where == "outside the model"
     assert doubled.factor == pytest.approx(2.0)
-    assert "denominator of the loss" in told(doubled, step.oracle, step=0)[0]
+    assert "denominator of the loss" in lines_of(doubled)[0]
 
 
 def test_nothing_is_said_of_a_model_that_is_not_shown(steps: Steps, tmp_path: Path) -> None:
     step = steps("llama")
     found_in(step, tmp_path)
     some = [piece for piece in read_pieces(tmp_path) if ".layers.1." not in piece.name]
-    found = bisect(some, step.oracle.gradients, step.oracle)
+    found = bisect("policy", some, step.oracle.gradients, step.oracle)
     assert found.where == "unknown"
     assert "model.layers.1.mlp" in found.unknown
-    assert told(found, step.oracle, step=0)[0].startswith("step 0: not told")
+    assert lines_of(found)[0].startswith("step 0: not told")
     fused = [piece for piece in read_pieces(tmp_path) if not piece.name.endswith("q_proj")]
-    assert bisect(fused, step.oracle.gradients, step.oracle).where == "outside the model"
+    assert bisect("policy", fused, step.oracle.gradients, step.oracle).where == "outside the model"
 
 
 def test_what_is_wrong_from_the_loss_on_is_outside_the_model(steps: Steps, tmp_path: Path) -> None:
@@ -202,7 +208,7 @@ def test_what_is_wrong_from_the_loss_on_is_outside_the_model(steps: Steps, tmp_p
     backend.model.register_forward_hook(lambda _, __, out: out | {"logits": 2 * out.logits - out.logits.detach()})
     with exact_tier(), capturing(backend, "policy", step.batch, rank=0, folder=tmp_path):  # type: ignore[arg-type]
         backend.train()
-    found = bisect(read_pieces(tmp_path), backend.gradients(), step.oracle)
+    found = bisect("policy", read_pieces(tmp_path), backend.gradients(), step.oracle)
     assert found.backward
     assert (found.backward.module, found.where) == ("lm_head", "outside the model")
     assert found.backward.wrong.would_be_right == "it is 2 times what it should be"
@@ -300,3 +306,58 @@ CASES = {
 def test_what_would_make_the_shards_right_is_told(case: str) -> None:
     shown, explanation = CASES[case]
     assert ranks_show(*shown) == explanation
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A group of two ranks, of which only this one is there."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def first_wrong(module: str, direction: Direction, *, before: str = "") -> First:
+    wrong: Wrong = None  # type: ignore[assignment]
+    return First(
+        direction=direction,
+        module=module,
+        inside=not before,
+        before=(before, "output") if before else None,
+        given_by=(),
+        wrong=wrong,
+    )
+
+
+def test_collectives_are_listed_by_the_module_that_issued_them(two_ranks: None, tmp_path: Path) -> None:
+    numbers, issuing = torch.zeros(5), Issuing()
+    with issuing:
+        dist.all_reduce(numbers)  # before the first module
+        issuing.enter("mlp", "forward")
+        issuing.enter("mlp.down_proj", "forward")
+        dist.all_reduce(numbers)
+        dist.all_reduce(numbers)
+        issuing.leave("mlp.down_proj", "forward")
+        with issuing.paused():
+            dist.all_reduce(numbers)
+        issuing.leave("mlp", "forward")
+        dist.broadcast(numbers, src=0)
+        issuing.enter("norm", "forward")
+        issuing.leave("norm", "forward")
+        issuing.enter("mlp", "backward")
+        issuing.enter("mlp.down_proj", "backward")  # no gradient comes back to its input
+        issuing.enter("attention", "backward")
+        dist.all_reduce(numbers)
+        issuing.leave("attention", "backward")
+        dist.all_reduce(numbers)  # after the last one
+    issuing.write(tmp_path, 0)
+
+    def listed(first: First) -> list[tuple[str, int, int, int, tuple[int, ...]]]:
+        return [(one.kind, one.size, one.times, one.elements, one.ranks) for one in read_issued(tmp_path, first)]
+
+    assert listed(first_wrong("mlp.down_proj", "forward")) == [("all_reduce", 2, 2, 10, (0,))]
+    assert listed(first_wrong("mlp", "forward")) == [("all_reduce", 2, 2, 10, (0,))]
+    assert listed(first_wrong("norm", "forward", before="mlp")) == [("broadcast", 2, 1, 5, (0,))]
+    assert listed(first_wrong("another", "forward", before="mlp")) == [("broadcast", 2, 1, 5, (0,))]
+    assert listed(first_wrong("norm", "forward")) == []
+    assert listed(first_wrong("mlp", "backward")) == []
+    assert listed(first_wrong("attention", "backward")) == [("all_reduce", 2, 1, 5, (0,))]

@@ -8,15 +8,15 @@ from conftest import make_cell
 from conformance import cli
 from conformance.backend import BackendEntry
 from conformance.bisect.run import bisect_cell, bisect_step, not_bisected
+from conformance.bisect.tell import told
+from conformance.record.bisection import OUTSIDE
 from conformance.run.session import Session
 from conformance.scenario import Precision
 from impl.faults.places import PLACES
 
 CANNOT: dict[tuple[str, str, Precision], str] = {
-    ("sft-packed", "dp1", "fp32"): "what is right can be told from noise only in the exact tier",
     ("sft-packed", "dp2.ckpt", "exact"): "recomputation (ckpt) runs modules more than once",
     ("sft-warmup", "dp1", "exact"): "it has 2 legs",
-    ("grpo", "dp2", "exact"): "modules are traced for SFT only, and it trains 'grpo'",
 }
 
 
@@ -40,18 +40,25 @@ def test_a_backend_that_does_not_name_its_modules_is_refused(session: Session) -
 def test_bisecting_needs_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bisect", "sft-*/*/fsdp2/*"]) == 2
     assert "give the id of one, as parity list shows it" in capsys.readouterr().err
-    assert cli.main(["bisect", "sft-long/pangu/deepspeed/sp2/fp32"]) == 2
+    assert cli.main(["bisect", "sft-warmup/llama/fsdp2/dp2/exact/resume"]) == 2
     assert "cannot be bisected" in capsys.readouterr().err
 
 
-def test_a_defect_of_one_rank_is_found_there(session: Session) -> None:
-    defective = entry(BACKENDS["fsdp2"], "backward", "model.layers.1.input_layernorm")
+def test_a_defect_of_one_rank_is_found_there_and_its_collectives_are_listed(session: Session) -> None:
+    defective = entry(BACKENDS["fsdp2"], "forward", "model.layers.1.self_attn")
     cell = make_cell("sft-packed", "qwen3", "tp2.seqpar.losspar", "exact", rows=6, backend=defective)
-    found = bisect_step(session, cell, 0).found
-    assert found.forward is None
-    assert found.backward
-    assert found.where == "model.layers.1.input_layernorm"
-    assert (found.backward.wrong.ranks, found.backward.wrong.hold) == ((1,), (0, 1))
+    conforming = cell_of("fsdp2", "sft-packed", "qwen3", "tp2.seqpar.losspar", "exact", rows=6)
+    traced = bisect_step(session, cell, 0, conforming)
+    found = traced.found
+    assert found.forward
+    assert found.where == "model.layers.1.self_attn"
+    assert (found.forward.wrong.ranks, found.forward.wrong.hold) == ((1,), (0, 1))
+    assert traced.collectives
+    assert traced.collectives.conforming == str(conforming)
+    assert traced.collectives.issued == traced.collectives.there
+    gathered, scattered = traced.collectives.issued
+    assert (gathered.kind, gathered.size, gathered.dtype, gathered.ranks) == ("all_gather", 2, "float64", (0, 1))
+    assert (scattered.kind, scattered.times) == ("reduce_scatter", cell.scenario.accumulation)
 
 
 @pytest.mark.exhaustive
@@ -71,7 +78,8 @@ def test_a_wrong_schedule_is_outside_the_model_at_the_step_that_it_is_wrong_in(s
     verdict, traced = bisect_cell(session, cell)
     assert verdict.first_stage == "clipped update"
     assert traced
-    assert (traced.step, traced.found.where, dict(traced.found.parameters)) == (1, "outside the model", {})
+    (found,) = traced.models
+    assert (traced.step, found.where, dict(found.parameters)) == (1, OUTSIDE, {})
 
 
 LAYOUTS = {
@@ -125,18 +133,19 @@ FAULTS = {
     ("fsdp2", "local-positions"): ATTENTION,
     ("fsdp2", "merged-in-bf16"): ATTENTION,  # of a ring
     ("fsdp2", "dropped-o-bias"): O_PROJ,
-    ("fsdp2", "local-token-mean"): "outside the model",
-    ("fsdp2", "rolled-labels"): "outside the model",
-    ("fsdp2", "copied-micro-batch"): "outside the model",
+    ("fsdp2", "local-token-mean"): OUTSIDE,
+    ("fsdp2", "rolled-labels"): OUTSIDE,
+    ("fsdp2", "copied-micro-batch"): OUTSIDE,
     ("fsdp2", "cleared-gradients"): "gradients of parameters",
-    ("fsdp2", "inverted-clip"): "outside the model",
-    ("fsdp2", "no-weight-decay"): "outside the model",
+    ("fsdp2", "inverted-clip"): OUTSIDE,
+    ("fsdp2", "no-weight-decay"): OUTSIDE,
     ("deepspeed", "leaking-documents"): ATTENTION,
     ("deepspeed", "local-positions"): ATTENTION,
     ("deepspeed", "merged-in-bf16"): ATTENTION,
-    ("deepspeed", "local-token-mean"): "outside the model",
-    ("deepspeed", "divided-by-world"): "outside the model",
-    ("deepspeed", "clip-never"): "outside the model",
+    ("deepspeed", "local-token-mean"): OUTSIDE,
+    ("deepspeed", "divided-by-world"): OUTSIDE,
+    ("deepspeed", "clip-never"): OUTSIDE,
+    ("deepspeed", "no-weight-decay"): OUTSIDE,
     ("deepspeed", "unreduced-replicas"): "gradients of parameters",
     ("megatron", "concatenated-qkv"): ATTENTION,
     ("megatron", "o-bias-per-rank"): O_PROJ,
@@ -145,8 +154,10 @@ FAULTS = {
     ("megatron", "batched-p2p"): "between model.layers.1.mlp and model.norm",  # where a later micro-batch overwrites it
     ("megatron", "norms-not-summed"): "gradients of parameters",
     ("megatron", "broken-tie"): "gradients of parameters",
-    ("megatron", "schedule-per-micro-batch"): "outside the model",
-    ("megatron", "duplicates-counted"): "outside the model",
+    ("megatron", "local-token-mean"): OUTSIDE,
+    ("megatron", "clip-never"): OUTSIDE,
+    ("megatron", "schedule-per-micro-batch"): OUTSIDE,
+    ("megatron", "duplicates-counted"): OUTSIDE,
 }
 
 
@@ -155,6 +166,8 @@ FAULTS = {
 def test_faults_of_the_catalogue_are_found_where_they_are(backend: str, fault: str, session: Session) -> None:
     place = PLACES[fault]
     cell = cell_of(backend, place.scenario, place.model, place.layouts[backend], "exact", fault)
-    _, traced = bisect_cell(session, cell)
+    verdict, traced = bisect_cell(session, cell)
     assert traced
-    assert traced.found.where == FAULTS[backend, fault]
+    (found,) = traced.models
+    assert found.where == FAULTS[backend, fault]
+    assert (("first stage that differs", verdict.first_stage) in told(traced).facts) == (found.where == OUTSIDE)

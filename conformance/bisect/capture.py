@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from conformance.activations import Cut, Traced, TracedModule
 from conformance.backend import Backend
 from conformance.batch import Batch
-
-Side = Literal["input", "output", "gradient of the output", "gradient of the input"]
+from conformance.bisect.collectives import Issuing
+from conformance.record.bisection import Side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Piece:
 
 @contextlib.contextmanager
 def capturing(backend: Backend, model: str, batch: Batch, *, rank: int, folder: Path) -> Iterator[None]:
-    """Hook the modules of ``model``, and write into ``folder`` what they see until the end, a file for each rank.
+    """Hook the modules of ``model``, and write into ``folder`` what they see until the end, and which collectives they
+    issue, two files for each rank. Forward passes without autograd, which belong to no update, are passed over.
 
     Raises ValueError if a module is not run exactly once for each micro-batch, or if its activations are not cut as the
     backend says.
@@ -53,13 +54,15 @@ def capturing(backend: Backend, model: str, batch: Batch, *, rank: int, folder: 
     capture = _Capture(traced, rank)
     handles = [handle for module in traced.modules for handle in capture.hook(module)]
     try:
-        yield
+        with capture.issued:
+            yield
     finally:
         for handle in handles:
             handle.remove()
     capture.check()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _write(folder / f"rank-{rank}.safetensors", capture.pieces)
+    capture.issued.write(folder, rank)
 
 
 class _Capture:
@@ -67,11 +70,15 @@ class _Capture:
         self.traced, self.rank = traced, rank
         self.pieces: list[Piece] = []
         self.calls: Counter[str] = Counter()
+        self.issued = Issuing()
 
     def hook(self, traced: TracedModule) -> Iterator[Any]:
         """Hook a module, around what a library has hooked there itself: what is seen is what goes between modules."""
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if not torch.is_grad_enabled():
+                return args, kwargs
+            self.issued.enter(traced.name, "forward")
             place = next((i for i, value in enumerate(args) if isinstance(value, Tensor)), None)
             key = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), "")
             x = kwargs[key] if place is None else args[place]
@@ -82,10 +89,13 @@ class _Capture:
             return (*args[:place], alias, *args[place + 1 :]), kwargs
 
         def after(_: Any, __: Any, result: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
             output, bias = result if traced.leaves_bias else (result, None)
             output = next(part for part in output if isinstance(part, Tensor)) if isinstance(output, tuple) else output
             self._see(traced.name, "output", traced.output, output, bias=bias)
             self.calls[traced.name] += 1
+            self.issued.leave(traced.name, "forward")
 
         yield traced.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         yield traced.module.register_forward_hook(after)
@@ -103,9 +113,14 @@ class _Capture:
         side: Side = "gradient of the input" if what == "input" else "gradient of the output"
 
         def of_gradient(gradient: Tensor) -> None:
-            if placed:
-                gradient = cast(DTensor, gradient).redistribute(*placed)
-            self._keep(name, side, number, cut, gradient.detach() / self.traced.gradient_scale)
+            if what == "input":
+                self.issued.leave(name, "backward")
+            with self.issued.paused():
+                if placed:
+                    gradient = cast(DTensor, gradient).redistribute(*placed)
+                self._keep(name, side, number, cut, gradient.detach() / self.traced.gradient_scale)
+            if what == "output":
+                self.issued.enter(name, "backward")
 
         x.register_hook(of_gradient)
 

@@ -2,17 +2,19 @@
 
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from conformance.bisect.run import bisect_cell
 from conformance.bisect.tell import told
 from conformance.plan.cell import Cell
+from conformance.record.format import dumps
 from conformance.run.legs import TraceFailed
 from conformance.run.session import Session, SessionConfig
 from conformance.world import Device
 
 
-def run(cell: Cell, *, device: Device, budget_s: float) -> str:
+def run(cell: Cell, *, device: Device, budget_s: float, as_json: bool) -> str:
     """Print where the cell is wrong first; returns the cell's state.
 
     Raises UsageError for a cell that cannot be bisected.
@@ -22,12 +24,17 @@ def run(cell: Cell, *, device: Device, budget_s: float) -> str:
         config = SessionConfig(out=Path(folder), device=device, budget_s=budget_s)
         with Session(config) as session:
             try:
-                verdict, traced = bisect_cell(session, cell)
+                verdict, found = bisect_cell(session, cell)
             except TraceFailed as error:
                 print(f"parity: {error}", file=sys.stderr)
                 return "infrastructure"
-    if traced is None:
+    if as_json:
+        where = found.models[0].where if found and found.models else None
+        values = {"cell": str(cell), "state": verdict.state, "reason": verdict.reason, "where": where}
+        told_of_it = {"bisection": asdict(found), "told": told(found).lines} if found else {"bisection": None}
+        print(dumps(values | told_of_it))
+    elif found is None:
         print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")
     else:
-        print(f"{cell}: {verdict.findings[0]}", *told(traced.found, traced.oracle, step=traced.step), sep="\n")
+        print(f"{cell}: {verdict.findings[0]}", *told(found).lines, sep="\n")
     return verdict.state

@@ -1,6 +1,6 @@
 """Reference: what goes into and comes out of every module of the oracle in one optimizer step, and their gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from conformance.batch import Batch
-from conformance.bisect.capture import Side
 from conformance.oracle.run import observe_step
 from conformance.oracle.tap import Function, Tap
+from conformance.record.bisection import Key
+from conformance.role import Role
 from conformance.scenario import Scenario
-
-Key = tuple[str, Side]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +32,29 @@ class Reference:
     places: tuple[tuple[int, int], ...]
 
 
-def reference(
-    *, scenario: Scenario, models: Mapping[str, Path], batch: Batch, weights: dict[str, Tensor] | None
-) -> Reference:
-    """Run the oracle on a step; ``weights`` are those before the step, None for those of the folder."""
-    tap = _Recording(batch)
-    observed = observe_step(scenario=scenario, models=models, batch=batch, weights=weights, tap=tap)
-    (gradients,) = observed.gradients.values()
+def references(
+    *,
+    scenario: Scenario,
+    models: Mapping[str, Path],
+    batches: Sequence[Batch],
+    step: int,
+    weights: Callable[[int, Role], dict[str, Tensor] | None],
+) -> dict[str, Reference]:
+    """Run the oracle on a step, for each model that is trained, by role; see conformance.oracle.run.observe_step."""
+    batch = batches[step]
+    taps = {role.name: _Recording(batch) for role in scenario.objective.roles if role.trained}
+    observed = observe_step(scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps)
     places = tuple((row.index, at) for row in batch.rows for at in range(row.length))
-    return Reference(values=tap.values, known=tap.known, order=tuple(tap.order), gradients=gradients, places=places)
+    return {
+        name: Reference(
+            values=tap.values,
+            known=tap.known,
+            order=tuple(tap.order),
+            gradients=observed.gradients[name],
+            places=places,
+        )
+        for name, tap in taps.items()
+    }
 
 
 @dataclass

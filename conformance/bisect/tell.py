@@ -1,93 +1,133 @@
-"""Tell: what a bisection has found, in words."""
+"""Tell: what a bisection has found, in words, the same for the terminal and all reports; without torch."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from conformance.bisect.find import Bisected, First
-from conformance.bisect.reference import Reference
-from conformance.judge.tolerance import EXACT
+from conformance.record.bisection import OUTSIDE, PARAMETERS, UNKNOWN, Bisected, Bisection, Collectives, First, Issued
 
-MOST = 4  # tokens or parameters that are listed one by one
+MOST = 4  # parameters that are listed one by one
+ALLOWED = "1e-11"  # conformance.judge.tolerance.EXACT
+POLICY = "policy"
+BISECT = "parity bisect"
 
 
-def told(found: Bisected, reference: Reference, *, step: int) -> list[str]:
-    """The lines of the terminal, the answer first."""
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """answer: one line. facts: what was found, with a word for each."""
+
+    answer: str
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """For the terminal, the answer first."""
+        return [self.answer, *(f"  {word}: {text}" for word, text in self.facts)]
+
+
+def told(bisection: Bisection) -> Told:
+    """What is told of a cell."""
+    other = bisection.traced != bisection.cell
+    if not bisection.models:
+        return Told(answer=f"not bisected: {bisection.why_not}", facts=())
+    main, *others = bisection.models
+    facts = (
+        [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if other else []
+    )
+    facts += facts_of(main, bisection.stage)
+    if bisection.collectives and main.first:
+        facts += _of_collectives(bisection.collectives, main.first)
+    facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in others if not one.is_right]
+    facts += [(one.model, "all that was compared is right") for one in others if one.is_right and not main.is_right]
+    of = "" if main.model == POLICY else f" of the {main.model}"
+    return Told(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
+
+
+def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
+    """What was found of one model."""
     forward, backward = found.compared
-    lines = [f"step {step}: {_answer(found)}"]
-    first = found.forward or found.backward
+    first = found.first
+    facts: list[tuple[str, str]] = [("first stage that differs", stage)] if found.where == OUTSIDE and stage else []
     if first:
-        lines += _of_value(first, reference)
+        facts += _of_value(first)
     if not found.forward:
-        lines.append(f"forward: all {forward} inputs and outputs of modules are right, to {EXACT:g}")
+        facts.append(("forward", f"all {forward} inputs and outputs of modules are right, to {ALLOWED}"))
     if found.forward:
-        lines.append("backward: not told, because wrong gradients follow from the wrong forward pass")
+        facts.append(("backward", "not told, because wrong gradients follow from the wrong forward pass"))
     elif not found.backward:
-        lines.append(f"backward: all {backward} gradients of inputs and outputs are right, to {EXACT:g}")
+        facts.append(("backward", f"all {backward} gradients of inputs and outputs are right, to {ALLOWED}"))
     if found.parameters and not first:
-        lines.append(_of_parameters(found))
+        facts.append(("gradients of parameters", _of_parameters(found)))
     if found.unseen:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in found.unseen)
-        lines.append(f"not shown by the backend: {_listed(list(kinds))}")
-    return lines
+        facts.append(("not shown by the backend", _listed(list(kinds))))
+    return facts
 
 
-def _answer(found: Bisected) -> str:
-    first = found.forward or found.backward
-    if first is None:
-        if found.unknown:
-            return (
-                "not told: what the backend shows is right, but it does not show all; its traced() has to name the rest"
-            )
-        if found.where == "gradients of parameters":
-            return (
-                "the model is right, and gradients of parameters are wrong: look at how they are formed, added up over "
-                "micro-batches or reduced over ranks"
-            )
-        if found.parameters:
-            return (
-                "outside the model: all gradients of parameters are wrong by one factor, as of a denominator of the "
-                "loss or an average over ranks"
-            )
+def answer_of(found: Bisected, stage: str, *, of: str = "") -> str:
+    """The place in one line. of: whose, if a cell trains several models."""
+    first, where = found.first, found.where
+    if where == UNKNOWN:
+        return "not told: what the backend shows is right, but it does not show all; its traced() has to name the rest"
+    if where == PARAMETERS:
         return (
-            "outside the model: forward pass, backward pass and gradients are right. Look at what comes after them: "
-            "norm, clipping, optimizer, schedule"
+            f"the model{of} is right, and gradients of parameters are wrong: look at how they are formed, added up "
+            "over micro-batches or reduced over ranks"
         )
-    if first.inside:
-        return f"first wrong module, {first.direction}: {first.module}"
-    if first.before is None:
+    if where != OUTSIDE:
+        assert first
+        what = "module" if first.inside else "value"
+        return f"first wrong {what}{of}, {first.direction}: {where}"
+    return f"{OUTSIDE}{of}: {_outside(found, stage)}"
+
+
+def _outside(found: Bisected, stage: str) -> str:
+    if first := found.first:
         if first.direction == "forward":
-            return f"outside the model: the tokens that go into {first.module} are wrong"
-        return f"outside the model: the gradient that the loss gives to {first.module} is wrong"
-    return f"first wrong value, {first.direction}: between {first.before[0]} and {first.module}"
+            return f"the tokens that go into {first.module} are wrong"
+        return f"the gradient that the loss gives to {first.module} is wrong"
+    if found.parameters:
+        return (
+            "all gradients of parameters are wrong by one factor, as of a denominator of the loss or an average over "
+            "ranks"
+        )
+    if stage.endswith("gradients"):
+        return (
+            "no gradient of a parameter is wrong in the run that was traced, although the record of the cell has one: "
+            "a race, or less than the norm of a tensor shows"
+        )
+    return (
+        f"forward pass, backward pass and gradients are right, and {stage} differs first. Look at what comes around "
+        "the model: data, roll-out, loss and advantages, or norm, clipping, optimizer and schedule"
+    )
 
 
-def _of_value(first: First, reference: Reference) -> list[str]:
+def _of_value(first: First) -> list[tuple[str, str]]:
     wrong, (name, side) = first.wrong, first.wrong.key
-    off = f"is {_off(wrong.error)} (allowed {EXACT:g})" if wrong.ranks else "is not there"
-    lines = [f"  the {side} of {name} {off}"]
+    off = f"is {_off(wrong.error)} (allowed {ALLOWED})" if wrong.ranks else "is not there"
+    facts = [("wrong", f"the {side} of {name} {off}")]
     if first.before:
         before, of = first.before
-        lines.append(f"  everything before it is right, the last of it the {of} of {before}")
-        lines.append(f"  so the defect is {_place(first)}")
+        text = f"everything before it, the last of it the {of} of {before}; so the defect is {_place(first)}"
+        facts.append(("right", text))
         if not first.inside and first.given_by != wrong.ranks:
-            lines.append(f"  {_ranks(first.given_by)} gave that, and {_ranks(wrong.hold)} went on from it")
+            facts.append(("exchange", f"{_ranks(first.given_by)} gave that, and {_ranks(wrong.hold)} went on from it"))
     if wrong.ranks:
-        lines.append(f"  ranks: wrong on {_listed(wrong.ranks)} of {_listed(wrong.hold)}")
+        facts.append(("ranks", f"wrong on {_listed(wrong.ranks)} of {_listed(wrong.hold)}"))
     if wrong.tokens:
-        count, places = len(wrong.tokens), [reference.places[token] for token in wrong.tokens]
-        rows = {row for row, _ in places}
-        some = ", ".join(f"row {row} token {at}" for row, at in places[:MOST])
-        more = f" and {count - MOST} more" if count > MOST else ""
-        lines.append(f"  tokens: {count} of {int(reference.known.sum())}, in {len(rows)} rows: {some}{more}")
+        some = ", ".join(f"row {row} token {at}" for row, at in wrong.places)
+        more = wrong.tokens - len(wrong.places)
+        rest = f" and {more} more" if more else ""
+        facts.append(("tokens", f"{wrong.tokens} of {wrong.compared}, in {wrong.rows} rows: {some}{rest}"))
         low, high, width = wrong.features
-        lines.append(f"  features: {low} to {high} of {width}")
+        facts.append(("features", f"{low} to {high} of {width}"))
     if wrong.silent:
-        lines.append(f"  {_ranks(wrong.silent)} should have it and did not: nothing came back to it")
+        facts.append(("silent", f"{_ranks(wrong.silent)} should have it and did not: nothing came back to it"))
     if wrong.missing:
-        lines.append(f"  {wrong.missing} tokens are on no rank")
+        facts.append(("missing", f"{wrong.missing} tokens are on no rank"))
     if wrong.would_be_right:
-        lines.append(f"  {wrong.would_be_right}")
-    return lines
+        facts.append(("what it is", wrong.would_be_right))
+    return facts
 
 
 def _place(first: First) -> str:
@@ -100,8 +140,23 @@ def _of_parameters(found: Bisected) -> str:
     worst = sorted(found.parameters, key=lambda name: -found.parameters[name])
     some = ", ".join(f"{name} ({_off(found.parameters[name])})" for name in worst[:MOST])
     more = f" and {len(worst) - MOST} more" if len(worst) > MOST else ""
-    text = f"gradients of parameters: {len(worst)} of {found.gradients} are wrong: {some}{more}"
+    text = f"{len(worst)} of {found.gradients} are wrong: {some}{more}"
     return text if found.factor is None else f"{text}; all are {found.factor:.10g} times what they should be"
+
+
+def _of_collectives(collectives: Collectives, first: First) -> list[tuple[str, str]]:
+    facts = [("collectives", f"there, {first.direction}: {issued(collectives.issued)}")]
+    if not collectives.conforming:
+        return [*facts, ("conforming", "no other layout of this group, to hold the collectives against")]
+    return [*facts, ("conforming", f"{collectives.conforming}, there: {issued(collectives.there)}")]
+
+
+def issued(found: Sequence[Issued]) -> str:
+    """Collectives in one line."""
+    return "; ".join(
+        f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {_ranks(one.ranks)}"
+        for one in found
+    ) or ("none")
 
 
 def _off(error: float) -> str:

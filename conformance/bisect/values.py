@@ -12,30 +12,11 @@ import torch
 from torch import Tensor
 
 from conformance.bisect.capture import Piece
-from conformance.bisect.reference import Key, Reference
+from conformance.bisect.reference import Reference
 from conformance.judge.tolerance import EXACT
+from conformance.record.bisection import Key, Wrong
 
-
-@dataclass(frozen=True, kw_only=True)
-class Wrong:
-    """A value that is not the oracle's.
-
-    key: module and side. error: the largest root mean square of a rank's difference, over that of the whole value.
-    ranks: on which ranks it is wrong, of those that ``hold`` it. silent: ranks that have it not, although they should.
-    tokens: numbers of the wrong tokens in the step. missing: how many tokens no rank holds. features: first and last
-    wrong feature, and how many there are in the whole. would_be_right: in words, what of the ranks' pieces would give
-    the oracle's value; empty if nothing was found.
-    """
-
-    key: Key
-    error: float
-    ranks: tuple[int, ...]
-    hold: tuple[int, ...]
-    silent: tuple[int, ...]
-    tokens: tuple[int, ...]
-    missing: int
-    features: tuple[int, int, int]
-    would_be_right: str
+PLACES = 4  # of wrong tokens that are named one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +64,17 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
         tokens.update(one.tokens[apart.any(dim=1)].tolist())
         features.update((torch.where(apart.any(dim=0))[0] + one.piece.first_feature).tolist())
     error = max((one.error / size if size else math.inf for one in bad), default=math.inf)
+    places = [reference.places[token] for token in sorted(tokens)]
     return Wrong(
         key=key,
         error=error,
         ranks=tuple(sorted({one.piece.rank for one in bad})),
         hold=tuple(sorted({piece.rank for piece in pieces})),
         silent=tuple(sorted({rank for rank, _ in due - given})),
-        tokens=tuple(sorted(tokens)),
+        tokens=len(tokens),
+        compared=int(reference.known.sum()),
+        rows=len({row for row, _ in places}),
+        places=tuple(places[:PLACES]),
         missing=missing,
         features=(min(features, default=0), max(features, default=0), right.shape[1]),
         would_be_right=_explained(compared, bad, right, bound=EXACT * size) if bad else "",

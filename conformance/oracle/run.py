@@ -9,9 +9,10 @@ import contextlib
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -130,18 +131,34 @@ def run_oracle(
 
 
 def observe_step(
-    *, scenario: Scenario, models: Mapping[str, Path], batch: Batch, weights: Weights | None, tap: Tap
+    *,
+    scenario: Scenario,
+    models: Mapping[str, Path],
+    batches: Sequence[Batch],
+    step: int,
+    weights: Callable[[int, Role], Weights | None],
+    taps: Mapping[str, Tap],
 ) -> Observed:
-    """Forward and backward of one step in float64, without an update; ``tap`` sees every module of the policy.
+    """Forward and backward of one step in float64, without an update. ``batches``: all up to this step.
 
-    ``weights``: those before the step, by name; None for those of the folder.
+    ``weights(step, role)``: those before a step, by name; None for those of the folder. Asked for this step, and for
+    the one that its roll-out began at. ``taps`` see every module of the models of these roles in this step.
     """
-    policy = POLICIES["float64"]
-    (role,) = scenario.objective.roles
-    model = _load(role, models[role.name], scenario, policy, HONEST, "cpu")
-    if weights is not None:
-        model.weights = weights
-    return observe(batch, [model], scenario.objective, policy, HONEST, tap)
+    policy, objective = POLICIES["float64"], scenario.objective
+    loaded = [_load(role, models[role.name], scenario, policy, HONEST, "cpu") for role in objective.roles]
+
+    def as_before(number: int) -> None:
+        for model in loaded:
+            model.weights = weights(number, model.role) or model.weights
+
+    batch = batches[step]
+    if objective.reads == "rollouts":
+        first = max(number for number, one in enumerate(batches[: step + 1]) if one.rollout)
+        as_before(first)
+        known = look_ahead(batches[first].rollout, loaded, rollout_functions_of(objective), policy, HONEST)
+        batch = replace(batch, rows=known[(step - first) % len(known)].rows)
+    as_before(step)
+    return observe(batch, loaded, objective, policy, HONEST, taps)
 
 
 def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str) -> Model:
@@ -254,10 +271,10 @@ def observe(
     objective: Objective,
     policy: Policy,
     variant: Variant = HONEST,
-    tap: Tap = NO_TAP,
+    taps: Mapping[str, Tap] = MappingProxyType({}),
 ) -> Observed:
-    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``tap``
-    sees the modules of the only model.
+    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``taps``
+    see the modules of the models of these roles.
 
     Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
     overflows.
@@ -278,12 +295,13 @@ def observe(
         for at, document in enumerate(row.documents):
             if not any(document.targets):
                 continue
-            tap.begins(row.index, at)
+            for tap in taps.values():
+                tap.begins(row.index, at)
             others: dict[str, Tensor] = {}
             for model in running:
                 name = model.role.name
                 tokens = torch.tensor(document.tokens)
-                output = forward(tokens, leaves[name], model.architecture, policy, variant, tap)
+                output = forward(tokens, leaves[name], model.architecture, policy, variant, taps.get(name, NO_TAP))
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
+NO_BISECT = "do not look for the first wrong module of cells that differ, which runs these once or twice more"
+
 
 def _seconds(text: str) -> float:
     """The type of an option: a finite number of seconds above 0."""

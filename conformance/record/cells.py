@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from conformance.defect import defects_of
+from conformance.record.bisection import Bisection, read_bisection
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle
 from conformance.record.results import Entry, Run, inside, read_run
@@ -29,12 +30,14 @@ class BelievedCell:
     legs: the lines of the records of its legs, as far as they could be read.
     oracle: the lines of the oracle's record; None if there are none.
     problem: what is wrong with these records; empty if nothing is.
+    bisection: what bisecting the cell has found; None if it was not bisected, or does not differ.
     """
 
     entry: Entry
     legs: tuple[Lines, ...] = ()
     oracle: Lines | None = None
     problem: str = ""
+    bisection: Bisection | None = None
 
 
 def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
@@ -65,7 +68,11 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
     if verdict.state in NO_FAULT and (damage := problem or _why_unfounded(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
-    return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem)
+    bisection = None
+    if verdict.state == "differs":
+        digests = tuple(lines.digest for lines in legs)
+        bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
+    return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem, bisection=bisection)
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:

@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,32 @@ COLLECTIVE_KINDS = {
     "send": "send",
 }
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of at least two ranks. elements: of the larger one of its input and its output on this rank."""
+
+    kind: str
+    size: int
+    dtype: torch.dtype
+    elements: int
+
+
+def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
+    """The collective that an operator with these arguments is; None if it is none."""
+    space, _, operator = func._schema.name.partition("::")
+    if space not in COLLECTIVE_SPACES:
+        return None
+    stems = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
+    kind = next((COLLECTIVE_KINDS[stem] for stem in stems if operator.strip("_").startswith(stem)), None)
+    tensor = next(_tensors(args), None)
+    if kind is None or tensor is None or (size := _group_size(args)) < 2:
+        return None
+    elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
+    return Collective(kind, size, tensor.dtype, elements)
 
 
 class Watch(EagerMode):
@@ -87,8 +113,9 @@ class Watch(EagerMode):
         result = func(*args, **kwargs)
         if not self._reading and FakeTensor not in types:
             space, _, operator = func._schema.name.partition("::")
-            if space in ("c10d", "_c10d_functional"):
-                self._collective(operator.strip("_"), args)
+            if space in COLLECTIVE_SPACES:
+                if found := collective_of(func, args):
+                    self._collective(found)
             elif isinstance(result, Tensor):
                 self._tensor(operator, result)
             self._remember_storages([*args, *kwargs.values(), result])
@@ -103,21 +130,11 @@ class Watch(EagerMode):
                     known, is_activation = weakref.ref(storage), False
                 self._storages[storage._cdata] = known, is_activation or tensor.ndim > 2
 
-    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
-        kind = next(
-            (
-                COLLECTIVE_KINDS[stem]
-                for stem in sorted(COLLECTIVE_KINDS, key=len, reverse=True)
-                if operator.startswith(stem)
-            ),
-            None,
-        )
-        tensor = next((t for t in _tensors(args)), None)
-        if kind and tensor is not None and (size := _group_size(args)) > 1:
-            self.collectives[kind, size, _name(tensor.dtype), self._pass()] += 1
-            if kind in REDUCTIONS and tensor.is_floating_point():
-                # The arguments are input and output; the input, which is summed, is at least as large as the output.
-                self.reduced[size] += max(sum(t.numel() for t in _tensors([value])) for value in args)
+    def _collective(self, found: Collective) -> None:
+        self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
+        if found.kind in REDUCTIONS and found.dtype.is_floating_point:
+            # The input, which is summed, is at least as large as the output.
+            self.reduced[found.size] += found.elements
 
     def _tensor(self, operator: str, result: Tensor) -> None:
         if result.is_meta or isinstance(result, FakeTensor):

@@ -14,6 +14,7 @@ from conformance.asking import adapter_of
 from conformance.faults import find_fault
 from conformance.inputs.prepare import FrozenInputs
 from conformance.plan.cell import Cell, Leg
+from conformance.record.bisection import Bisected, bisected_from_json
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 from conformance.world.reason import FailureKind
@@ -107,6 +108,30 @@ def run_traced(
     )
     if outcome.state == "failed":
         raise TraceFailed(f"{cell} failed while it was traced: {outcome.reason}")
+
+
+def find_in_traced(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, oracle: Path, *, step: int, budget_s: float
+) -> tuple[Bisected, ...]:
+    """Hold what ``run_traced`` left in ``folder`` against the oracle, in a process of its own. Raises TraceFailed."""
+    outcome = pool.run(
+        key="bisect",
+        config=WorldConfig(size=1, device="cpu", preload=("conformance.bisect.task",)),
+        task="conformance.bisect.task:find",
+        kwargs={
+            "scenario": scenario_to_json(cell.scenario.reference),
+            "models": {role: str(path) for role, path in inputs.models.items()},
+            "batches": str(inputs.batches),
+            "oracle": str(oracle),
+            "traced": str(folder),
+            "step": step,
+        },
+        log_dir=folder / "comparison",
+        budget_s=budget_s,
+    )
+    if outcome.state == "failed":
+        raise TraceFailed(f"what was traced of {cell} could not be compared: {outcome.reason}")
+    return bisected_from_json(outcome.results[0])
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:

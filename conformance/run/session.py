@@ -25,18 +25,22 @@ from conformance.judge.twice import in_both, told_of
 from conformance.objective import all_observables
 from conformance.oracle.objectives import functions_of
 from conformance.plan.cell import Cell
+from conformance.record.bisection import BISECTION, Bisected
 from conformance.record.coverage import Floor
+from conformance.record.identity import FLOAT64
 from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_summary, write_entry, write_summary
 from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.room.check import check_room
 from conformance.run.environment import environment
-from conformance.run.legs import run_legs, run_traced, world_config
+from conformance.run.legs import TraceFailed, find_in_traced, run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
 from conformance.run.resume import Earlier, before
 from conformance.run.storage import check_output_folder, lasting, make_folder
 from conformance.world import Device, Pool
+
+TRACED = "traced"  # in a cell's folder, while it is bisected
 
 logger = logging.getLogger(__name__)
 
@@ -174,18 +178,20 @@ class Session:
         """Run one cell, leg after leg, judge it, and write its verdict."""
         began = time.monotonic()
         self._now, self._doing = (cell, began), "preparing"
-        judged = self._run(cell)
+        judged = self.judged(cell)
         self._now = None
         judged = replace(judged, seconds=time.monotonic() - began)
         self._store_verdict(judged)
         return judged
 
-    def _run(self, cell: Cell) -> JudgedCell:
+    def judged(self, cell: Cell) -> JudgedCell:
+        """Run and judge one cell without writing a verdict; its records are in its folder."""
         if refused := self.refusal(cell):
             return JudgedCell(cell=cell, verdict=refused)
         inputs = self._request(cell)
         for left in ("legs", "fresh"):  # by an earlier run
-            shutil.rmtree(self._folder(cell) / left, ignore_errors=True)
+            shutil.rmtree(self.folder(cell) / left, ignore_errors=True)
+        (self.folder(cell) / BISECTION).unlink(missing_ok=True)
         first, is_doubtful = self._attempt(cell, inputs, fresh=False)
         if not is_doubtful:
             return JudgedCell(cell=cell, verdict=first.verdict, completed=first.completed, records=first.records)
@@ -201,7 +207,7 @@ class Session:
         A cell with a planted fault, which is expected to differ, and a cell that hung, which has used up its budget,
         are not run again.
         """
-        folder = self._folder(cell)
+        folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
         self._doing = "starting fresh ranks" if fresh else "starting ranks"
         ended = run_legs(self._pool, cell, inputs, legs, device=device, budget_s=budget_s, fresh=fresh)
@@ -252,19 +258,23 @@ class Session:
             cell=now[0], phase=self._pool.phase() or self._doing, since=now[1], waiting=tuple(self._waiting)
         )
 
-    def trace(self, cell: Cell, step: int) -> tuple[FrozenInputs, Path]:
+    def trace(self, cell: Cell, step: int) -> Path:
         """Run a cell of one leg again up to ``step`` with its activations captured (conformance.run.legs.run_traced).
 
-        Returns its inputs and the folder. Raises TraceFailed.
+        Returns the folder. Raises TraceFailed.
         """
-        inputs, folder = prepare_inputs(cell.scenario, self.config.out), self._folder(cell) / "traced"
+        inputs, folder = prepare_inputs(cell.scenario, self.config.out), self.folder(cell) / TRACED
         device, budget_s = self.config.device, self.config.budget_s
         run_traced(self._pool, cell, inputs, folder, step=step, device=device, budget_s=budget_s)
-        return inputs, folder
+        return folder
 
-    def oracle_folder(self, cell: Cell) -> Path:
-        """The folder of the correct oracle's records for a cell that was run."""
-        return self._oracles.folder(cell)
+    def compare_traced(self, cell: Cell, step: int) -> tuple[Bisected, ...]:
+        """Hold what ``trace`` has captured of a cell against the oracle's. Raises TraceFailed."""
+        inputs = self._request(cell)
+        if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
+            raise TraceFailed(missing)
+        oracle, traced = self._oracles.folder(cell) / FLOAT64, self.folder(cell) / TRACED
+        return find_in_traced(self._pool, cell, inputs, traced, oracle, step=step, budget_s=self.config.budget_s)
 
     def _defective(self, cell: Cell, known: Sequence[Known]) -> Path | None:
         """The folder of the oracle's records with the cell's expected defects; None if it has no such defects."""
@@ -284,11 +294,12 @@ class Session:
         functions_of(cell.scenario.objective)
         return self._refusals.refusal(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
 
-    def _folder(self, cell: Cell) -> Path:
+    def folder(self, cell: Cell) -> Path:
+        """What belongs to the cell, its verdict as well."""
         return self.config.out / "cells" / cell.slug
 
     def _store_verdict(self, judged: JudgedCell) -> None:
-        cell, folder = judged.cell, self._folder(judged.cell)
+        cell, folder = judged.cell, self.folder(judged.cell)
         known = self._refusals.known(cell)
         defective = self._defective(cell, known) if judged.records else None
         entry = Entry(

@@ -86,13 +86,13 @@ def run_leg(
             rank.beat(f"step {batch.step}")
             read = batch.step != unobserved_step(first_step, steps)
             handed = bool(save) and batch is trained_on[-1]
-            captured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if trace and trace[0] == batch.step:
-                from conformance.bisect.capture import capturing  # loads DTensor, which takes a second
+            with contextlib.ExitStack() as captured:
+                if trace and trace[0] == batch.step:
+                    from conformance.bisect.capture import capturing  # loads DTensor, which takes a second
 
-                (model,) = models
-                captured = capturing(backend, model, batch, rank=rank.rank, folder=Path(trace[1]))
-            with captured:
+                    for role in (role for role in config.objective.roles if role.trained):
+                        seen = Path(trace[1]) / role.name
+                        captured.enter_context(capturing(backend, role.name, batch, rank=rank.rank, folder=seen))
                 observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
         if save:
             rank.beat("save")

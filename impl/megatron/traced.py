@@ -64,10 +64,11 @@ def _of_chunk(chunk: Any, layers: range, shape: ModelShape) -> Iterator[TracedMo
     if "decoder.final_layernorm" in modules:
         yield TracedModule(name="model.norm", module=modules["decoder.final_layernorm"], input=stream, output=stream)
     if "output_layer" in modules:
+        value = shape.head == "value"
         yield TracedModule(
-            name="lm_head",
+            name="score" if value else "lm_head",
             module=modules["output_layer"],
             input=stream,
-            output=cut(shape.padded_vocab(tp)),
+            output=Cut(length_first=True) if value else cut(shape.padded_vocab(tp)),
             leaves_bias=True,
         )

@@ -14,6 +14,7 @@ function drawCell(cell, anchor, previous, next) {
     ),
     overview(cell, state),
     cell.first && firstDifference(cell),
+    firstModule(cell),
     Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
     cell.quantities.length ? stages(cell) : null,
     panels([cell]).map((panel) => curves(cell, panel)),
