@@ -1,4 +1,5 @@
-"""The command line: parity list | plan | run | merge | judge | report | compare | bisect | doctor, and of packages.
+"""The command line: parity list | plan | run | merge | judge | report | compare | history | bisect | doctor, and of
+packages.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
@@ -26,6 +27,7 @@ from conformance import doctor
 from conformance.backend import registered_backends
 from conformance.commands import announced_commands
 from conformance.faults import catalogue
+from conformance.history.command import HISTORY_COMMAND
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
+    announced = {"history": HISTORY_COMMAND, **announced}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -162,7 +165,7 @@ def _add_options(parser: argparse.ArgumentParser, options: type[Options], *, wit
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     selection = Selection.from_options(options)
-    cells = make_plan(selection, Demands(), Portion.from_options(options)).cells
+    cells = make_plan(selection, Demands(), Portion.from_options(options), device="cpu").cells
     with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder))) as session:
         refused = [session.refusal(cell) for cell in cells]
     rows = [
@@ -195,7 +198,8 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
-    cells = make_plan(Selection.from_options(options), Demands(), Portion.from_options(options)).cells
+    portion = Portion.from_options(options)
+    cells = make_plan(Selection.from_options(options), Demands(), portion, device=options.device).cells
     lines, fits = command.run(cells, options.out, device=options.device)
     print("\n".join(lines))
     return EXIT["conforms" if fits else "usage"]
@@ -203,7 +207,7 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options))
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=options.device)
     if again.rerun and not again.resume:
         raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
@@ -221,6 +225,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         fail_fast=options.fail_fast,
         floor=plan.floor,
         selected=plan.digest,
+        selection=selection.text(options.device),
         earlier=earlier,
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)

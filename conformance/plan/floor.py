@@ -1,18 +1,19 @@
 """Floor: how much the run has to judge at least, from the user's options."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from conformance.backend import find_backend
+from conformance.history.earlier import read_baseline
 from conformance.plan.cell import Cell
 from conformance.plan.profile import select
 from conformance.plan.selection import Demands, Selection
 from conformance.record.coverage import Floor
-from conformance.record.summary import read_states
 from conformance.validation import UsageError
 
 
-def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[Cell], shard: str = "") -> Floor:
+def floor_from_demands(
+    demands: Demands, selection: Selection, cells: Sequence[Cell], *, device: str, shard: str = ""
+) -> Floor:
     """The floor for a run of ``cells``, or of one ``shard`` of them.
 
     Each backend that the user selected by name needs at least one judged cell.
@@ -28,8 +29,7 @@ def floor_from_demands(demands: Demands, selection: Selection, cells: Sequence[C
         require=demands.require,
         min_judged=demands.min_judged,
         backends=tuple(dict.fromkeys(find_backend(name).name for name in selection.backend)),
-        against=demands.against or "",
-        earlier=read_states(Path(demands.against)) if demands.against else {},
+        baseline=read_baseline(demands.baseline, selection=selection.text(device)) if demands.baseline else None,
         shards=(shard,) if shard else (),
         planned=tuple(map(str, cells)) if shard else (),
         whole=not shard,

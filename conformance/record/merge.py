@@ -4,6 +4,7 @@ several processes wrote; without torch.
 Serves claim 9: folders of different runs are not mixed, and cells of a shard that is missing make the whole incomplete.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from conformance.record.baseline import COMMIT
 from conformance.record.files import Unwritable
 from conformance.record.results import (
     SUMMARY,
@@ -27,7 +29,7 @@ from conformance.record.results import (
 from conformance.record.states import NOT_STARTED
 from conformance.validation import UsageError
 
-HOST = ("platform", "cpus", "gpus")  # of the environment: may differ between the jobs of a run
+MAY_DIFFER = ("platform", "cpus", "gpus", COMMIT)  # of the environment, between the jobs of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +85,19 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
     for name in dict.fromkeys([*one.run.environment, *other.run.environment]):
-        if name not in HOST:
+        if name not in MAY_DIFFER:
             yield f"version of {name}", one.run.environment.get(name), other.run.environment.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
     yield "number of shards", _total(one), _total(other)
-    for demand in ("require", "min_judged", "backends", "against"):
+    for demand in ("require", "min_judged", "backends"):
         yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
+    yield "baseline (digest)", _baseline(one), _baseline(other)
+
+
+def _baseline(part: Part) -> str:
+    """A digest of the earlier runs; their path may differ between jobs."""
+    baseline = part.run.floor.baseline
+    return hashlib.sha256(repr((baseline.cells, baseline.runs)).encode()).hexdigest()[:16] if baseline else "none"
 
 
 def _total(part: Part) -> str:
@@ -145,7 +154,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
     runs = [part.run for part in parts]
     ended = [run.finished for run in runs if run.finished]
     environment = dict(runs[0].environment)
-    for name in HOST:
+    for name in MAY_DIFFER:
         found = list(dict.fromkeys(str(run.environment.get(name)) for run in runs))
         environment[name] = environment.get(name) if len(found) == 1 else found
     shards = dict.fromkeys(chain.from_iterable(run.floor.shards for run in runs))

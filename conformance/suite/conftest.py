@@ -25,7 +25,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         config = metafunc.config
-        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config))
+        plan = config.stash[PLAN_KEY] = make_plan(
+            selection(config), demands(config), portion(config), device=config.option.parity_device
+        )
         cells = list(plan.cells)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
@@ -61,6 +63,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         arguments=chosen.arguments(config.option.parity_device),
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
+        selection=chosen.text(config.option.parity_device),
     )
 
 
