@@ -20,14 +20,16 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import conformance
-from conformance import doctor
+from conformance import doctor, reporters
 from conformance.backend import registered_backends
 from conformance.commands import announced_commands
 from conformance.faults import catalogue
 from conformance.history.command import HISTORY_COMMAND
+from conformance.history.earlier import read_baseline
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
@@ -42,7 +44,8 @@ from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read
 from conformance.record.slim import slim
 from conformance.record.states import STATES
 from conformance.record.summary import summary_lines
-from conformance.reporters import compare_backends, write_reports
+from conformance.record.two_runs import compare_runs
+from conformance.reporters import write_reports
 from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.stopping import Stop, Stopped
@@ -119,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
     merging.add_argument("--out", type=Path, help="new or empty folder (default: parity-out/DATE_TIME)")
     _add_options(merging, Kept)
+    merging.add_argument("--baseline", **dict(Demands.options())["baseline"])
     merging.add_argument("--json", action="store_true", help="machine-readable output")
     merging.set_defaults(command=_merge)
 
@@ -132,8 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true")
     report.set_defaults(command=_report)
 
-    compare = commands.add_parser("compare", help="print the backends of an earlier run side by side, as Markdown")
+    compare = commands.add_parser("compare", help="print the backends of a run side by side, or two runs, as Markdown")
     compare.add_argument("out", type=Path)
+    compare.add_argument(
+        "other", type=Path, nargs="?", help="another run: cell by cell, states and worst ratios of both"
+    )
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(command=_compare)
 
@@ -287,7 +294,8 @@ def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> 
 
 def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _output_folder(options.out)
-    merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]))
+    baseline = partial(read_baseline, options.baseline) if options.baseline else None
+    merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]), baseline=baseline)
     write_side_by_side(out)
     if Kept.from_options(options).keep != "all":
         slim(out)
@@ -322,10 +330,14 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, _: list[str]) -> int:
+    runs = compare_runs(options.out, options.other) if options.other else None
     try:
-        text = compare_backends(options.out)
+        text = reporters.compare(runs or options.out)
     except (LookupError, ImportError) as error:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
+    if runs:
+        print(dumps(runs.to_json()) if options.json else text)
+        return EXIT["differs" if runs.changed else "conforms"]
     values = read_output_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}

@@ -61,7 +61,7 @@ def night(
     told = [entry if entry.cell in (*wrong, UNSUPPORTED) else _healed(entry) for entry in kept]
     told = [_failed(entry) if entry.cell in crashed else entry for entry in told]
     told = [_refused(entry) if entry.cell in refused else entry for entry in told]
-    baseline = read_baseline(str(against), selection=SELECTION) if against else None
+    baseline = read_baseline(str(against), SELECTION) if against else None
     started = datetime(2026, 8, day, 3, 12, tzinfo=UTC).isoformat(timespec="seconds")
     rewrite(
         out,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from nights import SELECTION, VERSIONS, night
-from report_sample import CONFORMS, DIFFERS, LATE, PARTLY, RESUMED
+from report_sample import CONFORMS, DIFFERS, LATE, PARTLY, RESUMED, edit
 
 from conformance import cli
 from conformance.history.earlier import RUNS, read_baseline
 from conformance.history.store import Summary, open_history
+from conformance.plan.plan import make_plan
+from conformance.plan.selection import Demands, Portion, Selection
 from conformance.record.baseline import Outcome
 from conformance.record.merge import check_parts, read_part
 from conformance.record.results import read_output_json, read_run
@@ -112,7 +114,7 @@ def test_the_history_shows_every_night_and_what_changed(nightly: Path, capsys: p
 
 def test_a_run_is_compared_with_one_folder_as_with_a_history(nightly: Path, tmp_path: Path) -> None:
     for given in (nightly / "one", nightly / "one" / "summary.json"):
-        baseline = read_baseline(str(given), selection="another")
+        baseline = read_baseline(str(given), "another")
         assert [run.verdict for run in baseline.runs] == ["conforms"]
         assert baseline.demanded[DIFFERS] == "conforms"
     since = read_report(night(tmp_path / "now", 16, against=nightly / "one", without=[CONFORMS])).since
@@ -123,7 +125,7 @@ def test_a_run_is_compared_with_one_folder_as_with_a_history(nightly: Path, tmp_
 
 
 def test_other_selections_are_no_baseline(nightly: Path) -> None:
-    baseline = read_baseline(str(nightly / "history"), selection="--profile quick")
+    baseline = read_baseline(str(nightly / "history"), "--profile quick")
     assert baseline.runs == ()
     assert baseline.demanded == {}
 
@@ -143,7 +145,7 @@ def test_the_same_run_is_kept_once(nightly: Path, tmp_path: Path) -> None:
     kept = tmp_path / "history"
     for _ in range(2):
         assert history(kept, "--add", nightly / "two", "--add", nightly / "one") == 0
-    assert [run.started[:10] for run in read_baseline(str(kept), selection=SELECTION).runs] == [
+    assert [run.started[:10] for run in read_baseline(str(kept), SELECTION).runs] == [
         "2026-08-14",
         "2026-08-15",
     ]
@@ -168,7 +170,7 @@ def month(tmp_path: Path) -> Path:
 
 
 def days(month: Path) -> list[int]:
-    return [int(run.started[8:10]) for run in read_baseline(str(month), selection=SELECTION).runs]
+    return [int(run.started[8:10]) for run in read_baseline(str(month), SELECTION).runs]
 
 
 def test_a_baseline_is_the_last_two_weeks_and_the_last_night_that_passed(month: Path) -> None:
@@ -180,7 +182,7 @@ def test_old_runs_are_pruned_but_for_the_last_that_passed(month: Path) -> None:
     assert history(month, "--keep", 2) == 0
     assert days(month) == [3, 29, 30]
     assert (month / "history.sqlite").stat().st_size <= before
-    assert read_baseline(str(month), selection=SELECTION).cells == (CONFORMS, "new-3", "new-29", "new-30")
+    assert read_baseline(str(month), SELECTION).cells == (CONFORMS, "new-3", "new-29", "new-30")
 
 
 @pytest.mark.parametrize("number", ["0", "-1"])
@@ -226,10 +228,22 @@ def test_a_folder_that_cannot_be_believed_is_not_added(
     assert not (tmp_path / "history").exists()
 
 
+def test_the_shards_of_a_run_are_compared_when_they_are_merged(
+    nightly: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard, kept, out = night(tmp_path / "shard", 16, wrong=[DIFFERS]), nightly / "history", tmp_path / "out"
+    edit(shard / "summary.json", selected="same")
+    assert cli.main(["merge", str(shard), "--baseline", str(kept), "--out", str(out)]) == 1
+    assert f"newly differing: {DIFFERS}; fixed: {RESUMED}\n" in capsys.readouterr().out
+    with pytest.raises(
+        UsageError, match="--baseline is about the cells of all shards together: give it to parity merge"
+    ):
+        make_plan(Selection(), Demands(baseline=str(kept)), Portion(shard="1/2"), device="cpu")
+
+
 def test_jobs_of_one_run_have_one_baseline(nightly: Path, tmp_path: Path) -> None:
     one, other = night(tmp_path / "a", 16, against=nightly / "one"), night(tmp_path / "b", 16, against=nightly / "two")
     for out in (one, other):
-        values = read_output_json(out / "summary.json")
-        (out / "summary.json").write_text(json.dumps({**values, "selected": "same"}))
+        edit(out / "summary.json", selected="same")
     with pytest.raises(UsageError, match=r"do not belong together: baseline \(digest\)"):
         check_parts([read_part(one), read_part(other)])

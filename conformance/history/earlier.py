@@ -15,7 +15,7 @@ from conformance.validation import UsageError
 RUNS = 14  # of a history: two weeks of nights
 
 
-def read_baseline(path: str, *, selection: str) -> Baseline:
+def read_baseline(path: str, selection: str) -> Baseline:
     """The earlier runs in ``path``: an output folder, its ``summary.json``, or the folder of a history.
 
     Of a history, the last RUNS of the same ``selection`` count, and the last green one. Raises UsageError for anything

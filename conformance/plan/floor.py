@@ -21,6 +21,8 @@ def floor_from_demands(
     Raises UsageError for a demand that these cells cannot meet, and for an earlier run that cannot be read.
     """
     select(cells, demands.require)
+    if demands.baseline and shard:
+        raise UsageError("--baseline is about the cells of all shards together: give it to parity merge")
     if demands.min_judged > len(cells):
         raise UsageError(
             f"--min_judged {demands.min_judged}, but only {len(cells)} cells are selected; lower it or select more"
@@ -29,7 +31,7 @@ def floor_from_demands(
         require=demands.require,
         min_judged=demands.min_judged,
         backends=tuple(dict.fromkeys(find_backend(name).name for name in selection.backend)),
-        baseline=read_baseline(demands.baseline, selection=selection.text(device)) if demands.baseline else None,
+        baseline=read_baseline(demands.baseline, selection.text(device)) if demands.baseline else None,
         shards=(shard,) if shard else (),
         planned=tuple(map(str, cells)) if shard else (),
         whole=not shard,

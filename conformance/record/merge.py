@@ -7,14 +7,14 @@ Serves claim 9: folders of different runs are not mixed, and cells of a shard th
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from conformance.record.baseline import COMMIT
+from conformance.record.baseline import COMMIT, Baseline
 from conformance.record.files import Unwritable
 from conformance.record.results import (
     SUMMARY,
@@ -29,6 +29,7 @@ from conformance.record.results import (
 from conformance.record.states import NOT_STARTED
 from conformance.validation import UsageError
 
+ReadBaseline = Callable[[str], Baseline]
 MAY_DIFFER = ("platform", "cpus", "gpus", COMMIT)  # of the environment, between the jobs of a run
 
 
@@ -104,15 +105,19 @@ def _total(part: Part) -> str:
     return next((shard.partition("/")[2] for shard in part.run.floor.shards), "1")
 
 
-def merge(folders: Sequence[Path], out: Path, *, command: str) -> None:
+def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBaseline | None = None) -> None:
     """Put the cells of ``folders`` into ``out``, which has to be new, with one summary. Files are linked where that is
     possible; links share no later change, because every file is replaced as a whole.
+
+    ``baseline``: reads the earlier runs of a selection, with which the whole is compared.
 
     Raises UsageError for folders that do not belong together or that have different verdicts of a cell, and Unwritable.
     """
     parts = [read_part(folder) for folder in folders]
     check_parts(parts)
-    chosen = _choose(parts)
+    chosen, whole = _choose(parts), _whole(parts, command)
+    if baseline:
+        whole = replace(whole, floor=replace(whole.floor, baseline=baseline(whole.selection)))
     try:
         for folder, part in zip(folders, parts, strict=True):
             for entry in part.entries:
@@ -129,7 +134,7 @@ def merge(folders: Sequence[Path], out: Path, *, command: str) -> None:
     planned = parts[0].run.floor.planned
     order = {cell: place for place, cell in enumerate(planned)}
     entries = sorted(chosen.values(), key=lambda entry: order.get(entry.cell, len(order)))
-    write_summary(out, _whole(parts, command), [cell_summary(entry) for entry in entries])
+    write_summary(out, whole, [cell_summary(entry) for entry in entries])
 
 
 def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
