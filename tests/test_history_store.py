@@ -94,11 +94,20 @@ def _pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+def _null(file: Path) -> None:
+    """A row that only the check of the whole file finds, because no run names it."""
+    rewrite = "UPDATE sqlite_schema SET sql = replace(sql, '{}', '{}') WHERE name = 'cells'"
+    _sql("PRAGMA writable_schema = ON", rewrite.format("TEXT NOT NULL UNIQUE", "TEXT UNIQUE"))(file)
+    _sql("INSERT INTO cells (id) VALUES (NULL)")(file)
+    _sql("PRAGMA writable_schema = ON", rewrite.format("TEXT UNIQUE", "TEXT NOT NULL UNIQUE"))(file)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut short": (_cut, "is damaged"),
     "zeros": (_garbage, "is damaged"),
     "empty": (_empty, "is damaged"),
     "scrambled": (_scrambled, "is damaged"),
+    "a row that cannot be": (_null, "is damaged .*NULL value"),
     "a link": (_link, "is a link"),
     "a folder": (_folder, "is a folder"),
     "a pipe": (_pipe, "is a named pipe"),

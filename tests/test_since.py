@@ -2,13 +2,25 @@
 slower is what a busy machine does not explain."""
 
 import random
+import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-from conformance.record.baseline import Outcome, RunFacts, baseline_from_json, make_baseline, outcome, versions_of
+from conformance.record.baseline import (
+    CHANGED,
+    Outcome,
+    RunFacts,
+    baseline_from_json,
+    make_baseline,
+    outcome,
+    versions_of,
+)
 from conformance.record.since import Since, compare, version_changes
 from conformance.record.states import State
+from conformance.run.environment import commit
 
 CELL = "sft/llama/fsdp2/dp2/exact"
 SAME = {"torch": "2.13.0", "commit": "1f2e3d4c5b6a"}
@@ -48,6 +60,21 @@ def test_the_platform_is_no_version() -> None:
         "torch": "2.13",
     }
     assert versions_of(environment) == {"gpus": "H200, 580.1, H200, 580.1", "cuda": "none", "torch": "2.13"}
+
+
+def test_the_commit_of_a_checkout_is_a_version(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    (tmp_path / "code.py").write_text("1\n")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
+        subprocess.run([*git, *command], check=True)
+    clean = commit(tmp_path)
+    assert clean
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (tmp_path / "code.py").write_text("2\n")
+    assert commit(tmp_path) == f"{clean}{CHANGED}"
+    (tmp_path / "site-packages").mkdir()
+    assert commit(tmp_path / "site-packages") is None  # another's repository around an installed suite
 
 
 # --- flaky -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ This module imports nothing slow, because pytest loads the plugin in every run w
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import PurePath
 from typing import Any, Literal, Self
 
 
@@ -114,7 +115,7 @@ class Selection(Options):
     def text(self, device: str) -> str:
         """What is selected, for a history of such runs. Files count by name: jobs have them in different folders."""
         profile = ("--profile", self.profile) if self.profile == "quick" else ()  # the default, which is no argument
-        parts = [part.rpartition("/")[2] for part in (*profile, *self.arguments(device))]
+        parts = [PurePath(part).name or part for part in (*profile, *self.arguments(device))]
         return " ".join([*parts, *(f"--cells {cell}" for cell in sorted(self.cells))])
 
     def arguments(self, device: str) -> tuple[str, ...]:
