@@ -1,4 +1,4 @@
-"""What several test files share: one session, and so its worlds, one cache of oracle records, and one browser."""
+"""What several test files share: one session, and so its worlds, one cache of oracle records, and a browser."""
 
 import os
 
@@ -99,9 +99,9 @@ def pool(session: Session) -> Pool:
     return session._pool
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    yield from running(tmp_path_factory.mktemp("profile"))
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from running()
 
 
 @pytest.fixture(scope="session")

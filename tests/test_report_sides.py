@@ -260,11 +260,7 @@ def test_of_many_members_each_two_backends_show_their_furthest_pair(browser: Bro
 
 def test_a_step_is_marked_in_all_charts_of_a_group(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
-    browser.run("document.querySelector('.side .hover').scrollIntoView({block: 'center'})")
-    browser.run("new Promise((seen) => requestAnimationFrame(() => requestAnimationFrame(() => seen(0))))")
-    box = browser.run("document.querySelector('.side .hover rect').getBoundingClientRect().toJSON()")
-    at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    browser.hover(".side .hover rect")
     assert browser.run("document.querySelectorAll('.side .hover.on').length") == 4
     assert "megatron tp2: 3" in browser.run("document.getElementById('tip').textContent")
     assert browser.problems == []
