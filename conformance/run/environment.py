@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from conformance.asking import package_version
+from conformance.paths import CHECKOUT
 from conformance.validation import UsageError
 
+# Prefixes of the variables that change what libraries compute or how ranks communicate.
+VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PARITY_", "PYTORCH_")
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
 
 
@@ -23,8 +26,19 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "commit": _commit(),
         **{name: package_version(name) for name in PACKAGES},
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+
+
+def _commit() -> str | None:
+    """The suite's commit, if it runs from a checkout; ``-dirty`` says that files differ from it."""
+    if not (CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _gpus() -> list[str]:
