@@ -28,6 +28,7 @@ from report_sample import (
 from conformance.record.results import cell_summary, write_summary
 from reports.html import write_html
 
+STAGES = "scenario-2/pangu/megatron/dp2.tp2.pp2/fp32"
 WIDTHS = (390, 1024, 1440)
 SHOWN = "boxes.filter((box) => box.checkVisibility({visibilityProperty: true})).map((box) => box.dataset.cell)"
 TIP = "document.getElementById('tip')"
@@ -217,6 +218,48 @@ def test_steps_are_chosen_by_dragging_or_by_their_numbers(browser: Browser, addr
     assert browser.run(count) == 2
     browser.click(".views .choice > button:last-child:not([data-of])")
     assert browser.run(count) == STEPS
+
+
+def test_the_noise_floor_is_drawn_under_the_errors_and_told(browser: Browser, address: str) -> None:
+    open_cell(browser, address, CONFORMS)
+    assert browser.run("document.querySelectorAll('.cell .chart .noise').length") == 2
+    assert "noise floor: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
+    tips = browser.run("[...document.querySelectorAll('.charts figure:nth-child(2) .hover')].map((e) => e.dataset.tip)")
+    assert all("noise floor " in tip for tip in tips)
+
+
+# What a cell tells
+
+ROWS = (
+    "[...document.querySelectorAll('[aria-label=\"{}\"] tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+)
+
+
+def test_boundaries_of_stages_and_cuts_over_tensor_parallel_ranks_are_marked(browser: Browser, wide: str) -> None:
+    open_cell(browser, wide, STAGES)
+    heads = "[...document.querySelectorAll('.maps figure:first-child tr:first-child th')]"
+    names = browser.run(f"{heads}.map((head) => head.textContent)")
+    assert names == ["", "in", "0", "1", "2", "out"]
+    assert browser.run(f"{heads}.filter((head) => head.matches('.seam')).map((head) => head.textContent)") == ["1"]
+    kinds = browser.run(
+        "[...document.querySelectorAll('.maps figure:first-child tr th:first-child')].map((e) => e.innerText)"
+    )
+    assert {"q \u00f72", "o \u00f72", "q bias", "attn norm"} <= set(kinds)
+    tips = browser.run("[...document.querySelectorAll('.maps figure:first-child td')].map((e) => e.dataset.tip ?? '')")
+    assert any("in 2 pieces on ranks 0, 1, 2, 3, cut over 2 tensor-parallel ranks" in tip for tip in tips)
+
+
+def test_denominators_evidence_memory_and_speed_are_told(browser: Browser, wide: str) -> None:
+    open_cell(browser, wide, STAGES)
+    first, *_ = browser.run(ROWS.format("Denominators"))
+    assert first == ["0", "1000", "100 + 7 = 107", "101 + 7 = 108", "215", "811", "811"]
+    ran = browser.run(ROWS.format("Ran"))
+    assert ran[0] == ["dp2.tp2.pp2", "all_reduce", "2 ranks", "float32", "backward 0", "8", "3"]
+    asked = browser.run(ROWS.format("Asked for"))
+    assert asked == [["\u2713 yes", "evidence"]]
+    facts = browser.run("document.querySelector('.cell .meta').innerText")
+    assert "peak 263 MiB of a rank" in facts
+    assert "2000 tokens/s" in facts
 
 
 # Reasons, groups, print
