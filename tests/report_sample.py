@@ -25,6 +25,7 @@ from conformance.record.results import Entry, Run, cell_summary, read_entry, wri
 from conformance.record.states import ANSWERED, State
 from conformance.record.verdict import Quantity, Strip, Verdict
 from conformance.rl import Ppo
+from reports.heatmap import locate
 
 STEPS = 5
 LAYERS = 3
@@ -142,7 +143,7 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         header |= {"resolved": {"optimizer": "AdamW", "layout": layout, "buckets": [1, 2]}}
         steps = curve(model, observables, noise, rng)
         for leg, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
-            footer = told(layout, range(first, first + len(part)))
+            footer = told(layout, range(first, first + len(part)), layers=LAYERS)
             write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first, told=footer)
         oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
         oracle |= {"backend": {"name": "oracle", "precision": "float64"}}
@@ -323,13 +324,15 @@ def write_record(
     (folder / record_format.RECORD_FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
 
 
-def told(layout: str, steps: Sequence[int]) -> dict[str, Any]:
+def told(layout: str, steps: Sequence[int], *, layers: int) -> dict[str, Any]:
     """What ranks of a layout would tell in the footer: pipeline stages hold a part of the layers each."""
     parsed = Layout.parse(layout.rpartition("-to-")[2])
     size = parsed.world_size // parsed.pp
     pieces = {}
-    for place, name in enumerate(names := parameters(LAYERS)):
-        first = place * parsed.pp // len(names) * size
+    for name in parameters(layers):
+        column, _ = locate(name)
+        layer = int(column) if column.isdigit() else 0 if column == "in" else layers - 1
+        first = layer * parsed.pp // layers * size
         cut = parsed.tp if "_proj.weight" in name else 1
         regions = [f"tp{part}" if cut > 1 else "full" for part in range(cut)]
         pieces[name] = {region: [*range(first + part, first + size, cut)] for part, region in enumerate(regions)}
