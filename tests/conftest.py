@@ -36,6 +36,7 @@ LONG = (
     "test_megatron_models",
     "test_reports",
     "test_report_browser",
+    "test_report_controls",
     "test_isolation",
     "test_oracle_cache",
     "test_checkpoint_files",
