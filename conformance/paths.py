@@ -5,7 +5,8 @@ from pathlib import Path
 from conformance.validation import UsageError, did_you_mean, one_line, shown
 
 _PACKAGE = Path(__file__).resolve().parent
-FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else _PACKAGE.parent / "fixtures"
+CHECKOUT = _PACKAGE.parent  # of an installed wheel, the folder that it is installed in
+FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else CHECKOUT / "fixtures"
 
 
 def resolve(path: str) -> Path:

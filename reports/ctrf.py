@@ -13,8 +13,9 @@ from typing import Any
 from conformance.record.files import write_file
 from conformance.record.format import dumps
 from conformance.record.states import NO_ANSWER
+from reports.headline import incomplete_as_a_whole
 from reports.load import Cell, Report, read_report
-from reports.words import WHOLE_RUN, details, explain, incomplete_as_a_whole
+from reports.words import WHOLE_RUN, details, explain
 
 SPECIFICATION = "1.0.0"
 STATUSES = ("passed", "failed", "skipped", "pending", "other")

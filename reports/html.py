@@ -21,7 +21,10 @@ from conformance.record.files import write_file
 from conformance.record.format import dumps
 from conformance.record.since import KINDS
 from conformance.record.states import STATES
-from reports import earlier, grid, handover, side_by_side, words
+from reports import earlier, grid, handover, planted, side_by_side, words
+from reports.causes import causes
+from reports.findings import MENTION, findings
+from reports.headline import headline
 from reports.heatmap import SHADES
 from reports.load import Report, read_report
 from reports.packing import Shared, cell_data, pack
@@ -29,7 +32,10 @@ from reports.packing import Shared, cell_data, pack
 TEMPLATES = Path(__file__).with_name("templates")
 STYLES = ("style", "earlier")
 # In the order in which they run.
-SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "bisect", "cell", "sides", "tip", "page")
+SCRIPTS = (
+    *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "told", "bisect", "cell", "sides"),
+    *("tip", "filter", "keyboard", "page", "print"),
+)
 
 
 def write_html(out: Path) -> Path:
@@ -37,16 +43,19 @@ def write_html(out: Path) -> Path:
     Unwritable."""
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    title, text = words.headline(report)
+    title, text = headline(report)
     shared = Shared()
     blocks = [pack(dumps(cell_data(cell, shared))) for cell in report.cells]
     groups = side_by_side.read_groups(out, report)
+    reasons = [*(cell.reason for cell in report.cells), *(group.text for group in groups or ())]
     page = _template().render(
         report=report,
         title=title,
         text=text,
-        attention=words.attention(report),
         trends=earlier.trends(report),
+        causes=causes(report),
+        score=planted.mutation_score(report),
+        findings=findings(reasons),
         known=[c for c in report.cells if c.state == "expected_difference"],
         matrix=matrix(report),
         handed=handover.tables(report),
@@ -56,6 +65,7 @@ def write_html(out: Path) -> Path:
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         shared=pack(shared.to_json()),
+        found=pack(dumps(_found(report))),
         blocks=blocks,
     )
     file = out / "report.html"
@@ -114,10 +124,26 @@ def matrix(report: Report) -> dict[str, Any]:
 
 
 def linked(text: str) -> Markup:
-    """``text`` as escaped HTML in which web addresses are links."""
-    parts = re.split(r"(https?://[^\s<>\"']*[^\s<>\"'.,;:)])", text)
-    links = [Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(part) for part in parts[1::2]]
-    return Markup("").join([*(x for pair in zip(parts[::2], links, strict=False) for x in pair), parts[-1]])
+    """``text`` as escaped HTML in which web addresses are links, and names of findings lead to the end of the page."""
+    parts = re.split(rf"(https?://[^\s<>\"']*[^\s<>\"'.,;:)]|{MENTION.pattern.replace('(', '(?:')})", text)
+    return Markup("").join(_link(part) if place % 2 else part for place, part in enumerate(parts))
+
+
+def _link(part: str) -> Markup:
+    if finding := MENTION.fullmatch(part):
+        return Markup('<a href="#finding-{}">{}</a>').format(finding[1], part)
+    return Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(part)
+
+
+def _found(report: Report) -> dict[str, Any]:
+    """The tensors outside their tolerance, for the filter: all names, and by the number of a cell those of the cell."""
+    shared = Shared()
+    cells = {
+        number: sorted({shared.string(text) for f in cell.findings for text in (f.tensor, f.stage)})
+        for number, cell in enumerate(report.cells)
+        if cell.state == "differs"
+    }
+    return {"cells": cells, "strings": shared.strings}
 
 
 def _side(group: side_by_side.Group, report: Report) -> dict[str, Any]:

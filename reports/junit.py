@@ -12,8 +12,9 @@ from pathlib import Path
 
 from conformance.record.files import write_file
 from conformance.record.states import NO_ANSWER, STATES
+from reports.headline import incomplete_as_a_whole
 from reports.load import Cell, read_report
-from reports.words import WHOLE_RUN, details, explain, incomplete_as_a_whole
+from reports.words import WHOLE_RUN, details, explain
 
 
 def write_junit(out: Path) -> Path:

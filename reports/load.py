@@ -7,19 +7,22 @@ failures (conformance.record.cells). Only JSON and logs are read, no tensors.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from conformance.record.baseline import Outcome, outcome
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.files import Unreadable, read_end
+from conformance.record.format import Lines, RecordError, read_lines
+from conformance.record.identity import check_oracle, noise_runs
 from conformance.record.results import SUMMARY, Run, inside, read_output_json, states_of
 from conformance.record.since import Since
 from conformance.record.states import STATES, RunVerdict, State
 from conformance.record.verdict import Quantity
+from conformance.validation import UsageError
 
 LOG_LINES = 40  # last lines of each rank's log
 LOG_BYTES = 6000
@@ -27,9 +30,15 @@ LOG_BYTES = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(BelievedCell):
-    """One cell in a report. ``logs``: the last lines of each rank's log, if the cell does not conform."""
+    """One cell in a report.
+
+    logs: the last lines of each rank's log, if the cell does not conform. files: the paths of these logs, relative to
+    the output folder. noise: the lines of the single-process runs in the cell's precision, which its bounds are from.
+    """
 
     logs: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    noise: tuple[Lines, ...] = ()
 
     @property
     def id(self) -> str:
@@ -114,7 +123,8 @@ def read_report(out: Path) -> Report:
 def _read_report(out: Path, _: tuple[object, ...]) -> Report:
     run, cells = read_cells(out)
     version = str(read_output_json(out / SUMMARY).get("suite_version", ""))
-    return Report(run=run, version=version, cells=tuple(_with_logs(out, cell) for cell in cells))
+    noise = cache(_noise)  # many cells share an oracle
+    return Report(run=run, version=version, cells=tuple(_complete(out, cell, noise) for cell in cells))
 
 
 def _status_of_files(out: Path) -> Iterator[object]:
@@ -128,26 +138,47 @@ def _status_of_files(out: Path) -> Iterator[object]:
             yield str(file), status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def _with_logs(out: Path, cell: BelievedCell) -> Cell:
-    is_sound = cell.entry.verdict.state in ("conforms", "partly_observed")
-    return Cell(**vars(cell), logs={} if is_sound else _read_logs(out, out / cell.entry.folder))
+def _complete(out: Path, cell: BelievedCell, noise: Callable[[Path, Path, str], tuple[Lines, ...]]) -> Cell:
+    """The cell with its logs and with the noise of its precision."""
+    entry = cell.entry
+    is_sound = entry.verdict.state in ("conforms", "partly_observed")
+    logs, files = ({}, {}) if is_sound else _read_logs(out, out / entry.folder)
+    runs: tuple[Lines, ...] = ()
+    if entry.oracle and cell.oracle:
+        runs = noise(out, (out / entry.folder / entry.oracle).resolve(), entry.variant.partition("/")[0])
+    return Cell(**vars(cell), logs=logs, files=files, noise=runs)
 
 
-def _read_logs(out: Path, folder: Path) -> dict[str, str]:
-    """The last lines of each rank's log, without terminal colours, by rank; if there are several legs, by leg and rank.
+def _noise(out: Path, oracle: Path, precision: str) -> tuple[Lines, ...]:
+    """The lines of the single-process runs in a precision, as far as they are intact."""
+    found = []
+    for run in noise_runs(precision):
+        with contextlib.suppress(UsageError, RecordError):
+            lines = read_lines(inside(out, oracle / run))
+            check_oracle(oracle / run, lines.header, precision=run)
+            found.append(lines)
+    return tuple(found)
+
+
+def _read_logs(out: Path, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The last lines of each rank's log and stacks, without terminal colours, and their paths relative to ``out``, both
+    by rank; if there are several legs, by leg and rank.
 
     The logs of a second attempt in fresh ranks come last.
     """
-    files = sorted(folder.glob("legs/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))
-    files += sorted(folder.glob("fresh/*/logs/rank-*.log"), key=lambda file: (len(str(file)), str(file)))
+    kinds = ("legs/*/logs/rank-*.log", "legs/*/logs/rank-*.stacks", "fresh/*/logs/rank-*.log")
+    files = [file for kind in kinds for file in sorted(folder.glob(kind), key=lambda file: (len(str(file)), str(file)))]
     several = len({file.parent for file in files}) > 1
-    logs = {}
+    logs, paths = {}, {}
     for file in files:
-        name = f"leg {file.parts[-3]}, {file.stem}" if several else file.stem
+        name = f"{file.stem}, stacks" if file.suffix == ".stacks" else file.stem
+        name = f"leg {file.parts[-3]}, {name}" if several else name
+        name = f"fresh {name}" if file.parts[-4] == "fresh" else name
         try:
             text = read_end(inside(out, file), limit=LOG_BYTES).decode("utf-8", errors="replace")
         except (FileNotFoundError, Unreadable) as error:
             text = str(error)
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        logs[f"fresh {name}" if file.parts[-4] == "fresh" else name] = "\n".join(text.splitlines()[-LOG_LINES:])
-    return logs
+        logs[name] = "\n".join(text.splitlines()[-LOG_LINES:])
+        paths[name] = file.relative_to(out).as_posix()
+    return logs, paths

@@ -9,9 +9,11 @@ from pathlib import Path
 from conformance.bisect.tell import told
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
-from reports import earlier, handover, side_by_side
-from reports.load import Cell, Report, read_report
-from reports.words import attention, code, explain, headline, number, plain, plural, ratio
+from reports import earlier, handover, planted, side_by_side
+from reports.causes import Cause, causes
+from reports.headline import headline
+from reports.load import Report, read_report
+from reports.words import code, explain, number, plain, plural, ratio, worst_first
 
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes kept for the line that says what was left out
@@ -48,8 +50,10 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
     yield from _coverage(report)
     if report.since:
         yield from earlier.blocks(report.since)
-    for cell in attention(report):
-        yield _failure(cell)
+    for cause in causes(report):
+        yield _failure(cause)
+    if score := planted.mutation_score(report):
+        yield _planted(score)
     if groups:
         yield f"\n### Backends side by side\n\n{side_by_side.NOTE}\n"
         yield from side_by_side.blocks(groups)
@@ -83,26 +87,48 @@ def _coverage(report: Report) -> Iterator[str]:
         yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
 
 
-def _failure(cell: Cell) -> str:
+def _planted(score: planted.MutationScore) -> str:
+    """The mutation score of a run with planted faults."""
+    lines = [
+        f"\n### Planted faults: {len(score.caught)} of {plural(len(score.told), 'pair')} of fault and backend caught\n"
+    ]
+    lines += [
+        "| fault | backend | caught | missed | no answer | found first at |",
+        "| :-- | :-- | --: | --: | --: | :-- |",
+    ]
+    for row in score.rows:
+        counts = " | ".join(str(len(cells)) for cells in (row.caught, row.missed, row.unanswered))
+        lines.append(f"| {code(row.fault)} | {plain(row.backend)} | {counts} | {plain(', '.join(row.stages))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _failure(cause: Cause) -> str:
+    """The first cell of a cause in full, and the names of the others."""
+    cell = cause.first
     lines = [
         f"\n### {STATES[cell.state].symbol} {code(cell.id)}: {STATES[cell.state].name}\n",
         plain(explain(cell)),
         "",
     ]
-    if cell.findings:
+    if cause.others:
+        named = ", ".join(code(other.id) for other in cause.others[:FINDINGS])
+        more = f" and {len(cause.others) - FINDINGS} more" if len(cause.others) > FINDINGS else ""
+        lines += [f"{plural(len(cause.others), 'more cell')} alike: {named}{more}", ""]
+    if found := worst_first(cell):
         lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [
             f"| {plain(f.stage)} | {code(f.tensor)} | {f.step} | {number(f.observed)} | "
             f"{number(f.allowed)} | **{plain(ratio(f.ratio))}** |"
-            for f in cell.findings[:FINDINGS]
+            for f in found[:FINDINGS]
         ]
-        if len(cell.findings) > FINDINGS:
-            lines += ["", f"... and {len(cell.findings) - FINDINGS} more findings."]
-        lines += ["", *(f"Hint: {plain(hint)}" for hint in dict.fromkeys(f.hint for f in cell.findings) if hint)]
+        if len(found) > FINDINGS:
+            lines += ["", f"... and {len(found) - FINDINGS} more findings."]
+        hints = {f.hint: f.tensor for f in reversed(found) if f.hint}
+        lines += ["", *(f"Hint: {code(tensor)}: {plain(hint)}\n" for hint, tensor in reversed(hints.items()))]
     if cell.bisection:
-        found = told(cell.bisection)
-        lines += ["", f"Bisected: **{plain(found.answer)}**", ""]
-        lines += [f"- {plain(word)}: {plain(text)}" for word, text in found.facts]
+        bisected = told(cell.bisection)
+        lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]
+        lines += [f"- {plain(word)}: {plain(text)}" for word, text in bisected.facts]
     if cell.entry.reproduce:
         lines += ["", f"Reproduce: {code(cell.entry.reproduce)}"]
     return "\n".join(lines) + "\n"

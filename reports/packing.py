@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.bisect.tell import told
-from conformance.record.format import Line, dumps
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR
+from conformance.record.format import Line, Lines, dumps
 from conformance.record.states import STATES
 from conformance.record.verdict import Quantity, Verdict
 from reports.heatmap import PARAMETER_KINDS, SHADES, locate, shade
 from reports.load import Cell
-from reports.words import first_finding
+from reports.words import worst_first
 
 FINDINGS = 10  # most findings that are shown of the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
@@ -41,6 +42,10 @@ class Shared:
     def string(self, text: str) -> int:
         return self._strings.setdefault(text, len(self._strings))
 
+    @property
+    def strings(self) -> list[str]:
+        return list(self._strings)
+
     def value(self, value: Any) -> int:
         return self._values.setdefault(dumps(value), len(self._values))
 
@@ -55,11 +60,12 @@ class Shared:
         """Everything as JSON text, for the page's first block."""
         states = {state: vars(info) for state, info in STATES.items()}
         head = {
-            "strings": list(self._strings),
+            "strings": self.strings,
             "places": self._places,
             "kinds": PARAMETER_KINDS,
             "shades": SHADES,
             "states": states,
+            "rule": {"exact": EXACT, "factor": NOISE_FACTOR},
         }
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 
@@ -85,17 +91,46 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "first": _first_difference(cell),
         "bisection": vars(told(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
-        "legs": [
-            {"first": leg.header.get("first_step", 0), "config": _config(leg.header, shared)} for leg in cell.legs
-        ],
+        "legs": [_leg(leg, shared) for leg in cell.legs],
         "oracle": {
             "series": shared.value(_series(cell.oracle.steps, numbers)),
+            "noise": shared.value([_series(lines.steps, numbers) for lines in cell.noise]),
             "config": _config(cell.oracle.header, shared),
         }
         if cell.oracle
         else None,
         "logs": cell.logs,
+        "files": cell.files,
+        "precision": entry.variant.partition("/")[0],
     }
+
+
+def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
+    """What the page shows of one leg: what it was told, what its ranks were given, and what was seen of them."""
+    footer = lines.footer
+    pieces = {shared.tensor(name): regions for name, regions in footer.get("pieces", {}).items()}
+    seconds = {line["step"]: float(f"{line.get('seconds', 0.0):.3g}") for line in lines.steps}
+    return {
+        "first": lines.header.get("first_step", 0),
+        "layout": str(lines.header.get("layout", "")),
+        "config": _config(lines.header, shared),
+        "evidence": shared.value(_seen(footer.get("evidence", ()))),
+        "batches": shared.value(footer.get("batches", ())),
+        "pieces": shared.value(pieces),
+        "memory": footer.get("memory", ()),
+        "seconds": seconds,
+    }
+
+
+def _seen(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The evidence of all ranks: collectives by kind, size of the group, dtype and pass, and matrix products by dtype
+    and pass, each with the number of ranks that made any, and the largest count of a rank."""
+    found: dict[str, dict[tuple[Any, ...], list[int]]] = {"collectives": {}, "products": {}}
+    for what, counts in found.items():
+        for rank in ranks:
+            for *key, count in rank.get(what, ()):
+                counts.setdefault(tuple(key), []).append(count)
+    return {what: [[*key, len(each), max(each)] for key, each in counts.items()] for what, counts in found.items()}
 
 
 def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
@@ -143,18 +178,19 @@ def _first_difference(cell: Cell) -> dict[str, Any] | None:
 
     None for a cell without findings.
     """
-    first = first_finding(cell)
-    if not first:
+    findings = worst_first(cell)
+    if not findings:
         return None
-    outside = [f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)]
+    first = findings[0]
+    worst = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     later = {f.stage for f in cell.findings} - {first.stage}
-    worst = sorted(outside, key=lambda f: -f.ratio)
+    hints = {f.hint: f.tensor for f in reversed(worst) if f.hint}
     return {
         "stage": first.stage,
         "step": first.step,
         "findings": [[f.tensor, f.observed, f.allowed, f.max_abs, f.where] for f in worst[:FINDINGS]],
         "more": len(worst[FINDINGS:]),
-        "hints": list(dict.fromkeys(f.hint for f in worst if f.hint)),
+        "hints": [[tensor, hint] for hint, tensor in reversed(hints.items())],
         "later": [stage for stage in cell.entry.stages if stage in later],
     }
 

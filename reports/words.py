@@ -4,12 +4,13 @@ import math
 import re
 
 from conformance.bisect.tell import told
-from conformance.record.states import ANSWERED, NO_ANSWER, STATES
+from conformance.record.states import NO_ANSWER, STATES
 from conformance.record.verdict import Quantity
-from reports.load import Cell, Report
+from reports.load import Cell
 
 FINDINGS = 50  # of a cell in a test report; the rest is in verdict.json
 WHOLE_RUN = "the whole run"
+MANY, PERCENT = 10, 1e-4  # relative errors that are said as a factor, and as percent
 
 
 def plural(count: int, word: str) -> str:
@@ -56,13 +57,18 @@ def ratio(value: float) -> str:
     return text
 
 
-def times(quantity: Quantity) -> str:
-    """How far a quantity exceeds its tolerance, in words: ``3.4 × allowed``."""
-    value = quantity.ratio
-    if math.isinf(value):
-        return "beyond any tolerance"
-    text = f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else ratio(value)
-    return f"{text} \N{MULTIPLICATION SIGN} allowed"
+def off(quantity: Quantity) -> str:
+    """An error and its bound as a person says them: ``88 % off, allowed 1e-11``."""
+    error, allowed = quantity.observed, number(quantity.allowed) if quantity.allowed > 0 else "nothing"
+    if math.isnan(error):
+        size = "not a number"
+    elif math.isinf(error):
+        size = "beyond any tolerance"
+    elif error >= MANY:
+        size = f"{float(f'{error:.2g}'):,.0f} times its size off"
+    else:
+        size = f"{float(f'{100 * error:.2g}'):g} % off" if error >= PERCENT else f"{number(error)} off"
+    return f"{size}, allowed {allowed}"
 
 
 def tensor_at_step(quantity: Quantity) -> str:
@@ -77,9 +83,23 @@ def first_finding(cell: Cell) -> Quantity | None:
     return max(first, key=lambda f: f.ratio, default=None)
 
 
+def worst_first(cell: Cell) -> list[Quantity]:
+    """The findings of the first stage and step that differ, the worst first; then all others, in causal order."""
+    first = first_finding(cell)
+    if not first:
+        return []
+    begins = [f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)]
+    return sorted(begins, key=lambda f: -f.ratio) + [f for f in cell.findings if f not in begins]
+
+
+def first_line(text: str) -> str:
+    """The first line of a reason, which is a sentence; tracebacks and ends of logs may follow."""
+    return text.partition("\n")[0]
+
+
 def explain(cell: Cell) -> str:
-    """One phrase about a cell: what differs first, how close it came to its tolerance, or the reason of its verdict;
-    and how it had ended before it was run again."""
+    """One phrase about a cell: what differs first, how close it came to its tolerance, or the first line of the reason
+    of its verdict; and how it had ended before it was run again."""
     before = ", then ".join(STATES[state].name for state in cell.entry.before)
     return _explain(cell) + (f" (run again; before: {before})" if before else "")
 
@@ -87,10 +107,10 @@ def explain(cell: Cell) -> str:
 def _explain(cell: Cell) -> str:
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
-        return f"{finding.stage}: {tensor_at_step(finding)}, {times(finding)}"
+        return f"{finding.stage}: {tensor_at_step(finding)}, {off(finding)}"
     if cell.state == "conforms" and cell.worst:
         return f"worst {ratio(cell.worst.ratio)} of what is allowed, in {cell.worst.stage}"
-    return cell.reason or STATES[cell.state].meaning
+    return first_line(cell.reason) or STATES[cell.state].meaning
 
 
 def details(cell: Cell) -> str:
@@ -108,81 +128,6 @@ def details(cell: Cell) -> str:
     reproduce = f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
     logs = [f"--- {rank}\n{text}" for rank, text in cell.logs.items()] if cell.state in NO_ANSWER else []
     return "\n".join(part for part in (cell.reason, *lines, reproduce, *logs) if part)
-
-
-def incomplete_as_a_whole(report: Report) -> tuple[str, str] | None:
-    """(title, text) of the additional test case WHOLE_RUN of a run that did not finish although no cell is without an
-    answer, or that judged less than was demanded; None if there is nothing to say."""
-    if not report.unmet and (report.verdict != "incomplete" or _unanswered(report)):
-        return None
-    title, text = headline(report)
-    return title, "\n".join([text, *report.unmet])
-
-
-def attention(report: Report) -> list[Cell]:
-    """The cells that need attention: those that differ, the earliest stage first, then those that were not judged."""
-
-    def urgency(cell: Cell) -> tuple[int, int, float]:
-        finding, stages = first_finding(cell), cell.entry.stages
-        stage = stages.index(finding.stage) if finding and finding.stage in stages else len(stages)
-        return list(STATES).index(cell.state), stage, -(cell.worst.ratio if cell.worst else 0.0)
-
-    return sorted((c for c in report.cells if c.state in ("differs", *NO_ANSWER)), key=urgency)
-
-
-def headline(report: Report) -> tuple[str, str]:
-    """(title, text): the verdict of the run, and one or two sentences that say what to do next."""
-    said = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
-    return said[report.verdict](report)
-
-
-def _differs(report: Report) -> tuple[str, str]:
-    differing, unanswered = report.counts["differs"], _unanswered(report)
-    first = attention(report)[0]
-    text = f"Start with {first.id}. First difference in {explain(first)}."
-    if unanswered:
-        text += f" {plural(unanswered, 'more cell')} gave no answer."
-    return f"{plural(differing, 'cell')} of {len(report.cells)} {'differs' if differing == 1 else 'differ'}", text
-
-
-def _incomplete(report: Report) -> tuple[str, str]:
-    title, unanswered = "Incomplete: not a pass", _unanswered(report)
-    if report.run.finished is None:
-        return title, "The run did not finish: cells may be missing. Run it again."
-    if not any(report.counts[state] for state in ANSWERED) and not unanswered:
-        return title, "No cell was judged. Choose cells that the backends support, and run again."
-    if not unanswered:
-        return title, f"No difference was found, but less was judged than was demanded. {_sentence(report.unmet[0])}"
-    first = attention(report)[0]
-    text = f"No difference was found, but {plural(unanswered, 'cell')} of {len(report.cells)} gave no answer. "
-    return title, f"{text}Run again, beginning with {first.id}: {explain(first)}"
-
-
-def _partly(report: Report) -> tuple[str, str]:
-    count = report.counts["partly_observed"]
-    does = "does not show" if count == 1 else "do not show"
-    title = f"{plural(count, 'cell')} of {len(report.cells)} {does} every stage"
-    return title, "No difference was found in what was shown. " + _conforms(report)[0] + " in every stage."
-
-
-def _sentence(text: str) -> str:
-    """``text`` with a capital letter and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _conforms(report: Report) -> tuple[str, str]:
-    conforming, known = report.counts["conforms"], report.counts["expected_difference"]
-    text = "Every cell that was judged computes what the oracle computes"
-    text += f", but for {plural(known, 'known difference')}." if known else "."
-    judged = [(cell.worst, cell) for cell in report.cells if cell.state == "conforms" and cell.worst]
-    if judged:
-        worst, closest = max(judged, key=lambda pair: pair[0].ratio)
-        text += f" Closest to its tolerance: {closest.id}, {worst.stage}, {ratio(worst.ratio)} of what is allowed."
-    return f"{plural(conforming, 'cell')} of {len(report.cells)} conform{'s' if conforming == 1 else ''}", text
-
-
-def _unanswered(report: Report) -> int:
-    return sum(report.counts[state] for state in NO_ANSWER)
 
 
 def plain(value: str) -> str:

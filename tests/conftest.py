@@ -1,4 +1,4 @@
-"""What several test files share: one session, and so its worlds, one cache of oracle records, and one browser."""
+"""What several test files share: one session, and so its worlds, one cache of oracle records, and a browser."""
 
 import os
 
@@ -36,6 +36,7 @@ LONG = (
     "test_megatron_models",
     "test_reports",
     "test_report_browser",
+    "test_report_controls",
     "test_isolation",
     "test_oracle_cache",
     "test_checkpoint_files",
@@ -100,9 +101,9 @@ def pool(session: Session) -> Pool:
     return session._pool
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    yield from running(tmp_path_factory.mktemp("profile"))
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from running()
 
 
 @pytest.fixture(scope="session")

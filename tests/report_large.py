@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, strips_of, write_cell, write_record
+from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, strips_of, told, write_cell, write_record
 
 from conformance.objective import Sft, all_observables
 from conformance.observable import Observable
@@ -17,7 +17,8 @@ from conformance.record.results import cell_summary, write_summary
 from conformance.record.verdict import Quantity, Verdict
 from conformance.rl import Ppo
 
-NAMES = parameters(5)
+LAYERS = 5
+NAMES = parameters(LAYERS)
 STEPS = 5
 MODELS = ("pangu", "qwen3", "llama", "gemma3", "pangu-moe", "value")
 PRECISIONS = {"exact": 1e-11, "fp32": 2.6e-6, "bf16": 2.1e-2}
@@ -50,7 +51,8 @@ def write_large(out: Path, cells: int) -> Path:
         header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}
         header["resolved"] = resolved
         steps = curve(model, observables, PRECISIONS[precision], rng)
-        write_record(out / folder / "legs/0/record", header, observables, steps)
+        seen = told(layout, range(STEPS), layers=LAYERS)
+        write_record(out / folder / "legs/0/record", header, observables, steps, told=seen)
         differs = number % 50 == 49
         quantities = _errors(judged, 3.0 if differs else 0.9, rng)
         verdict = Verdict(

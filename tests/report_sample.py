@@ -7,11 +7,12 @@ are what the suite would write. Nothing was trained: errors are drawn at random 
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
 from conformance.observable import (
     Observable,
@@ -24,6 +25,7 @@ from conformance.record.results import Entry, Run, cell_summary, read_entry, wri
 from conformance.record.states import ANSWERED, State
 from conformance.record.verdict import Quantity, Strip, Verdict
 from conformance.rl import Ppo
+from reports.heatmap import locate
 
 STEPS = 5
 LAYERS = 3
@@ -141,10 +143,15 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         header |= {"resolved": {"optimizer": "AdamW", "layout": layout, "buckets": [1, 2]}}
         steps = curve(model, observables, noise, rng)
         for leg, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
-            write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first)
+            footer = told(layout, range(first, first + len(part)), layers=LAYERS)
+            write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first, told=footer)
         oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
         oracle |= {"backend": {"name": "oracle", "precision": "float64"}}
         write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
+        if variant[0] != "exact":
+            single = {**oracle, "backend": {"name": "oracle", "precision": variant[0]}}
+            noisy = curve(model, observables, noise / 3, random.Random(0))
+            write_record(out / "oracle" / key / variant[0], single, observables, noisy)
     if state == "infrastructure":
         write_logs(out / folder / "legs/0/logs")
     legs = 2 if cell == RESUMED else 1
@@ -300,17 +307,44 @@ def write_record(
     steps: Sequence[dict[str, Any]],
     *,
     first_step: int = 0,
+    told: Mapping[str, Any] | None = None,
 ) -> None:
     """A record's lines; the tensor files are left out, no report reads them."""
     schema = {"type": "header", "schema": record_format.RECORD_SCHEMA, "first_step": first_step}
     lines: list[dict[str, Any]] = [{**schema, **header, "observables": observables_to_json(observables)}]
     lines.append({"type": "step", "step": first_step - 1, "values": {}})
-    lines += [{"type": "step", "step": step, "values": values} for step, values in enumerate(steps, start=first_step)]
+    lines += [
+        {"type": "step", "step": step, "values": values, "seconds": 0.5}
+        for step, values in enumerate(steps, start=first_step)
+    ]
     text = "".join(record_format.dumps(line) + "\n" for line in lines)
-    footer: dict[str, Any] = {"type": "footer", "steps": len(steps)}
+    footer: dict[str, Any] = {"type": "footer", "steps": len(steps), **(told or {})}
     footer["sha256"] = record_format.record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / record_format.RECORD_FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
+
+
+def told(layout: str, steps: Sequence[int], *, layers: int) -> dict[str, Any]:
+    """What ranks of a layout would tell in the footer: pipeline stages hold a part of the layers each."""
+    parsed = Layout.parse(layout.rpartition("-to-")[2])
+    size = parsed.world_size // parsed.pp
+    pieces = {}
+    for name in parameters(layers):
+        column, _ = locate(name)
+        layer = int(column) if column.isdigit() else 0 if column == "in" else layers - 1
+        first = layer * parsed.pp // layers * size
+        cut = parsed.tp if "_proj.weight" in name else 1
+        regions = [f"tp{part}" if cut > 1 else "full" for part in range(cut)]
+        pieces[name] = {region: [*range(first + part, first + size, cut)] for part, region in enumerate(regions)}
+    seen = {"collectives": [["all_reduce", 2, "float32", "backward 0", 3]], "products": [["float32", "forward", 9]]}
+    return {
+        "evidence": [{**seen, "widths": []}] * parsed.world_size,
+        "batches": [
+            {"step": step, "tokens": 1000, "targets": [[100 + rank, 7] for rank in range(parsed.dp)]} for step in steps
+        ],
+        "memory": [2**28 + 2**20 * rank for rank in range(parsed.world_size)],
+        "pieces": pieces,
+    }
 
 
 def write_logs(folder: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from itertools import product
 
 import pytest
-from cells import assert_honest, cell_of, exhaustive
+from cells import assert_honest, cell_of, exhaustive, record_of
 
 from conformance.backend import Supported, Unsupported
 from conformance.layout import Layout
@@ -48,6 +48,19 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
 
 
 @pytest.mark.exhaustive
+def test_a_record_tells_denominators_memory_and_who_holds_which_piece(session: Session) -> None:
+    cell = cell_of("fsdp2", "sft-packed", "pangu", "dp2.tp2", "exact")
+    assert_honest(session, cell)
+    footer = record_of(session, cell).footer
+    assert len(footer["memory"]) == 4
+    assert all(peak > 2**24 for peak in footer["memory"])
+    assert [[len(parts) for parts in batch["targets"]] for batch in footer["batches"]] == [[3, 3], [3, 3]]
+    assert all(sum(map(sum, batch["targets"])) < batch["tokens"] for batch in footer["batches"])
+    pieces = footer["pieces"]
+    assert sorted(rank for ranks in pieces["model.embed_tokens.weight"].values() for rank in ranks) == [0, 1, 2, 3]
+    assert {region.rpartition("tp")[2] for region in pieces["model.layers.0.self_attn.q_proj.weight"]} == {"0", "1"}
+
+
 def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "exact", steps=5))
 

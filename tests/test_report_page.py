@@ -142,7 +142,12 @@ def test_a_differing_cell_holds_where_it_starts_and_how_to_reproduce_it(page: st
     assert [finding[0] for finding in first["findings"]] == ["model.layers.1.self_attn.o_proj.bias"]
     assert first["findings"][0][3:] == [first["findings"][0][1] / 40, "[17]"]
     assert first["later"] == ["clipped update", "weights after N steps"]
-    assert "is the bias added once per tp rank?" in first["hints"][0]
+    assert first["hints"] == [
+        [
+            "model.layers.1.self_attn.o_proj.bias",
+            "Only biases after a row-parallel product differ: is the bias added once per tp rank?",
+        ]
+    ]
     assert cell["reproduce"].startswith(f"parity run --cells '{DIFFERS}'")
 
 
@@ -268,7 +273,7 @@ def test_nothing_in_the_folder_can_become_markup(out: Path) -> None:
     (folder_of(out, CRASHED) / "legs/0/logs/rank-0.log").write_text(HOSTILE)
     page = write_html(out).read_text(encoding="utf-8")
     assert len(re.findall("<script>", page)) == 1  # the page's own
-    assert len(re.findall("<script", page)) == 2 + len(CELLS)  # and its blocks
+    assert len(re.findall("<script", page)) == 3 + len(CELLS)  # and its blocks
     assert "alert(" in page
     assert HOSTILE not in re.sub("`[^`\n]*`", "", write_markdown(out).read_text())  # a code span holds no markup
     assert any(case.get("name") == hostile for case in ET.parse(write_junit(out)).iter("testcase"))

@@ -202,6 +202,30 @@ def test_who_agrees_with_whom_is_readable_without_opening_anything(sample: Path,
     assert "0 of 1 group agree" in (wrong / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_group_that_differs_as_expected_is_said_to_agree_but_for_that(wrong: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(wrong, tmp_path / "out"))
+    run, (first, *others) = read_run(out)
+    known = replace(first, verdict=replace(first.verdict, state="expected_difference"))
+    write_entry(out, known)
+    write_summary(out, run, [cell_summary(entry) for entry in (known, *others)])
+    (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]
+    members = [
+        {**member, "state": entry.verdict.state}
+        for member, entry in zip(group["members"], (known, *others), strict=True)
+    ]
+    edit(out / "side_by_side.json", groups=[{**group, "state": "expected_difference", "members": members}])
+    page = write_html(out).read_text(encoding="utf-8")
+    assert "1 of 1 group agree</a>, 1 of them but for known differences" in page
+
+
+def test_the_configuration_of_members_is_held_against_each_other(browser: Browser, sample: Path) -> None:
+    open_side(browser, sample)
+    assert texts(browser, ".side .config thead th") == ["key", *(member.replace("/", " ") for member in MEMBERS)]
+    changed = texts(browser, ".side .config .changed td:first-child")
+    assert {"layout", "backend.name"} <= set(changed)
+    assert not [key for key in changed if key.startswith("scenario")]
+
+
 def test_an_opened_group_has_every_pair_and_the_curves_of_all_members(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
     assert len(texts(browser, ".sides .square[data-tip]")) == 12  # each of six pairs twice
@@ -260,11 +284,7 @@ def test_of_many_members_each_two_backends_show_their_furthest_pair(browser: Bro
 
 def test_a_step_is_marked_in_all_charts_of_a_group(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
-    browser.run("document.querySelector('.side .hover').scrollIntoView({block: 'center'})")
-    browser.run("new Promise((seen) => requestAnimationFrame(() => requestAnimationFrame(() => seen(0))))")
-    box = browser.run("document.querySelector('.side .hover rect').getBoundingClientRect().toJSON()")
-    at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    browser.hover(".side .hover rect")
     assert browser.run("document.querySelectorAll('.side .hover.on').length") == 4
     assert "megatron tp2: 3" in browser.run("document.getElementById('tip').textContent")
     assert browser.problems == []

@@ -39,6 +39,7 @@ from conformance.record.states import STATES
 from conformance.record.verdict import Quantity
 from conformance.validation import UsageError
 from reports import markdown, words
+from reports.headline import headline
 from reports.html import write_html
 from reports.junit import write_junit
 from reports.load import Cell, read_report
@@ -72,7 +73,7 @@ def truncate(record: Path) -> None:
 def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(out: Path) -> None:
     only_conforming(out)
     report = read_report(out)
-    title, text = words.headline(report)
+    title, text = headline(report)
     assert report.verdict == "conforms"
     assert title == "17 cells of 17 conform"
     assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of what is allowed", text)
@@ -82,8 +83,8 @@ def test_known_differences_are_not_said_to_compute_what_the_oracle_computes(out:
     rewrite(out, [entry for entry in entries_of(out) if entry.cell in (CONFORMS, EXPECTED)])
     report = read_report(out)
     assert report.verdict == "conforms"
-    assert words.headline(report)[0] == "1 cell of 2 conforms"
-    assert "but for 1 known difference." in words.headline(report)[1]
+    assert headline(report)[0] == "1 cell of 2 conforms"
+    assert "but for 1 known difference." in headline(report)[1]
 
 
 def test_a_truncated_record_is_incomplete_and_never_green(out: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_run_that_did_not_finish_is_incomplete(out: Path) -> None:
     only_conforming(out, finished=None)
     report = read_report(out)
     assert report.verdict == "incomplete"
-    assert "did not finish" in words.headline(report)[1]
+    assert "did not finish" in headline(report)[1]
     cases = list(ET.parse(write_junit(out)).iter("testcase"))
     assert [case[0].tag for case in cases if len(case)] == ["error"]
 
@@ -171,7 +172,7 @@ def test_a_run_that_did_not_finish_is_incomplete(out: Path) -> None:
 def test_a_run_without_an_answer_is_incomplete(out: Path) -> None:
     rewrite(out, [entry for entry in entries_of(out) if entry.cell == UNSUPPORTED])
     assert read_report(out).verdict == "incomplete"
-    assert "No cell was judged" in words.headline(read_report(out))[1]
+    assert "No cell was judged" in headline(read_report(out))[1]
 
 
 def test_a_damaged_record_does_not_hide_a_difference(out: Path) -> None:

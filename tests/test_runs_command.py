@@ -5,11 +5,10 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import chromium
 import pytest
+from chromium import Browser
 
 from conformance.validation import UsageError
 from reports.runs.command import DIFF
@@ -230,12 +229,7 @@ def test_the_markdown_says_what_the_terminal_says(written: Path) -> None:
     assert "| loss | 80 steps | 40 | +20% | ±5% | 41 of 80 | +20% at " in text
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
-    yield from chromium.running(tmp_path_factory.mktemp("chromium"))
-
-
-def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: chromium.Browser) -> None:
+def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: Browser) -> None:
     browser.open((written / "diff.html").as_uri())
     browser.wait("document.querySelectorAll('#curves-1 figure').length === 6")
     captions = browser.run("[...document.querySelectorAll('#curves-0 figcaption')].map((c) => c.textContent)")

@@ -17,8 +17,8 @@ from conformance.plan.shard import Shard, parse_shard, split
 from conformance.record.results import read_run
 from conformance.record.tensors import read_record
 from conformance.validation import UsageError
+from reports.headline import headline
 from reports.load import read_report
-from reports.words import headline
 
 PROFILE = """
 description = "two oracles, each with a cell of one rank and one of two"

@@ -78,11 +78,21 @@ class _Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Batch:
+    step: StrictInt
+    tokens: Count
+    targets: tuple[tuple[Count, ...], ...]  # of each micro-batch of each data-parallel rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Footer:
     steps: Count
     sha256: str
     leaks: tuple[_Leak, ...] = ()
     evidence: tuple[_Evidence, ...] = ()
+    batches: tuple[_Batch, ...] = ()  # older records have neither this field nor the next two
+    memory: tuple[Count, ...] = ()  # by rank, the peak in bytes; 0 where it is not known
+    pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)  # by name and region, the ranks
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

@@ -15,6 +15,8 @@ from conformance.record.baseline import CHANGED, COMMIT
 from conformance.validation import UsageError
 
 PACKAGE = Path(conformance.__file__).parent
+# Prefixes of the variables that change what libraries compute or how ranks communicate.
+VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
 
 
@@ -26,9 +28,11 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         **{name: package_version(name) for name in PACKAGES},
         "backend-parity": conformance.__version__,
         COMMIT: commit(PACKAGE.parent),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
 
 

@@ -64,6 +64,21 @@ def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
     }
 
 
+def pieces(groups: Mapping[str, Iterable[Shard]]) -> dict[str, dict[str, list[int]]]:
+    """By the name of each tensor and the region of each of its pieces, the ranks that hold the piece. Collective.
+
+    Two models with a tensor of the same name are taken together.
+    """
+    mine = {(shard.name, shard.region) for shards in groups.values() for shard in shards}
+    everyone: list[set[tuple[str, str]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, held in enumerate(everyone):
+        for name, region in sorted(held):
+            holders[name][region].append(rank)
+    return holders
+
+
 def _distance(copies: list[torch.Tensor]) -> float:
     """The largest distance to the first copy, relative to its norm; infinite if shapes differ or a number is not
     finite."""

@@ -29,7 +29,8 @@ from conformance.role import Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.generators import generator_digests, seed_generators
-from conformance.run.replicas import Replicas, compare
+from conformance.run.memory import PeakMemory
+from conformance.run.replicas import Replicas, compare, pieces
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.world import RankContext, mark
 
@@ -68,7 +69,7 @@ def run_leg(
         calls = stack.enter_context(faults.plant(planted, adapter))
         if config.precision == "exact":
             stack.enter_context(exact_tier())
-        started = time.perf_counter()
+        started, memory = time.perf_counter(), PeakMemory(rank.device)
         stack.callback(register_module_forward_pre_hook(lambda *_: mark()).remove)
         rank.beat("setup")
         backend = adapter()
@@ -99,7 +100,9 @@ def run_leg(
             _save(rank, backend, config, *save)
         rank.beat("teardown")
         backend.teardown()
-        observer.finish(time.perf_counter() - started)
+        dp, parts = Layout.parse(layout).dp, config.accumulation
+        told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
+        observer.finish({"seconds": time.perf_counter() - started, "batches": told}, memory=memory.read())
         return dict(calls)
 
 
@@ -151,6 +154,7 @@ class _Observer:
         self.observables = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None)
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
+        self.pieces: dict[str, dict[str, list[int]]] = {}
         self.watch = Watch()  # of one step
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
@@ -208,6 +212,8 @@ class _Observer:
         if read:
             for role in trained.values():
                 tensors |= self._gather("weight", role, backend)
+            if first:
+                self.pieces = pieces(_shards("weight", trained.values(), backend))
             shards = _shards("weight", trained.values(), backend)
         generators: list[dict[str, str]] = []
         if handed:
@@ -225,12 +231,15 @@ class _Observer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, told: dict[str, Any], *, memory: int) -> None:
+        """Write the footer: what is ``told``, and what all ranks have seen. ``memory``: this rank's peak in bytes."""
         # All ranks take part in this collective, so the footer also shows that all of them came to their end.
-        evidence: list[dict[str, Any]] = [{} for _ in range(self.rank.world_size)]
-        dist.all_gather_object(evidence, self.watch.to_json())
+        seen: list[tuple[dict[str, Any], int]] = [({}, 0) for _ in range(self.rank.world_size)]
+        dist.all_gather_object(seen, (self.watch.to_json(), memory))
         if self.writer:
-            self.writer.finish({"seconds": seconds, "leaks": self.leaks, "evidence": evidence})
+            evidence, peaks = [its for its, _ in seen], [peak for _, peak in seen]
+            found = {"leaks": self.leaks, "evidence": evidence, "memory": peaks, "pieces": self.pieces}
+            self.writer.finish({**told, **found})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walk ``named_tensors`` on all ranks; returns copies on the CPU on rank 0, an empty dict on other ranks."""
@@ -286,6 +295,13 @@ def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], back
     if metrics.values.get("token_count", 1) < 1:
         raise ValueError(f"{backend}.train_step gave token_count={metrics.values['token_count']}; count target tokens")
     return metrics.values
+
+
+def given(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
+    """What ranks were given at a step: all ``tokens``, and the ``targets`` of each rank's micro-batches, by dp rank."""
+    parts = [batch.micro_batches(dp_rank=rank, dp_size=dp_size, accumulation=accumulation) for rank in range(dp_size)]
+    targets = [[sum(row.target_count for row in rows) for rows in micro_batches] for micro_batches in parts]
+    return {"step": batch.step, "tokens": sum(row.length for row in batch.rows), "targets": targets}
 
 
 def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Iterator[Shard]]:

@@ -15,7 +15,7 @@ from reports.packing import pack
 from reports.runs import text
 from reports.runs.comparison import Compared, Comparison
 
-SCRIPTS = ("make", "data", "curves", "tip", "runs")  # in the order in which they run
+SCRIPTS = ("make", "data", "charts", "tip", "runs")  # in the order in which they run
 POINTS = 400  # of a curve that are drawn
 
 

@@ -21,6 +21,8 @@ function drawCell(cell, anchor, previous, next) {
     batch(cell),
     maps(cell),
     cell.quantities.length ? worst(cell) : null,
+    evidence(cell),
+    denominators(cell),
     cell.series.steps.length ? perStep(cell) : null,
     cell.legs.length ? configuration(cell) : null,
   );
@@ -31,7 +33,7 @@ const chip = (state, id, words = state.name) =>
 const closing = () => make("a.close", { href: "#", title: "close (Esc)" }, "close ✕");
 const neighbour = (box, text) => box && make("a", { href: box.hash, title: box.dataset.cell }, text);
 const parts = (id) => id.split("/").flatMap((part, i) => (i ? [make("i", "/"), make("wbr"), part] : [part]));
-const advice = (hint) => make("p.advice", make("b", "Hint"), " ", linked(hint));
+const advice = ([tensor, hint]) => make("p.advice", make("b", "Hint"), " ", make("code", tensor), ": ", linked(hint));
 const folded = (open, title, ...body) =>
   make("section", make("details", { open }, make("summary", make("h3", title)), body));
 
@@ -39,10 +41,13 @@ function overview(cell, state) {
   const outside = cell.quantities.filter((q) => q.ratio > 1).length;
   const facts = [plural(cell.ranks, "rank"), `${cell.seconds.toFixed(1)} s`];
   if (cell.legs.length > 1) facts.push(plural(cell.legs.length, "leg"));
+  facts.push(...costs(cell));
   if (cell.quantities.length) facts.push(`${cell.quantities.length} quantities compared`, `${outside} outside tolerance`);
+  const [said, ...more] = (cell.reason || state.meaning).split("\n");
   return make(
     "div.summary",
-    make("p.reason", linked(cell.reason || state.meaning)),
+    make("p.reason", linked(said)),
+    more.length > 0 && make("pre.more", { tabindex: 0 }, linked(more.join("\n").replace(/^\n+/, ""))),
     cell.problem && make("p.reason", `The record of this cell is damaged: ${cell.problem}`),
     make("p.meta", facts.map((fact) => make("span", fact))),
     cell.reproduce &&
@@ -53,14 +58,15 @@ function overview(cell, state) {
 function firstDifference(cell) {
   const { stage, step, findings, more, hints, later } = cell.first;
   const heads = ["tensor", "step", "observed", "allowed", "ratio", "largest, absolute", left("where")];
-  const rows = findings.map(([tensor, observed, allowed, largest, where]) => {
-    const q = judged({ observed, allowed });
+  const found = findings.map(([tensor, observed, allowed, ...rest]) => [tensor, judged({ observed, allowed }), ...rest]);
+  const rows = found.map(([tensor, q, largest, where]) => {
     const numbers = [step, number(q.observed), number(q.allowed), make("td", judgedRatio(q)), number(numeric(largest))];
     return [make("td.name", tensor), ...numbers, make("td.left", where)];
   });
   return make(
     "section.first",
     make("h3", `Differs first: ${stage}, ${when(step)}`),
+    make("p.said", make("code", found[0][0]), ` is ${off(found[0][1])}`),
     table("Findings of the first stage", "numbers", heads, rows),
     more > 0 && make("p.note", `${more} more of this stage at this step are in the CSV.`),
     hints.map(advice),
@@ -69,9 +75,14 @@ function firstDifference(cell) {
 }
 
 function logs(cell) {
-  const open = cell.state === "infrastructure" || !cell.quantities.length;
+  const open = !cell.quantities.length && !cell.reason.includes("\n"); // a reason of several lines ends with them
   const texts = Object.entries(cell.logs).map(([rank, text]) =>
-    make("details", { open }, make("summary", rank), make("pre", { tabindex: 0 }, text || "(empty)")),
+    make(
+      "details",
+      { open },
+      make("summary", rank, " ", make("a", { href: cell.files[rank] }, "whole file")),
+      make("pre", { tabindex: 0 }, text || "(empty)"),
+    ),
   );
   return make(
     "section.logs",
@@ -112,25 +123,25 @@ function stages(cell) {
     "section",
     make("h3", title),
     make("table.stages", make("thead", make("tr", heads)), make("tbody", rows)),
+    make("p.note", provenance(cell)),
   );
 }
 const power10 = (exponent) => ["10", make("sup", String(exponent).replace("-", "\u2212"))];
 
 // Curves of one panel; those that only some objectives have are folded.
 function curves(cell, panel) {
-  const drawn = charts([cell], panel);
-  if (!drawn.length) return null;
+  const drawn = adjustable([cell], panel);
+  if (!drawn) return null;
   const own = cell.charts.filter((chart) => chart[4] === panel);
   const errors = own.flatMap(([, stage, , tensor]) => errorPoints([cell], stage, tensor).flat());
-  const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed")];
+  const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed", [cell])];
   if (errors.some((q) => q.observed === 0)) {
     legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor"]);
   }
   if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
   if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);
-  const figures = make("div.charts", drawn.map(figure));
-  if (panel) return folded(cell.state !== "conforms", panel, make("p", legendOf(legend)), figures);
-  return make("section", make("h3", "Curves ", legendOf(legend)), figures);
+  if (panel) return folded(cell.state !== "conforms", panel, make("p", legendOf(legend)), drawn);
+  return make("section", make("h3", "Curves ", legendOf(legend)), drawn);
 }
 
 function maps(cell) {
@@ -141,10 +152,19 @@ function maps(cell) {
   const remark = "worst observed / allowed of all steps, by layer and kind of parameter";
   return make(
     "section",
-    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell.legend.shades, "tolerance")),
+    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell.legend.shades, "tolerance"), boundaries(cell)),
     make("div.maps", drawn.map((stage) => make("figure", make("figcaption", stage), heatMap(cell, stage)))),
     equal.length > 0 && make("p.note", `Exactly equal in every parameter: ${equal.join(", ")}.`),
   );
+}
+
+function boundaries(cell) {
+  const legend = [];
+  const parameters = cell.quantities.filter((q) => q.place);
+  if (/pp\d/.test(cell.layout)) legend.push([make("i.k-seam"), "the next pipeline stage"]);
+  const cut = Math.max(1, ...parameters.map((q) => tensorPieces(cell, q.tensor)));
+  if (cut > 1) legend.push([make("b", `\u00f7${cut}`), ` cut over ${cut} tensor-parallel ranks`]);
+  return legend.length ? legendOf(legend) : null;
 }
 
 function shadeLegend(shades, limit) {
@@ -177,23 +197,4 @@ function perStep(cell) {
   ]);
   const heads = ["step", ...keys.flatMap((name) => [name, `oracle's ${name}`])];
   return folded(false, "Values per step", table("Values per step", "numbers", heads, rows));
-}
-
-// What the legs and the oracle were told and where they ran, keys that differ first.
-function configuration(cell) {
-  const legs = cell.legs.map((leg) => leg.config);
-  const told = [...legs, ...(cell.oracle ? [cell.oracle.config] : [])];
-  const rows = [...new Set(told.flatMap((config) => [...config.keys()]))].map((name) => {
-    const values = told.map((config) => config.get(name) ?? "");
-    return { name, values, same: values.every((value) => value === values[0]) };
-  });
-  rows.sort((a, b) => a.same - b.same);
-  const drawn = rows.map(({ name, values, same }) => {
-    const texts = values.map((value, i) => make("td.name", same && i ? "same" : value));
-    return make(same ? "tr" : "tr.changed", make("td.name", name), texts);
-  });
-  const ours = legs.length === 1 ? ["this cell"] : legs.map((_, i) => `leg ${i}`);
-  const title = ["Resolved configuration and environment ", make("small", "keys that differ first")];
-  const heads = ["key", ...ours, ...(cell.oracle ? ["oracle"] : [])];
-  return folded(false, title, table("Configuration", "numbers.config", heads, drawn));
 }

@@ -1,26 +1,25 @@
-// Curves of one cell or of several together: a value over the oracle's, and its error on a log axis with the tolerance
-// band. Two loss curves that lie on each other prove little, so the error is always drawn beside them. Nothing is
-// smoothed. An error of exactly 0 has no place on a log axis; it is drawn at the floor, hollow, and said so.
-const WIDTH = 300, HEIGHT = 176, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 24;
-const SHAPES = ["b0", "b1", "b2", "b3"]; // of backends; a fifth is drawn as the first
-const LINES = 12; // of a read-out
-const HOVERS = 60; // read-outs per chart
+// Curves of one cell or of several together: a value over the oracle's, and its error with the tolerance band. Two loss
+// curves that lie on each other prove little, so the error is always drawn beside them. Nothing is smoothed. An error of
+// exactly 0 has no place on a log axis; it is drawn at the floor, hollow, and said so.
 
 // The parts of a report that have curves; the one that every objective has comes first and has no name.
 const panels = (cells) => [...new Set(["", ...cells.flatMap((cell) => cell.charts.map(([, , , , panel]) => panel))])];
 
-// [title, remark, drawing] of all that can be drawn of these cells in a panel, in one chart together.
-function charts(cells, panel) {
+// [title, remark, drawing] of all that can be drawn of these cells in a panel, in one chart together; zoom.js has views.
+function charts(cells, panel, view) {
   const own = cells.flatMap((cell) => cell.charts.filter((chart) => chart[4] === panel));
   const known = new Map(own.map((chart) => [chart.join("\n"), chart]));
-  const drawn = [...known.values()].flatMap(([title, stage, key, tensor]) => [
-    [title, "per step", valueChart(cells, title, key)],
-    [
-      `${title}: error`,
-      tensor === key ? "relative, log axis" : "against its own tokens, log axis",
-      errorChart(cells, title, errorPoints(cells, stage, tensor)),
-    ],
-  ]);
+  const drawn = [...known.values()].flatMap(([title, stage, key, tensor]) => {
+    const points = errorPoints(cells, stage, tensor).map((found) => found.filter((q) => within(view, q.step)));
+    const isSigned = view.errors === "signed" && tensor === key;
+    const against = tensor === key ? "relative" : "against its own tokens";
+    return [
+      [title, "per step", valueChart(cells, title, key, view)],
+      isSigned
+        ? [`${title}: difference`, "relative, signed", signedChart(cells, title, key, points)]
+        : [`${title}: error`, `${against}, ${view.errors === "log" ? "log" : "linear"} axis`, errorChart(cells, title, points, view, tensor === key && key)],
+    ];
+  });
   return drawn.filter(([, , chart]) => chart);
 }
 
@@ -28,33 +27,29 @@ function charts(cells, panel) {
 const errorPoints = (cells, stage, tensor) =>
   cells.map((c) => c.quantities.filter((q) => q.stage === stage && q.tensor === tensor).sort((a, b) => a.step - b.step));
 
-function axes(first, last, low, high) {
-  const inset = 10, width = WIDTH - LEFT - RIGHT - 2 * inset;
-  return {
-    first, last, low, high,
-    x: (step) => LEFT + inset + (last > first ? (width * (step - first)) / (last - first) : width / 2),
-    y: (value) => HEIGHT - BOTTOM - ((HEIGHT - TOP - BOTTOM) * (value - low)) / (high - low),
-  };
-}
-
 // A cell's values of a key per step, the oracle's as a broad pale line under them.
-function valueChart(cells, title, key) {
-  const ours = cells.map((cell) => cell.series.values.get(key) ?? new Map());
-  const theirs = cells.map((cell) => cell.oracle?.series.values.get(key)).find((found) => found) ?? new Map();
-  const values = [...ours, theirs].flatMap((one) => [...one.values()]).filter(Number.isFinite);
+function valueChart(cells, title, key, view) {
+  const ofView = (found) => new Map([...(found ?? [])].filter(([step]) => within(view, step)));
+  const ours = cells.map((cell) => ofView(cell.series.values.get(key)));
+  const theirs = ofView(cells.map((cell) => cell.oracle?.series.values.get(key)).find((found) => found));
+  const isLog = view.values === "log";
+  const height = (value) => (isLog ? (value > 0 ? Math.log10(value) : NaN) : value);
+  const values = [...ours, theirs].flatMap((one) => [...one.values()]).map(height).filter(Number.isFinite);
   if (!values.length) return null;
   const steps = [...new Set([...ours, theirs].flatMap((one) => [...one.keys()]))].sort((a, b) => a - b);
   const low = Math.min(...values), high = Math.max(...values);
   const margin = 0.08 * (high - low) || 0.05 * Math.abs(high) || 1;
   const axis = axes(steps[0], steps.at(-1), low - margin, high + margin);
-  const path = (one) => [...one].filter(([, v]) => Number.isFinite(v)).map(([s, v]) => [axis.x(s), axis.y(v)]);
-  const body = [frame(axis, rounds(axis.low, axis.high).map((v) => [axis.y(v), String(v)])), line(path(theirs), "oracle")];
+  const path = (one) => [...one].filter(([, v]) => Number.isFinite(height(v))).map(([s, v]) => [axis.x(s), axis.y(height(v))]);
+  const ticks = isLog ? logTicks(axis) : rounds(axis.low, axis.high).map((v) => [axis.y(v), String(v)]);
+  const body = [frame(axis, ticks), line(path(theirs), "oracle")];
   if (cells.length === 1) body.push(legs(axis, cells[0]));
   ours.forEach((one, i) => {
     const kind = kinds(cells)[i];
     body.push(line(path(one), kind));
     for (const [step, value] of one) {
-      body.push(Number.isFinite(value) ? mark(kind, axis.x(step), axis.y(value)) : cross(axis.x(step)));
+      const x = beside(axis, step, i, cells);
+      body.push(Number.isFinite(height(value)) ? mark(kind, x, axis.y(height(value))) : cross(x));
     }
   });
   const exact = (value) => (value === undefined ? "not recorded" : String(Number(value.toPrecision(9))));
@@ -65,32 +60,48 @@ function valueChart(cells, title, key) {
   return drawing([...body, hovers(axis, tips)], `${title} per step of ${what(cells)}, over the oracle's`);
 }
 
-// The judged error of one number per step on a log axis, with what is allowed as a band.
-function errorChart(cells, title, points) {
+// Members that show the same would hide each other: the mark of each stands a little beside the step.
+function beside(axis, step, i, cells) {
+  return axis.x(step) + (i - (cells.length - 1) / 2) * Math.min(3, 14 / cells.length);
+}
+
+function logTicks(axis) {
+  const powers = [];
+  for (let e = Math.ceil(axis.low); e <= axis.high; e++) powers.push([axis.y(e), power(e)]);
+  if (powers.length > 1) return powers.filter((_, i) => i % Math.ceil(powers.length / 6) === 0);
+  return rounds(10 ** axis.low, 10 ** axis.high).map((v) => [axis.y(Math.log10(v)), String(v)]);
+}
+
+// The judged error of one number per step, with what is allowed as a band, and the noise floor of the number ``key``.
+function errorChart(cells, title, points, view, key) {
+  const isLog = view.errors === "log";
   const every = points.flat().sort((a, b) => a.step - b.step);
-  const positive = every.flatMap((q) => [q.observed, q.allowed]).filter((v) => v > 0 && v < Infinity);
+  const floor = key ? noiseFloor(cells, key, every) : [];
+  const positive = [...every.flatMap((q) => [q.observed, q.allowed]), ...floor.map(([, v]) => v)].filter((v) => v > 0 && v < Infinity);
   if (!positive.length) return null;
   const zeros = every.some((q) => q.observed === 0);
-  const low = Math.floor(Math.log10(Math.min(...positive)));
-  const high = Math.max(Math.ceil(Math.log10(Math.max(...positive))), low + 1);
-  const axis = axes(every[0].step, every.at(-1).step, low - 0.7 * zeros, high + 0.15);
-  const stride = Math.ceil((high - low) / 6);
-  const ticks = [];
-  for (let e = low; e <= high; e += stride) ticks.push([axis.y(e), power(e)]);
-  if (zeros) ticks.push([axis.y(axis.low), "0"]);
-  const body = [band(axis, every), frame(axis, ticks)];
+  const least = isLog ? Math.floor(Math.log10(Math.min(...positive))) : 0;
+  const most = isLog ? Math.max(Math.ceil(Math.log10(Math.max(...positive))), least + 1) : 1.08 * Math.max(...positive);
+  const axis = axes(every[0].step, every.at(-1).step, isLog ? least - 0.7 * zeros : 0, isLog ? most + 0.15 : most);
+  const height = (value) => axis.y(isLog ? Math.log10(value) : value);
+  const ticks = isLog ? [] : rounds(0, most).map((v) => [axis.y(v), number(v)]);
+  if (isLog) for (let e = least; e <= most; e += Math.ceil((most - least) / 6)) ticks.push([axis.y(e), power(e)]);
+  if (isLog && zeros) ticks.push([axis.y(axis.low), "0"]);
+  const body = [band(axis, every, height), frame(axis, ticks)];
+  const noise = floor.filter(([, v]) => v > 0 || !isLog).map(([step, v]) => `${axis.x(step).toFixed(1)} ${height(v).toFixed(1)}`);
+  if (noise.length) body.push(make("path.noise", { d: noise.length > 1 ? `M${noise.join("L")}` : `M${LEFT} ${noise[0].split(" ")[1]}H${WIDTH - RIGHT}` }));
   if (cells.length === 1) body.push(legs(axis, cells[0]));
-  const drawable = (q) => q.observed > 0 && q.observed < Infinity;
+  const drawable = (q) => (q.observed > 0 || (!isLog && q.observed === 0)) && q.observed < Infinity;
   const tips = new Map();
   points.forEach((found, i) => {
     const kind = kinds(cells)[i];
     for (const run of split(found, drawable)) {
-      body.push(line(run.map((q) => [axis.x(q.step), axis.y(Math.log10(q.observed))]), kind));
+      body.push(line(run.map((q) => [axis.x(q.step), height(q.observed)]), kind));
     }
     for (const q of found) {
-      const x = axis.x(q.step);
-      if (drawable(q)) body.push(mark(q.ratio > 1 ? `${kind} over` : kind, x, axis.y(Math.log10(q.observed))));
-      else if (q.observed === 0) body.push(make("path.zero", { d: zero(x, axis.y(axis.low) - 8) }));
+      const x = beside(axis, q.step, i, cells);
+      if (drawable(q)) body.push(mark(q.ratio > 1 ? `${kind} over` : kind, x, height(q.observed)));
+      else if (q.observed === 0) body.push(make("path", { class: `zero ${kind}`, d: zero(x, axis.y(axis.low) - 8) }));
       else body.push(cross(x));
       const equal = q.observed === 0 ? " (exactly equal)" : "";
       const alone = `error ${number(q.observed)}${equal}\nallowed ${number(q.allowed)}\nratio ${ratio(q.ratio)}`;
@@ -99,116 +110,57 @@ function errorChart(cells, title, points) {
       tips.get(q.step).push([q.ratio, cells.length === 1 ? alone : among]);
     }
   });
-  const texts = [...tips].map(([step, found]) => [step, some(found.sort((a, b) => b[0] - a[0]).map(([, text]) => text))]);
-  const label = `relative error of the ${title} per step of ${what(cells)} on a log axis, with the tolerance`;
+  const floors = new Map(floor);
+  const texts = [...tips].map(([step, found]) => {
+    const lines = some(found.sort((a, b) => b[0] - a[0]).map(([, text]) => text));
+    return [step, floors.has(step) ? [...lines, `noise floor ${number(floors.get(step))}`] : lines];
+  });
+  const label = `relative error of the ${title} per step of ${what(cells)} on a ${isLog ? "log" : "linear"} axis, with the tolerance`;
   return drawing([...body, hovers(axis, texts)], label);
 }
 
-// How each cell is drawn: "ours" alone; among others by its backend, in colour and in shape.
-function kinds(cells) {
-  if (cells.length === 1) return ["ours"];
-  const backends = [...new Set(cells.map((cell) => cell.backend))];
-  return cells.map((cell) => SHAPES[backends.indexOf(cell.backend) % SHAPES.length]);
-}
-
-const who = (cell, cells) => (cells.length === 1 ? cell.backend : `${cell.backend} ${cell.layout}`);
-const what = (cells) => (cells.length === 1 ? cells[0].id : `${cells.length} cells`);
-const some = (lines) => (lines.length > LINES ? [...lines.slice(0, LINES), `and ${lines.length - LINES} more`] : lines);
-
-// Runs of what can be drawn: no line across a step that has no place on the axis.
-function split(points, drawable) {
-  const runs = [[]];
-  for (const q of points) {
-    if (drawable(q)) runs.at(-1).push(q);
-    else runs.push([]);
-  }
-  return runs;
-}
-
-// A dot whose shape, too, says which backend it is of.
-function mark(kind, x, y) {
-  const shapes = { b1: "m-2.7 -2.7h5.4v5.4h-5.4z", b2: "m0 -3.7l3.7 3.7l-3.7 3.7l-3.7 -3.7z", b3: "m0 -3.4l3.5 6h-7z" };
-  const shape = shapes[kind.split(" ")[0]];
-  const classes = `mark ${kind}`;
-  if (shape) return make("path", { class: classes, d: `M${x.toFixed(1)} ${y.toFixed(1)}${shape}` });
-  return make("circle", { class: classes, cx: x.toFixed(1), cy: y.toFixed(1), r: 2.8 });
-}
-
-const zero = (x, y) => `M${(x - 4).toFixed(1)} ${y.toFixed(1)}h8l-4 7z`;
-// A value that is not a finite number, at the top edge.
-const cross = (x) => make("path.nan", { d: `M${(x - 4).toFixed(1)} ${TOP + 2}l8 8m0 -8l-8 8` });
-// A legend of marks with their words, each kept together; a mark that is drawn as in the charts.
-const legendOf = (items, name = "marks") => make(`span.legend.${name}`, items.map((item) => [make("span", item), " "]));
-const oracleLegend = (allowed) => [[make("i.k-oracle"), "oracle"], [make("i.k-band"), allowed]];
-const key = (drawn) => make("svg.chart.key", { viewBox: "0 0 12 10", "aria-hidden": "true" }, drawn);
-
-function frame(axis, ticks) {
-  const right = WIDTH - RIGHT, floor = HEIGHT - BOTTOM;
-  const parts = ticks.flatMap(([y, text]) => [
-    make("path.grid", { d: `M${LEFT} ${y.toFixed(1)}H${right}` }),
-    make("text", { x: LEFT - 6, y: (y + 3.5).toFixed(1), "text-anchor": "end" }, text),
-  ]);
-  parts.push(make("path.axis", { d: `M${LEFT} ${TOP}V${floor}H${right}` }));
-  const stride = Math.ceil((axis.last - axis.first + 1) / 8);
-  for (let step = axis.first; step <= axis.last; step += stride) {
-    const text = step === axis.first ? `${axis.unit ?? "step"} ${step}` : String(step);
-    parts.push(make("text", { x: axis.x(step).toFixed(1), y: floor + 15, "text-anchor": "middle" }, text));
-  }
-  return parts;
-}
-
-// Where a leg takes over from the one before it.
-function legs(axis, cell) {
-  const starts = cell.legs.slice(1).map((leg) => axis.x(leg.first - 0.5).toFixed(1));
-  return starts.map((x) => make("path.leg", { d: `M${x} ${TOP}V${HEIGHT - BOTTOM}` }));
-}
-
-// What is allowed: a shaded area below a line that steps half-way between two optimizer steps.
-function band(axis, points) {
-  const allowed = new Map();
-  for (const q of points) if (q.allowed > 0) allowed.set(q.step, Math.max(q.allowed, allowed.get(q.step) ?? 0));
-  const edges = [...allowed];
-  if (!edges.length) return [];
-  const height = (value) => axis.y(Math.log10(value)).toFixed(1);
-  let top = `M${LEFT} ${height(edges[0][1])}`;
-  edges.slice(1).forEach(([step, value], i) => (top += `H${axis.x((edges[i][0] + step) / 2).toFixed(1)}V${height(value)}`));
-  top += `H${WIDTH - RIGHT}`;
-  return [make("path.band", { d: `${top}V${HEIGHT - BOTTOM}H${LEFT}Z` }), make("path.limit", { d: top })];
-}
-
-function line(points, kind) {
-  if (points.length < 2) return [];
-  return make(`polyline.${kind}`, { points: points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" ") });
-}
-
-// One transparent column per step that shows a cursor line and a read-out.
-function hovers(axis, tips) {
-  const chosen = tips.filter((_, i) => i % Math.ceil(tips.length / HOVERS) === 0);
-  const width = (WIDTH - LEFT - RIGHT) / Math.max(chosen.length, 1);
-  return chosen.map(([step, lines]) => {
-    const x = axis.x(step);
-    const size = { x: (x - width / 2).toFixed(1), y: TOP, width: width.toFixed(1), height: HEIGHT - TOP - BOTTOM };
-    const cursor = make("path", { d: `M${x.toFixed(1)} ${TOP}V${HEIGHT - BOTTOM}` });
-    return make("g.hover", { "data-step": step, "data-tip": [`step ${step}`, ...lines].join("\n") }, make("rect", size), cursor);
+// The relative difference with its sign, and what is allowed to both sides.
+function signedChart(cells, title, key, points) {
+  const differences = cells.map((cell) => {
+    const theirs = cell.oracle?.series.values.get(key) ?? new Map();
+    const found = [...(cell.series.values.get(key) ?? [])].filter(([step]) => theirs.has(step));
+    return new Map(found.map(([step, value]) => [step, (value - theirs.get(step)) / (Math.abs(theirs.get(step)) || 1)]));
   });
+  const judgedOnes = points.map((found, i) => found.map((q) => ({ ...q, signed: differences[i].get(q.step) })).filter((q) => q.signed !== undefined));
+  const every = judgedOnes.flat().sort((a, b) => a.step - b.step);
+  const sizes = every.flatMap((q) => [Math.abs(q.signed), q.allowed]).filter((v) => v > 0 && v < Infinity);
+  if (!sizes.length) return null;
+  const most = 1.1 * Math.max(...sizes);
+  const axis = axes(every[0].step, every.at(-1).step, -most, most);
+  const edge = (sign) => every.map((q) => `${axis.x(q.step).toFixed(1)} ${axis.y(sign * q.allowed).toFixed(1)}`);
+  const area = every.length > 1 && every[0].step < every.at(-1).step && make("path.band", { d: `M${edge(1).join("L")}L${edge(-1).reverse().join("L")}Z` });
+  const body = [area || [], frame(axis, rounds(-most, most).map((v) => [axis.y(v), number(v)])), make("path.axis", { d: `M${LEFT} ${axis.y(0).toFixed(1)}H${WIDTH - RIGHT}` })];
+  const tips = new Map();
+  judgedOnes.forEach((found, i) => {
+    const kind = kinds(cells)[i];
+    const at = (q) => [beside(axis, q.step, i, cells), axis.y(q.signed)];
+    for (const run of split(found, (q) => Number.isFinite(q.signed))) body.push(line(run.map((q) => [axis.x(q.step), axis.y(q.signed)]), kind));
+    for (const q of found) {
+      body.push(Number.isFinite(q.signed) ? mark(q.ratio > 1 ? `${kind} over` : kind, ...at(q)) : cross(at(q)[0]));
+      const line = `${who(cells[i], cells)}: ${q.signed > 0 ? "+" : ""}${number(q.signed)}, allowed \u00b1${number(q.allowed)}`;
+      tips.set(q.step, [...(tips.get(q.step) ?? []), line]);
+    }
+  });
+  const texts = [...tips].map(([step, lines]) => [step, some(lines)]);
+  return drawing([...body, hovers(axis, texts)], `signed relative difference of the ${title} per step of ${what(cells)}`);
 }
 
-const drawing = (body, label) =>
-  make("svg.chart", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, body);
-const figure = ([title, remark, drawn]) =>
-  make("figure", make("figcaption", title, " ", make("small", remark)), drawn);
-
-function power(exponent) {
-  const sign = exponent < 0 ? "\u2212" : "";
-  return ["10", make("tspan", { dy: -4, "font-size": 8 }, `${sign}${Math.abs(exponent)}`)];
+// What rounding alone does to a number: the error of a single process in the cell's precision, by step; in the exact
+// tier half a unit in the last place of float64.
+const UNIT = 2 ** -53;
+function noiseFloor(cells, key, every) {
+  const steps = [...new Set(every.map((q) => q.step))];
+  const cell = cells.find((one) => one.oracle?.series.values.has(key));
+  if (!cell) return [];
+  if (cell.precision === "exact") return steps.map((step) => [step, UNIT]);
+  const theirs = cell.oracle.series.values.get(key);
+  const runs = cell.oracle.noise.map((one) => one.values.get(key)).filter((one) => one);
+  const errors = (step) => runs.filter((one) => one.has(step)).map((one) => Math.abs((one.get(step) - theirs.get(step)) / (theirs.get(step) || 1)));
+  return steps.map((step) => [step, Math.max(...errors(step))]).filter(([, v]) => Number.isFinite(v));
 }
 
-// Three to six round numbers between low and high.
-function rounds(low, high) {
-  const rough = (high - low) / 4;
-  const unit = 10 ** Math.floor(Math.log10(rough));
-  const stride = [1, 2, 2.5, 5, 10].map((m) => m * unit).find((size) => size >= rough * (1 - 1e-12));
-  const found = [];
-  for (let i = Math.ceil(low / stride); i <= Math.floor(high / stride); i++) found.push(Number((i * stride).toPrecision(9)));
-  return found;
-}

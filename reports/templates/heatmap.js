@@ -1,4 +1,5 @@
-// Heat maps: worst observed / allowed of all steps, by layer and kind of parameter (reports/heatmap.py has the places).
+// Heat maps: worst observed / allowed of all steps, by layer and kind of parameter (reports/heatmap.py has the places),
+// with the boundaries of pipeline stages, and with the number of tensor-parallel pieces of what is cut.
 const WIDE = 8; // up to so many columns there is room for the ratio in each square
 
 function shade(value, shades) {
@@ -25,16 +26,49 @@ function heatMap(cell, stage) {
   const { kinds, shades } = cell.legend;
   const rank = (kind) => (kinds.includes(kind) ? kinds.indexOf(kind) : kinds.length);
   const wide = columns.length <= WIDE;
-  const head = columns.map((c) => make("th", wide || !(Number(c) % 4) ? c : ""));
-  const square = (q) => {
-    if (!q) return make("td");
+  const starts = stageStarts(cell, found, columns);
+  const seam = (column) => (starts.has(column) ? ".seam" : "");
+  const head = columns.map((c) => make(`th${seam(c)}`, wide || !(Number(c) % 4) ? c : ""));
+  const square = (q, column) => {
+    if (!q) return make(`td${seam(column)}`);
     const text = wide ? ratio(q.ratio) : q.ratio > 1 ? "×" : "";
-    const tip = `${tensorAtStep(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
-    return make(`td.${shade(q.ratio, shades)}`, { "data-tip": tip }, text);
+    const tip = `${tensorAtStep(q)}\n${off(q)}${placed(cell, q.tensor)}`;
+    return make(`td.${shade(q.ratio, shades)}${seam(column)}`, { "data-tip": tip }, text);
   };
   const body = [...rows.keys()]
     .sort((a, b) => rank(a) - rank(b))
-    .map((kind) => make("tr", make("th", kind), columns.map((column) => square(rows.get(kind).get(column)))));
+    .map((kind) => {
+      const cut = Math.max(...[...rows.get(kind).values()].map((q) => tensorPieces(cell, q.tensor)));
+      const name = make("th", kind, cut > 1 && make("small", ` \u00f7${cut}`));
+      return make("tr", name, columns.map((column) => square(rows.get(kind).get(column), column)));
+    });
   const drawn = make(wide ? "table.heat" : "table.heat.fine", make("tr", make("th"), head), body);
   return make("div.scroll", { tabindex: 0, role: "region", "aria-label": stage }, drawn);
+}
+
+// Where the parameters of a cell lie: by name and region the ranks that hold the piece, as the first leg showed it.
+const piecesOf = (cell, tensor) => cell.legs[0]?.pieces.get(tensor.replace(/ \(.*$/, "")) ?? {};
+const ranksOf = (pieces) => [...new Set(Object.values(pieces).flat())].sort((a, b) => a - b);
+
+// Over how many tensor-parallel ranks a parameter is cut; backends name its pieces tp0, tp1, ...
+function tensorPieces(cell, tensor) {
+  const parts = Object.keys(piecesOf(cell, tensor)).map((region) => /tp ?(\d+)/.exec(region)?.[1]);
+  return new Set(parts.filter((part) => part !== undefined)).size || 1;
+}
+
+// The columns at which another pipeline stage begins: no rank holds parameters of this column and of the one before.
+function stageStarts(cell, found, columns) {
+  const holders = (column) => new Set(found.filter((q) => q.place[0] === column).flatMap((q) => ranksOf(piecesOf(cell, q.tensor))));
+  const sets = columns.map(holders);
+  return new Set(columns.filter((_, i) => i && sets[i].size && sets[i - 1].size && ![...sets[i]].some((rank) => sets[i - 1].has(rank))));
+}
+
+function placed(cell, tensor) {
+  const pieces = piecesOf(cell, tensor);
+  const ranks = ranksOf(pieces);
+  if (!ranks.length) return "";
+  const count = Object.keys(pieces).length;
+  const cut = tensorPieces(cell, tensor);
+  const over = cut > 1 ? `, cut over ${cut} tensor-parallel ranks` : "";
+  return `\n${count > 1 ? `in ${count} pieces` : "whole"} on ranks ${ranks.join(", ")}${over}`;
 }

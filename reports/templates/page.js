@@ -1,75 +1,21 @@
-const filter = document.getElementById("filter");
-const boxes = all(".box");
-const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
-const boxAt = new Map(boxes.map((box) => [box.hash, box]));
-
-// Filter: every word has to occur in a cell's id or be its state, written is:differs.
-function applyFilter() {
-  const wanted = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
-  for (const element of all("[data-find]")) {
-    const words = element.dataset.find.toLowerCase();
-    const hit = wanted.every((word) => words.includes(word));
-    element.classList.toggle("dim", !hit);
-    if (element.matches(".box")) shown += hit;
-  }
-  document.getElementById("matches").value = wanted.length ? `${shown} of ${boxes.length}` : "";
-  for (const button of all("[data-filter]")) button.setAttribute("aria-pressed", filter.value === button.dataset.filter);
-}
-filter.addEventListener("input", applyFilter);
-for (const button of all("[data-filter]")) {
-  button.addEventListener("click", () => {
-    filter.value = filter.value === button.dataset.filter ? "" : button.dataset.filter;
-    applyFilter();
-  });
-}
-
-// Keyboard: "/" filters, arrows walk the matrix, Escape clears the filter or closes the cell.
-const rows = all(".matrix tbody tr").map((row) => all("td", row).map((td) => td.querySelector(".box")));
-function step(box, down, right) {
-  let row = rows.findIndex((cells) => cells.includes(box));
-  let column = rows[row].indexOf(box);
-  while (rows[(row += down)] && (column += right) >= 0 && column < rows[row].length) {
-    const next = rows[row][column];
-    if (next && !next.classList.contains("dim")) return next.focus();
-  }
-}
-const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const box = document.activeElement.closest(".box");
-  if (event.key === "/" && document.activeElement !== filter) {
-    event.preventDefault();
-    filter.focus();
-    filter.select();
-  } else if (event.key in MOVES && box) {
-    event.preventDefault();
-    step(box, ...MOVES[event.key]);
-  } else if (event.key === "ArrowDown" && document.activeElement === filter) {
-    event.preventDefault();
-    all(".box:not(.dim)")[0]?.focus();
-  } else if (event.key === "Escape") {
-    if (document.activeElement === filter && filter.value) {
-      filter.value = "";
-      applyFilter();
-    } else if (boxAt.has(location.hash)) {
-      const from = boxAt.get(location.hash);
-      location.hash = "";
-      from.focus();
-    }
-  }
-});
-
 // The cell that the address names is read, drawn and marked in the matrix, and the keyboard is moved into it.
+const boxAt = new Map(boxes.map((box) => [box.hash, box]));
 const title = document.title;
 async function openCell() {
-  const box = boxAt.get(location.hash);
+  const { cell, filter: asked } = readAddress();
+  if (asked && asked !== filter.value.trim()) setFilter(asked);
+  else keepFilter();
+  const box = boxAt.get(cell);
   document.querySelector(".box[aria-current]")?.removeAttribute("aria-current");
   box?.setAttribute("aria-current", "true");
   document.title = box ? `${box.dataset.cell} · backend-parity` : title;
   const drawn = box && (await drawnCell(box));
-  if (boxAt.get(location.hash) !== box) return; // another one was opened meanwhile
-  document.getElementById("opened").replaceChildren(...(drawn ? [drawn] : []));
+  if (readAddress().cell !== cell) return; // another one was opened meanwhile
+  const missing = !box && cell.startsWith("#cell-") && make("p.note", { role: "status" }, `This report has no cell ${cell.slice(6)}.`);
+  document.getElementById("opened").replaceChildren(...[drawn, missing].filter((part) => part));
+  if (missing) document.getElementById("opened").scrollIntoView({ block: "center" });
+  const finding = cell.startsWith("#finding-") && document.getElementById(cell.slice(1));
+  if (finding) finding.open = true;
   drawn?.scrollIntoView();
   drawn?.focus({ preventScroll: true });
 }

@@ -8,6 +8,7 @@ async function openSide(details) {
   details.append(
     ...[members(group, states, shades), between(group), outside(group)].filter((part) => part),
     ...panels(cells).flatMap((panel) => groupCurves(cells, panel)),
+    ...memberConfiguration(cells),
   );
 }
 
@@ -90,12 +91,20 @@ function outside(group) {
 const apart = (q) => [number(q.observed), number(q.allowed), make("td", judgedRatio(q))];
 
 function groupCurves(cells, panel) {
-  const drawn = charts(cells, panel);
-  if (!drawn.length) return [];
+  const drawn = adjustable(cells, panel);
+  if (!drawn) return [];
   const backends = new Map(kinds(cells).map((kind, i) => [cells[i].backend, kind]));
   const legend = [...backends].map(([backend, kind]) => [key(mark(kind, 6, 5)), backend]);
-  legend.push(...oracleLegend("allowed against the oracle"));
-  const figures = make("div.charts", drawn.map(figure));
-  if (panel) return [folded(false, panel, make("p", legendOf(legend)), figures)];
-  return [make("div", make("h3", "Curves ", legendOf(legend)), figures)];
+  legend.push(...oracleLegend("allowed against the oracle", cells));
+  if (panel) return [folded(false, panel, make("p", legendOf(legend)), drawn)];
+  return [make("div", make("h3", "Curves ", legendOf(legend)), drawn)];
+}
+
+// How the members were configured, against each other; of each the first leg.
+function memberConfiguration(cells) {
+  const known = cells.filter((cell) => cell.legs.length);
+  if (known.length < 2) return [];
+  const heads = known.map((cell) => `${cell.backend} ${cell.layout}`);
+  const { remark, drawn } = configurations(heads, known.map((cell) => cell.legs[0].config));
+  return [folded(false, ["Configuration of the members ", make("small", remark)], drawn)];
 }

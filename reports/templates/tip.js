@@ -18,7 +18,15 @@ function hide() {
   tip.hidden = true;
   for (const other of all(".hover.on")) other.classList.remove("on");
 }
+// A finger has no place to rest: a tap shows what a pointer shows, and a tap elsewhere hides it.
+document.addEventListener("click", (event) => {
+  if (event.pointerType !== "touch") return;
+  const element = event.target.closest("[data-tip]:not(a)");
+  if (element) show(element, event.clientX, event.clientY);
+  else hide();
+});
 document.addEventListener("pointermove", (event) => {
+  if (event.pointerType === "touch") return;
   const element = event.target.closest("[data-tip]");
   if (element) show(element, event.clientX, event.clientY);
   else hide();

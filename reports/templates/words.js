@@ -24,9 +24,22 @@ const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
 const tensorAtStep = (q) => `${q.tensor}, ${when(q.step)}`;
 const judgedRatio = (q, tag = "b") => make(q.ratio > 1 ? `${tag}.over` : tag, ratio(q.ratio));
 
-// Text with its web addresses as links.
+// An error and its bound as a person says them.
+function off(q) {
+  const allowed = `allowed ${q.allowed > 0 ? number(q.allowed) : "nothing"}`;
+  const error = q.observed;
+  if (Number.isNaN(error)) return `not a number, ${allowed}`;
+  if (error === Infinity) return `beyond any tolerance, ${allowed}`;
+  if (error >= 10) return `${Number(error.toPrecision(2)).toLocaleString("en")} times its size off, ${allowed}`;
+  return `${error >= 1e-4 ? `${Number((100 * error).toPrecision(2))} %` : number(error)} off, ${allowed}`;
+}
+
+// Text in which web addresses are links, and names of findings that the page has.
 function linked(text) {
-  return text.split(/(https?:\/\/[^\s<>"']*[^\s<>"'.,;:)])/).map((part, index) =>
-    index % 2 ? make("a", { href: part, rel: "noreferrer" }, part) : part,
-  );
+  return text.split(/(https?:\/\/[^\s<>"']*[^\s<>"'.,;:)]|docs\/findings\/[a-z0-9-]+\.md)/).map((part, index) => {
+    if (!(index % 2)) return part;
+    if (!part.startsWith("docs/")) return make("a", { href: part, rel: "noreferrer" }, part);
+    const finding = `finding-${part.slice(14, -3)}`;
+    return document.getElementById(finding) ? make("a", { href: `#${finding}` }, part) : part;
+  });
 }

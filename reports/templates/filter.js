@@ -1,0 +1,92 @@
+// Filter: every word has to be there, and none of those with a minus before them. A word that is in the name of a cell,
+// or a state such as is:differs, is looked for in names; any other in reasons and in the stages and tensors that differ.
+// What does not match is hidden, with the rows and columns that are then empty. The address keeps the filter.
+const filter = document.getElementById("filter");
+const boxes = all("#cells .box");
+const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
+const nameOf = new Map(boxes.map((box) => [Number(box.dataset.n), `${box.dataset.cell} is:${box.dataset.state}`.toLowerCase()]));
+const reasonOf = new Map(boxes.map((box) => [Number(box.dataset.n), box.dataset.tip.toLowerCase()]));
+const allNames = [...nameOf.values()];
+
+function hits(text) {
+  const tests = text.toLowerCase().split(/\s+/).filter((word) => word.replace("-", "")).map((word) => {
+    const negated = word.startsWith("-");
+    const wanted = negated ? word.slice(1) : word;
+    const place = allNames.some((name) => name.includes(wanted)) ? nameOf : reasonOf;
+    return (number) => place.get(number).includes(wanted) !== negated;
+  });
+  return new Set([...nameOf.keys()].filter((number) => tests.every((test) => test(number))));
+}
+
+function applyFilter() {
+  const found = hits(filter.value);
+  for (const box of all(".box")) box.classList.toggle("away", !found.has(Number(box.dataset.n)));
+  for (const element of all("[data-cells]")) {
+    const numbers = element.dataset.cells.split(" ").filter(Boolean);
+    element.hidden = numbers.length > 0 && !numbers.some((number) => found.has(Number(number)));
+  }
+  const first = document.querySelector(".attention");
+  if (first) first.hidden = all("[data-cells]", first).every((element) => element.hidden);
+  for (const body of all("#cells tbody")) {
+    const rows = all("tr:not(.group)", body);
+    for (const row of rows) row.hidden = !row.querySelector(".box:not(.away)");
+    body.hidden = rows.every((row) => row.hidden);
+  }
+  const columns = columnsOf(cellTable);
+  showColumns(cellTable, columns.map((cells) => cells.some((cell) => cell.querySelector(".box:not(.away)"))));
+  document.getElementById("matches").value = filter.value.trim() ? `${found.size} of ${boxes.length}` : "";
+  for (const button of all("[data-filter]")) button.setAttribute("aria-pressed", filter.value === button.dataset.filter);
+}
+
+// Of a matrix the cells of each column, without heads.
+const cellTable = document.getElementById("cells");
+function columnsOf(matrix) {
+  const rows = all("tbody tr:not(.group)", matrix).map((row) => all("td", row));
+  return rows.length ? rows[0].map((_, column) => rows.map((row) => row[column])) : [];
+}
+
+// Hides columns of a matrix; heads that span several become narrower.
+function showColumns(matrix, shown) {
+  columnsOf(matrix).forEach((cells, column) => cells.forEach((cell) => (cell.hidden = !shown[column])));
+  for (const row of all("thead tr", matrix)) {
+    let start = 0;
+    for (const head of all("th:not(.key)", row)) {
+      head.dataset.span ??= head.colSpan;
+      const end = start + Number(head.dataset.span);
+      const left = shown.slice(start, end).filter(Boolean).length;
+      head.hidden = !left;
+      head.colSpan = left || 1;
+      start = end;
+    }
+  }
+  for (const cell of all("tr.group td", matrix)) cell.colSpan = shown.filter(Boolean).length || 1;
+}
+
+// The address: the cell that is open, and the filter, as #cell-NAME?filter=WORDS.
+function readAddress() {
+  const [cell, query = ""] = location.hash.split("?");
+  return { cell: cell === "#" ? "" : cell, filter: new URLSearchParams(query).get("filter") ?? "" };
+}
+function keepFilter() {
+  const { cell } = readAddress();
+  const kept = filter.value.trim();
+  history.replaceState(null, "", `${cell || "#"}${kept ? `?filter=${encodeURIComponent(kept)}` : ""}`);
+}
+function setFilter(text) {
+  filter.value = text;
+  applyFilter();
+  keepFilter();
+}
+filter.addEventListener("input", () => setFilter(filter.value));
+for (const button of all("[data-filter]")) {
+  button.addEventListener("click", () => setFilter(filter.value === button.dataset.filter ? "" : button.dataset.filter));
+}
+if (readAddress().filter) setFilter(readAddress().filter);
+
+unpack("found").then(({ cells, strings }) => {
+  for (const [number, texts] of Object.entries(cells)) {
+    const words = texts.map((text) => strings[text]).join("\n");
+    reasonOf.set(Number(number), `${reasonOf.get(Number(number))}\n${words.toLowerCase()}`);
+  }
+  if (filter.value) applyFilter();
+});
