@@ -369,18 +369,22 @@ def write_logs(folder: Path) -> None:
 
 def entries_of(out: Path) -> list[Entry]:
     """The cells of ``out`` as they stand in its files, whatever these say."""
-    listed = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
-    return [read_entry(out / cell["folder"] / "verdict.json") for cell in listed]
+    return [read_entry(folder / "verdict.json") for folder in _folders(out).values()]
 
 
 def entry_of(out: Path, cell: str) -> Entry:
     """One cell of ``out``."""
-    return next(entry for entry in entries_of(out) if entry.cell == cell)
+    return read_entry(folder_of(out, cell) / "verdict.json")
 
 
 def folder_of(out: Path, cell: str) -> Path:
     """The folder of ``cell`` in ``out``."""
-    return out / entry_of(out, cell).folder
+    return _folders(out)[cell]
+
+
+def _folders(out: Path) -> dict[str, Path]:
+    listed = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
+    return {cell["id"]: out / cell["folder"] for cell in listed}
 
 
 def rewrite(out: Path, entries: Sequence[Entry], **run: Any) -> None:
@@ -398,8 +402,9 @@ def change(out: Path, cell: str, *, verdict: dict[str, Any] | None = None, **fie
     for entry in entries_of(out):
         if entry.cell == cell:
             entry = replace(entry, verdict=replace(entry.verdict, **(verdict or {})), **fields)
+            write_entry(out, entry)
         entries.append(entry)
-    rewrite(out, entries)
+    write_summary(out, RUN, [cell_summary(entry) for entry in entries])
 
 
 def only_conforming(out: Path, **run: Any) -> None:

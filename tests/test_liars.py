@@ -1,5 +1,7 @@
 """No backend can talk its way past the judge: each lie with the stage at which it is caught."""
 
+from typing import Any
+
 import pytest
 from cells import BACKENDS, ROWS, STEPS, assert_honest, exhaustive
 from conftest import make_cell
@@ -119,7 +121,7 @@ def test_an_expected_difference_hides_no_lie(
     session: Session, name: str, model: str, layout: str, precision: Precision
 ) -> None:
     # Below the exact tier, noise is measured over all rows.
-    size = {"steps": STEPS, "rows": ROWS} if precision == "exact" else {"steps": 3}
+    size: dict[str, Any] = {"steps": STEPS, "rows": ROWS} if precision == "exact" else {"steps": 3}
     cell = make_cell("sft-packed", model, layout, precision, backend=liar(name), **size)
     verdict = session.run(cell).verdict
     assert verdict.state == "differs", verdict.reason

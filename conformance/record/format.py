@@ -193,7 +193,10 @@ def _refuse(constant: str) -> None:
 
 def dumps(values: Any, *, indent: int | None = None) -> str:
     """JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
-    return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(values, indent=indent, allow_nan=False)
+    except ValueError:  # there is such a number, which is rare
+        return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
 
 
 def number(value: Any) -> float:

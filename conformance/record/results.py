@@ -7,7 +7,7 @@ cannot claim more than its quantities show.
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -275,7 +275,8 @@ def read_entry(file: Path) -> Entry:
     table = _validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
-    rows: list[dict[str, Any]] = [dict(zip(_COLUMNS, row, strict=True)) for row in table.data]
+    # One row at a time: as many dictionaries as a large cell has rows keep the garbage collector busy.
+    rows: Iterator[dict[str, Any]] = (dict(zip(_COLUMNS, row, strict=True)) for row in table.data)
     known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
     if isinstance(other := known.get("other"), dict):
         known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
