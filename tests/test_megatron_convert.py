@@ -215,6 +215,7 @@ def changed(folder: Path, model: str, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("model", "values", "advice"),
     [
+        ("mistral", {"sliding_window": None}, "does not say sliding_window; add it"),
         (
             "llama",
             {"rope_parameters": {"type": "linear", "rope_theta": 1e4}},
@@ -259,7 +260,6 @@ def test_an_older_spelling_of_scaled_positions_takes_the_place_of_the_newer_as_i
     ("model", "switch", "windows"),
     [
         ("mistral", {}, (12, 12)),
-        ("mistral", {"sliding_window": None}, (None, None)),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9)),
         ("qwen2", {"sliding_window": 9}, (None, None)),
         ("llama3", {}, (None, None)),

@@ -31,11 +31,11 @@ def folder(family: str) -> Path:
     return FIXTURES / "models" / family
 
 
-def edited(family: str, tmp_path: Path, **changes: Any) -> Path:
-    """A copy of a fixture's config.json with ``changes``; None removes a key."""
+def edited(family: str, tmp_path: Path, *, nulls: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A copy of a fixture's config.json with ``changes``; None removes a key, those of ``nulls`` are null."""
     values = json.loads((folder(family) / "config.json").read_text(encoding="utf-8")) | changes
     kept = {key: value for key, value in values.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(kept | dict.fromkeys(nulls)), encoding="utf-8")
     return tmp_path
 
 
@@ -77,6 +77,8 @@ def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
         ("mistral", {"layer_types": [FULL, SLIDING]}, "does not know for this model: layer_types"),
         ("gemma2", {"attn_logit_softcapping": None}, "does not say 'attn_logit_softcapping'"),
+        ("gemma2", {"final_logit_softcapping": None}, "does not say 'final_logit_softcapping'"),
+        ("mistral", {"sliding_window": None}, "does not say 'sliding_window'"),
         ("gemma2", {"use_bidirectional_attention": True}, "only computes causal attention"),
         ("llama", {"rope_parameters": None}, "no rope_theta"),
         ("llama", {"num_key_value_heads": 3}, "8 heads, not a multiple of its 3"),
@@ -101,6 +103,31 @@ def test_a_key_that_changes_the_mathematics_is_never_ignored(
     [
         ("llama", {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}),
         ("gemma3", {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        (
+            "llama3",  # as the published files say it
+            {
+                "rope_parameters": None,
+                "rope_theta": 1e4,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+        ),
+        (
+            "qwen2-yarn",
+            {
+                "rope_parameters": None,
+                "rope_theta": 1e4,
+                "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64},
+            },
+        ),
+        ("qwen2-yarn", {"layer_types": None}),
+        ("gemma2", {"layer_types": None}),
+        ("phi3", {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         ("pangu", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 16e6}}),
     ],
 )
@@ -119,18 +146,29 @@ def test_published_openpangu_configurations_are_understood() -> None:
 
 
 def test_optional_features_agree_with_transformers(tmp_path: Path) -> None:
-    """What no fixture switches on: windows and biases in Qwen3, biases in Llama's MLP, Gemma's final soft-capping."""
-    changes: dict[str, dict[str, Any]] = {
-        "qwen3": {
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": [SLIDING, FULL],
-            "attention_bias": True,
-        },
-        "llama": {"mlp_bias": True, "attention_bias": True},
-        "gemma3": {"final_logit_softcapping": 3.0, "attention_bias": True},
-    }
-    for family, change in changes.items():
+    """What no fixture switches on: windows and biases in Qwen3, biases in Llama's MLP, Gemma's final soft-capping,
+    positions that are scaled linearly, options of YaRN, a Mistral without a window."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": [SLIDING, FULL],
+                "attention_bias": True,
+            },
+        ),
+        ("llama", {"mlp_bias": True, "attention_bias": True, "rope_parameters": linear}),
+        ("llama", {"rope_parameters": yarn | {"truncate": False, "beta_fast": 8.0, "attention_factor": 0.9}}),
+        ("gemma3", {"final_logit_softcapping": 3.0, "attention_bias": True}),
+        ("gemma3", {"rope_parameters": {FULL: linear, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}}),
+        ("gemma2", {"nulls": ("attn_logit_softcapping", "final_logit_softcapping"), "rope_parameters": linear}),
+        ("mistral", {"nulls": ("sliding_window",), "rope_parameters": yarn}),
+        ("olmo2", {"attention_bias": True, "rope_parameters": yarn}),
+    ]
+    for family, change in changes:
         model_folder = edited(family, tmp_path, **change)
         architecture = read_architecture(model_folder)
         generator = torch.Generator().manual_seed(0)

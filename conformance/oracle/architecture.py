@@ -69,7 +69,7 @@ def _pangu(config: Config) -> Architecture:
 
 def _mistral(config: Config) -> Architecture:
     """Mistral: arXiv 2310.06825 section 2: Llama with a sliding window in every layer, where the file sets one."""
-    config.demand("num_key_value_heads")
+    config.demand("num_key_value_heads", "sliding_window")
     attention = _attention(config, window=config.size("sliding_window", None))
     return _decoder(config, attention, _mlp(config))
 
@@ -113,10 +113,11 @@ def _olmo2(config: Config) -> Architecture:
 def _gemma2(config: Config) -> Architecture:
     """Gemma 2: arXiv 2408.00118 section 2: two kinds of layers, soft-capping, norms before and after each block."""
     every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
-    config.demand("num_key_value_heads", "head_dim", "pad_token_id", "attn_logit_softcapping")
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id")
+    config.demand("attn_logit_softcapping", "final_logit_softcapping")
     if config.take("use_bidirectional_attention", None):
         raise config.error("sets use_bidirectional_attention; the oracle only computes causal attention")
-    attention = replace(_gemma_attention(config), softcap=config.number("attn_logit_softcapping"))
+    attention = replace(_gemma_attention(config), softcap=config.number("attn_logit_softcapping", None))
     kinds = config.texts("layer_types", every_second)
     windows = _windows(config, kinds, config.size("sliding_window"))
     return _gemma(config, [replace(attention, window=window) for window in windows])

@@ -24,6 +24,7 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
+NULLABLE = ("pad_token_id", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # No model comes near these: a larger number is a mistake in the file, and would fill the memory before it is noticed.
 LARGEST: dict[str, float] = {
     "vocab_size": 2**24,
@@ -98,10 +99,10 @@ class Config:
     def demand(self, *keys: str) -> None:
         """UsageError if a key is absent, for which transformers' default is a number and none that follows from others.
 
-        Only ``pad_token_id`` may be null.
+        Those in NULLABLE may be null, which says that there is none.
         """
         for key in keys:
-            if key not in self._values or (self._values[key] is None and key != "pad_token_id"):
+            if key not in self._values or (self._values[key] is None and key not in NULLABLE):
                 raise self.error(f"does not say {key!r}; add it, or transformers takes a number of its own")
 
     def must_be(self, key: str, value: Any) -> None:

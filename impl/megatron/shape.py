@@ -109,14 +109,14 @@ def _scaling(config: dict[str, Any]) -> str:
 
 
 def _windows(config: dict[str, Any], family: Family) -> tuple[int | None, ...]:
-    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    count: int = config["num_hidden_layers"]
     if family.windows == "every layer":
-        return (window,) * count
+        return (config["sliding_window"],) * count
     if family.windows == "none" or not config.get("use_sliding_window"):
         return (None,) * count
     first = config.get("max_window_layers", 28)  # transformers' default
     kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
