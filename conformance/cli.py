@@ -1,4 +1,5 @@
-"""The command line: parity list | plan | run | merge | judge | report | compare | bisect | doctor, and of packages.
+"""The command line: parity list | plan | run | merge | judge | report | compare | history | bisect | doctor, and of
+packages.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
@@ -19,16 +20,19 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import conformance
-from conformance import doctor
+from conformance import comparing, doctor
 from conformance.backend import registered_backends
 from conformance.bisect.auto import any_differs, bisect_run
 from conformance.bisect.tell import told
 from conformance.commands import announced_commands
 from conformance.completion import PrintCompletion
 from conformance.faults import catalogue
+from conformance.history.command import HISTORY_COMMAND
+from conformance.history.earlier import read_baseline
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
@@ -39,11 +43,11 @@ from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
 from conformance.record.merge import merge, sum_up
-from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
+from conformance.record.results import SUMMARY, cell_summary, read_output_json, read_run, summary_of
 from conformance.record.slim import slim
 from conformance.record.states import STATES, State
 from conformance.record.summary import summary_lines
-from conformance.reporters import compare_backends, write_reports
+from conformance.reporters import write_reports
 from conformance.run.refusal import check_device
 from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
@@ -92,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
+    announced = {"history": HISTORY_COMMAND, **announced}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -138,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")
     merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
     _add_options(merging, Output, Kept)
+    merging.add_argument("--baseline", **dict(Demands.options())["baseline"])
     merging.add_argument("--json", action="store_true", help="machine-readable output")
     merging.set_defaults(command=_merge)
 
@@ -151,8 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true")
     report.set_defaults(command=_report)
 
-    compare = commands.add_parser("compare", help="print the backends of an earlier run side by side, as Markdown")
+    compare = commands.add_parser("compare", help="print the backends of a run side by side, or two runs, as Markdown")
     compare.add_argument("out", type=Path)
+    compare.add_argument(
+        "other", type=Path, nargs="?", help="another run: cell by cell, states and worst ratios of both"
+    )
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(command=_compare)
 
@@ -182,8 +191,8 @@ def _add_options(parser: argparse.ArgumentParser, *kinds: type[Options], without
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     selection = Selection.from_options(options)
-    cells = make_plan(selection, Demands(), Portion.from_options(options)).cells
     device: Device = options.device or "cpu"
+    cells = make_plan(selection, Demands(), Portion.from_options(options), device=device).cells
     with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder), device=device)) as session:
         refused = [session.refusal(cell) for cell in cells]
     rows = [
@@ -216,8 +225,9 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
 def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
-    cells = make_plan(Selection.from_options(options), Demands(), Portion.from_options(options)).cells
-    lines, fits = command.run(cells, options.out, device=options.device or "cpu")
+    device, portion = options.device or "cpu", Portion.from_options(options)
+    cells = make_plan(Selection.from_options(options), Demands(), portion, device=device).cells
+    lines, fits = command.run(cells, options.out, device=device)
     print("\n".join(lines))
     return EXIT["conforms" if fits else "usage"]
 
@@ -226,7 +236,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
     check_device(ranks.device)
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options))
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
     if again.rerun and not again.resume:
         raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
@@ -244,6 +254,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         fail_fast=options.fail_fast,
         floor=plan.floor,
         selected=plan.digest,
+        selection=selection.text(ranks.device),
         earlier=earlier,
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
@@ -313,7 +324,8 @@ def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> 
 
 def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _output_folder(options.out)
-    merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]))
+    baseline = partial(read_baseline, options.baseline) if options.baseline else None
+    merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]), baseline=baseline)
     write_side_by_side(out)
     if Kept.from_options(options).keep != "all":
         slim(out)
@@ -340,14 +352,7 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, _: list[str]) -> int:
-    try:
-        text = compare_backends(options.out)
-    except (LookupError, ImportError) as error:
-        raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
-    values = read_output_json(options.out / SIDE_BY_SIDE)
-    print(dumps(values) if options.json else text)
-    states = {group["state"] for group in values["groups"]}
-    return EXIT["differs" if "differs" in states else "incomplete" if "infrastructure" in states else "conforms"]
+    return EXIT[comparing.run(options)]
 
 
 def _bisect(options: argparse.Namespace, _: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 conformance depends on none of them. A function in the entry-point group ``parity.reporters`` takes the output folder,
 writes a file and returns its path. A function in ``parity.comparisons`` takes the output folder and returns a text that
-compares the backends.
+compares the backends; it also takes the TwoRuns of two folders (conformance.record.two_runs), and compares these.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from conformance.record.files import Unwritable
+from conformance.record.two_runs import TwoRuns
 
 REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
 
@@ -36,9 +37,12 @@ def write_reports(out: Path) -> list[str]:
     return lines or ["no report: no reporter is installed"]
 
 
-def compare_backends(out: Path) -> str:
-    """The text of the first installed comparison of backends. Raises LookupError if none is installed."""
+def compare(what: Path | TwoRuns) -> str:
+    """The text of the first installed comparison: of the backends in an output folder, or of two runs.
+
+    Raises LookupError if none is installed.
+    """
     for entry in entry_points(group=COMPARISONS):
-        compare: Callable[[Path], str] = entry.load()
-        return compare(out)
+        to_text: Callable[[Path | TwoRuns], str] = entry.load()
+        return to_text(what)
     raise LookupError(f"nothing is announced under the entry-point group {COMPARISONS!r}")

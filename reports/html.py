@@ -19,13 +19,15 @@ from markupsafe import Markup
 
 from conformance.record.files import write_file
 from conformance.record.format import dumps
+from conformance.record.since import KINDS
 from conformance.record.states import STATES
-from reports import grid, handover, side_by_side, words
+from reports import earlier, grid, handover, side_by_side, words
 from reports.heatmap import SHADES
 from reports.load import Report, read_report
 from reports.packing import Shared, cell_data, pack
 
 TEMPLATES = Path(__file__).with_name("templates")
+STYLES = ("style", "earlier")
 # In the order in which they run.
 SCRIPTS = ("make", "words", "data", "curves", "heatmap", "strips", "bisect", "cell", "sides", "tip", "page")
 
@@ -44,12 +46,13 @@ def write_html(out: Path) -> Path:
         title=title,
         text=text,
         attention=words.attention(report),
+        trends=earlier.trends(report),
         known=[c for c in report.cells if c.state == "expected_difference"],
         matrix=matrix(report),
         handed=handover.tables(report),
         numbers={cell.id: number for number, cell in enumerate(report.cells)},
         sides=None if groups is None else [_side(group, report) for group in groups],
-        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+        style=Markup("\n".join((TEMPLATES / f"{name}.css").read_text(encoding="utf-8") for name in STYLES)),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         shared=pack(shared.to_json()),
@@ -64,7 +67,7 @@ def write_html(out: Path) -> Path:
 def _template() -> jinja2.Template:
     own = environment()
     own.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
-    own.globals.update(STATES=STATES, SHADES=SHADES, anchor=anchor, explain=words.explain)
+    own.globals.update(STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=words.explain)
     return own.get_template("page.html")
 
 

@@ -13,10 +13,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from conformance.record.baseline import Outcome, outcome
 from conformance.record.cells import BelievedCell, read_cells
-from conformance.record.coverage import Change
 from conformance.record.files import Unreadable, read_end
 from conformance.record.results import SUMMARY, Run, inside, read_output_json, states_of
+from conformance.record.since import Since
 from conformance.record.states import STATES, RunVerdict, State
 from conformance.record.verdict import Quantity
 
@@ -88,10 +89,16 @@ class Report:
         """One sentence for each demand on the run that is not met."""
         return self.run.floor.unmet(states_of([cell.entry for cell in self.cells]))
 
-    @property
-    def changes(self) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-        """(lost, gained): cells that are covered less, and more, than in the earlier run given with ``--against``."""
-        return self.run.floor.changes(states_of([cell.entry for cell in self.cells]))
+    @cached_property
+    def outcomes(self) -> dict[str, Outcome]:
+        """How the cells ended, by id."""
+        entries = [cell.entry for cell in self.cells]
+        return {e.cell: outcome(state=e.verdict.state, seconds=e.seconds, before=e.before) for e in entries}
+
+    @cached_property
+    def since(self) -> Since | None:
+        """What has changed since earlier runs; None if the run was not compared with any."""
+        return self.run.since(self.outcomes)
 
 
 def read_report(out: Path) -> Report:

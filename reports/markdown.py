@@ -9,7 +9,7 @@ from pathlib import Path
 from conformance.bisect.tell import told
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
-from reports import handover, side_by_side
+from reports import earlier, handover, side_by_side
 from reports.load import Cell, Report, read_report
 from reports.words import attention, code, explain, headline, number, plain, plural, ratio
 
@@ -46,6 +46,8 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
     counts = " | ".join(str(count) for count in report.counts.values())
     yield f"| {names} |\n|{' --: |' * len(STATES)}\n| {counts} |\n"
     yield from _coverage(report)
+    if report.since:
+        yield from earlier.blocks(report.since)
     for cell in attention(report):
         yield _failure(cell)
     if groups:
@@ -76,13 +78,9 @@ def _handed(table: handover.Table) -> str:
 
 
 def _coverage(report: Report) -> Iterator[str]:
-    """Blocks about unmet demands, and about coverage that was lost or gained since the earlier run."""
+    """A block about unmet demands."""
     if report.unmet:
         yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
-    for word, changes in zip(("lost", "gained"), report.changes, strict=True):
-        if changes:
-            yield f"\n### Coverage {word} since {code(report.run.floor.against)} ({len(changes)})\n\n"
-            yield "".join(f"- {code(change.cell)}: {plain(str(change))}\n" for change in changes)
 
 
 def _failure(cell: Cell) -> str:

@@ -16,8 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from conformance.record.results import SIDE_BY_SIDE, SUMMARY, Listed, read_output_json
 from conformance.record.schema import first_error
 from conformance.record.states import STATES, State
+from conformance.record.two_runs import TwoRuns
 from conformance.record.verdict import Quantity
 from conformance.validation import UsageError
+from reports import two_runs
 from reports.load import Report
 from reports.words import code, number, plain, plural, ratio
 
@@ -140,8 +142,13 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     return tuple(sorted(groups, key=lambda group: list(STATES).index(group.state)))
 
 
-def to_markdown(out: Path) -> str:
-    """All groups as Markdown, with command and environment. Raises UsageError if there is nothing to compare."""
+def to_markdown(out: Path | TwoRuns) -> str:
+    """All groups of a folder as Markdown, with command and environment; or two runs, cell by cell.
+
+    Raises UsageError if there is nothing to compare.
+    """
+    if isinstance(out, TwoRuns):
+        return two_runs.to_markdown(out)
     groups, run = read_groups(out), _read_run(out / SUMMARY)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")

@@ -180,7 +180,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
 ) -> None:
     monkeypatch.setenv("REFUSED", "dp2")
     old = earlier(tmp_path / "old.json", dp1="conforms", dp2="conforms")
-    ran = run("Picky", also=("--require", "*", "--min_judged", "2", "--against", old))
+    ran = run("Picky", also=("--require", "*", "--min_judged", "2", "--baseline", old))
     assert (ran.code, ran.summary["verdict"]) == (3, "incomplete")
     assert ran.said[:4] == [
         "incomplete: 1 unsupported, 1 conforms",
@@ -189,10 +189,8 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
         f"coverage lost since {old}: {TWO} (unsupported)",
     ]
     assert ran.summary["floor"]["backends"] == ["picky"]
-    assert ran.summary["coverage"] == {
-        "lost": [{"cell": TWO, "before": "conforms", "now": "unsupported"}],
-        "gained": [],
-    }
+    refused = {"kind": "refused", "cell": TWO, "before": "conforms", "now": "unsupported"}
+    assert ran.summary["since"]["last"]["changes"] == [refused]
     reason = "dp2 is not offered any more; use another layout"
     assert ran.summary["claims"] == {"picky": {"claimed": [ONE], "refused": {TWO: reason}}}
     markdown = (ran.out / "report.md").read_text()
@@ -208,9 +206,10 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
 @pytest.mark.exhaustive
 def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_path: Path) -> None:
     old = earlier(tmp_path / "old.json", dp1="conforms", dp2="unsupported")
-    ran = run("Picky", also=("--against", old))
-    assert (ran.code, ran.said[:2]) == (0, ["conforms: 2 conforms", f"coverage gained since {old}: 1"])
-    assert ran.summary["coverage"]["gained"] == [{"cell": TWO, "before": "unsupported", "now": "conforms"}]
+    ran = run("Picky", also=("--baseline", old))
+    assert (ran.code, ran.said[:2]) == (0, ["conforms: 2 conforms", f"since the last run: newly judged: {TWO}"])
+    judged = {"kind": "judged", "cell": TWO, "before": "unsupported", "now": "conforms"}
+    assert ran.summary["since"]["last"]["changes"] == [judged]
     assert f"- `{TWO}`: unsupported, now conforms\n" in (ran.out / "report.md").read_text()
 
 
@@ -219,7 +218,7 @@ def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_p
     [
         (("--require", "typo*"), "no cell matches 'typo*'"),
         (("--min_judged", "3"), "--min_judged 3, but only 2 cells are selected"),
-        (("--against", "nowhere"), "there is no nowhere"),
+        (("--baseline", "nowhere"), "there is no nowhere"),
     ],
 )
 def test_a_demand_that_cannot_be_met_is_one_message_before_anything_runs(
@@ -235,7 +234,7 @@ def test_an_earlier_run_with_states_that_are_unknown_is_one_message(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--profile", profile, "--backend", "plain_variants:Picky"]
-    assert cli.main(["run", *arguments, "--against", earlier(tmp_path / "old.json", dp1="splendid")]) == 2
+    assert cli.main(["run", *arguments, "--baseline", earlier(tmp_path / "old.json", dp1="splendid")]) == 2
     assert "has states splendid; known: " in capsys.readouterr().err
 
 

@@ -15,8 +15,10 @@ from plain_profile import write_profile
 
 from conformance import cli
 from conformance.backend import Support
+from conformance.history.earlier import read_baseline
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
+from conformance.plan.selection import Selection
 from conformance.record.format import dumps, number
 from conformance.scenario import Scenario
 
@@ -58,6 +60,16 @@ def read(file: Path) -> dict[str, Any]:
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_added_to_a_history_and_is_the_baseline_of_the_next(out: Path, profile: str, tmp_path: Path) -> None:
+    kept = str(tmp_path / "history")
+    assert cli.main(["history", kept, "--add", str(out)]) == 0
+    same = Selection(profile=f"elsewhere/{Path(profile).name}", backend=(PLAIN[1],))
+    assert same.text("cpu") == read(out / "summary.json")["selection"]
+    assert read_baseline(kept, same.text("cpu")).demanded[CONFORMS] == "conforms"
+    assert read_baseline(kept, same.text("cuda")).runs == ()
+    assert read_baseline(kept, Selection(profile=profile, backend=(PLAIN[1],), seed=1).text("cpu")).runs == ()
 
 
 def test_run_leaves_summary_records_and_reports(out: Path) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from conformance.record.coverage import Change, Floor, claims
+from conformance.record.baseline import Outcome, RunFacts, make_baseline
+from conformance.record.coverage import Floor, claims
+from conformance.record.since import Kind, changes_between
 from conformance.record.states import STATES, State, overall
 
 ONE, TWO, CHAIN = "sft/llama/fsdp2/dp2/exact", "sft/llama/megatron/tp2/exact", "sft/llama/fsdp2-to-megatron/dp2/exact/x"
@@ -44,38 +46,61 @@ def test_of_a_backend_that_is_asked_for_by_name_a_cell_has_to_be_judged(states: 
 
 def test_nothing_is_demanded_by_default() -> None:
     assert Floor().unmet({}) == ()
-    assert Floor().changes({ONE: "conforms"}) == ((), ())
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "change"),
+    ("before", "now", "kind", "lost"),
     [
-        ("conforms", "unsupported", "lost"),
-        ("conforms", "infrastructure", "lost"),
-        ("conforms", "not_run", "lost"),
-        ("conforms", None, "lost"),
-        ("conforms", "partly_observed", "lost"),
-        ("differs", "unsupported", "lost"),
-        ("not_run", "unsupported", "lost"),
-        ("conforms", "differs", ""),
-        ("expected_difference", "conforms", ""),
-        ("unsupported", "unsupported", ""),
-        ("unsupported", None, ""),
-        (None, "unsupported", ""),
-        (None, "infrastructure", ""),
-        ("unsupported", "conforms", "gained"),
-        (None, "conforms", "gained"),
-        ("partly_observed", "conforms", "gained"),
-        ("infrastructure", "differs", "gained"),
+        ("conforms", "unsupported", "refused", True),
+        ("conforms", "infrastructure", "unjudged", True),
+        ("conforms", "not_run", "unjudged", True),
+        ("conforms", None, "gone", True),
+        ("conforms", "partly_observed", "less", True),
+        ("expected_difference", "partly_observed", "less", True),
+        ("differs", "unsupported", "refused", True),
+        ("differs", "infrastructure", "unjudged", True),
+        ("not_run", "unsupported", "refused", True),
+        ("infrastructure", None, "gone", True),
+        ("infrastructure", "not_run", None, False),
+        ("conforms", "differs", "new", False),
+        (None, "differs", "new", False),
+        ("infrastructure", "differs", "new", False),
+        ("differs", "differs", None, False),
+        ("differs", "conforms", "fixed", False),
+        ("infrastructure", "partly_observed", "fixed", False),
+        ("expected_difference", "conforms", "fixed", False),
+        ("conforms", "expected_difference", "declared", False),
+        ("unsupported", "unsupported", None, False),
+        ("unsupported", None, None, False),
+        (None, "unsupported", None, False),
+        (None, "infrastructure", "unjudged", False),
+        ("unsupported", "conforms", "judged", False),
+        (None, "conforms", "judged", False),
+        ("not_run", "conforms", "judged", False),
+        ("partly_observed", "conforms", "more", False),
     ],
 )
-def test_coverage_is_compared_with_an_earlier_run(before: State | None, now: State | None, change: str) -> None:
-    floor = Floor(against="old", earlier={ONE: before} if before else {})
+def test_a_change_of_a_cell_has_a_name_and_may_lose_coverage(
+    before: State | None, now: State | None, kind: Kind | None, lost: bool
+) -> None:
+    then = {ONE: Outcome(state=before)} if before else {}
+    floor = Floor(baseline=make_baseline("old", [("", None, {}, then)]))
     states: dict[str, State] = {ONE: now} if now else {}
-    expected = (Change(cell=ONE, before=before, now=now),)
-    lost, gained = floor.changes(states)
-    assert (lost, gained) == (expected if change == "lost" else (), expected if change == "gained" else ())
-    assert bool(floor.unmet(states)) == (change == "lost")
+    found = changes_between({ONE: before} if before else {}, states)
+    assert [change.kind for change in found] == ([kind] if kind else [])
+    assert [change.is_loss for change in found] == ([lost] if kind else [])
+    expected = f"coverage lost since old: {ONE} ({STATES[now].name if now else 'not in the run'})"
+    assert floor.unmet(states) == ((expected,) if lost else ())
+
+
+def test_coverage_is_held_against_the_last_run_that_passed() -> None:
+    """Or else a loss would be forgotten after a night."""
+    judged, refused = Outcome(state="conforms"), Outcome(state="unsupported")
+    green: RunFacts = "", "conforms", {}, {ONE: judged, TWO: judged}
+    red: RunFacts = "", "incomplete", {}, {ONE: judged, TWO: refused}
+    now: dict[str, State] = {ONE: "conforms", TWO: "unsupported"}
+    assert Floor(baseline=make_baseline("old", [green, red])).unmet(now)
+    assert not Floor(baseline=make_baseline("old", [red])).unmet(now)
 
 
 def test_a_sentence_names_some_cells_and_counts_the_rest() -> None:

@@ -129,6 +129,29 @@ def test_a_run_that_fails_still_shows_its_report(file: Path) -> None:
             assert step["if"] == "always()"
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "test.yml"], ids=lambda file: file.name)
+def test_every_night_is_compared_with_the_history_and_added_to_it(file: Path) -> None:
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for job, step in steps(file):
+        jobs.setdefault(job, []).append(step)
+    keeping = {job: told for job, told in jobs.items() if any("parity history" in s.get("run", "") for s in told)}
+    assert {job for job, told in jobs.items() if any("--baseline" in s.get("run", "") for s in told)} == keeping.keys()
+    assert "full" in keeping
+    keys = []
+    for told in keeping.values():
+        restored, compared, added, saved = (
+            next(place for place, step in enumerate(told) if words in step.get("uses", "") + step.get("run", ""))
+            for words in ("cache/restore", "(--baseline out/history)", "history out/history --add out/", "cache/save")
+        )
+        assert restored < compared < added < saved
+        key, prefix = told[restored]["with"]["key"], told[restored]["with"]["restore-keys"]
+        assert key == told[saved]["with"]["key"] == prefix + "${{ github.run_id }}"
+        assert {told[place]["with"]["path"] for place in (restored, saved)} == {"out/history"}
+        assert {told[place]["if"] for place in (added, saved)} == {"always()"}  # a night that differs is kept, too
+        keys.append(key)
+    assert len(set(keys)) == len(keys)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_signal_reaches_the_run(file: Path) -> None:
     """The runner signals the shell, which passes nothing on to a child that it waits for."""

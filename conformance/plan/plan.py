@@ -28,13 +28,16 @@ class Plan:
     digest: str
 
 
-def make_plan(selection: Selection, demands: Demands, portion: Portion) -> Plan:
-    """Raises UsageError for a selection without cells, a demand that it cannot meet, and a shard that is none."""
+def make_plan(selection: Selection, demands: Demands, portion: Portion, *, device: str) -> Plan:
+    """``device``: of the earlier runs that a history is asked for.
+
+    Raises UsageError for a selection without cells, a demand that it cannot meet, and a shard that is none.
+    """
     cells = select_cells(selection)
     shard = parse_shard(portion.shard) if portion.shard else None
     return Plan(
         cells=tuple(split(cells, shard) if shard else cells),
-        floor=floor_from_demands(demands, selection, cells, str(shard or "")),
+        floor=floor_from_demands(demands, selection, cells, device=device, shard=str(shard or "")),
         digest=_digest(cells),
     )
 

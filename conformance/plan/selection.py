@@ -7,7 +7,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 NO_BISECT = "do not look for the first wrong module of cells that differ, which runs these once or twice more"
@@ -75,8 +75,10 @@ class Demands(Options):
         metavar="GLOB",
     )
     min_judged: int = _option("how many cells have to be judged at least", default=0, type=int, metavar="N")
-    against: str | None = _option(
-        "an earlier run (its --out folder or summary.json) of which no coverage may be lost", metavar="OLD_OUT"
+    baseline: str | None = _option(
+        "an earlier run (its --out folder or summary.json), or a folder of parity history: the report says what has "
+        "changed since, and no coverage may be lost",
+        metavar="OUT|DIR",
     )
 
 
@@ -165,3 +167,10 @@ class Selection(Options):
     trust_remote_code: bool = _option(
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )
+
+    def text(self, device: str) -> str:
+        """What is selected, for a history of such runs. Files count by name: jobs have them in different folders."""
+        profile = ("--profile", self.profile) if self.profile == "quick" else ()  # the default, which is no argument
+        where = () if device == "cpu" else ("--device", device)
+        parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *where)]
+        return " ".join([*parts, *(f"--cells {cell}" for cell in sorted(self.cells))])

@@ -9,9 +9,11 @@ cells; none is read from a file.
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from conformance.record.baseline import Baseline, backend_of, baseline_from_json
+from conformance.record.since import changes_between
 from conformance.record.states import ANSWERED, STATES, State
 
 TO = "-to-"  # joins the backends, and the layouts, of consecutive legs in a cell's id
@@ -27,7 +29,7 @@ class Floor:
     require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
     min_judged: the number of cells that have to be judged.
     backends: names of backends; at least one cell of each has to be judged.
-    against: the path of an earlier run, and ``earlier`` the states of its cells by id. No cell may be covered less.
+    baseline: earlier runs; no cell may be covered less than in the last green one of them (or else the last).
     shards: the parts of a run in several jobs that this folder holds, such as ``2/5``; empty for a run in one piece.
     planned: the ids of the cells of all parts. whole: False for one part alone: the demands are held against all parts
         together, by ``parity merge``.
@@ -36,8 +38,7 @@ class Floor:
     require: tuple[str, ...] = ()
     min_judged: int = 0
     backends: tuple[str, ...] = ()
-    against: str = ""
-    earlier: dict[str, State] = field(default_factory=dict)
+    baseline: Baseline | None = None
     shards: tuple[str, ...] = ()
     planned: tuple[str, ...] = ()
     whole: bool = True
@@ -67,38 +68,25 @@ class Floor:
         judged = sum(state in ANSWERED for state in states.values())
         yield f"judged: {judged} of at least {self.min_judged} cells" if judged < self.min_judged else ""
         for name in self.backends:
-            cells = {cell: state for cell, state in states.items() if name in _backend(cell).split(TO)}
+            cells = {cell: state for cell, state in states.items() if name in backend_of(cell).split(TO)}
             if not any(state in ANSWERED for state in cells.values()):
                 yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
-        if lost := self.changes(states)[0]:
-            yield f"coverage lost since {self.against}: {_list_cells([change.cell for change in lost], states)}"
-
-    def changes(self, states: States) -> tuple[tuple["Change", ...], tuple["Change", ...]]:
-        """(lost, gained): the cells that are covered less, and more, than in the earlier run; empty without one."""
-        if not self.against or not self.whole:
-            return (), ()
-        every = [
-            Change(cell=cell, before=self.earlier.get(cell), now=states.get(cell))
-            for cell in dict.fromkeys([*self.earlier, *states])
-        ]
-        lost = tuple(change for change in every if _depth(change.now) < _depth(change.before))
-        gained = tuple(c for c in every if _depth(c.now) > _depth(c.before) and c.now in ANSWERED)
-        return lost, gained
+        if self.baseline and (lost := [c.cell for c in changes_between(self.baseline.demanded, states) if c.is_loss]):
+            yield f"coverage lost since {self.baseline.path}: {_list_cells(lost, states)}"
 
 
 def floor_from_json(values: Any) -> Floor:
     """A Floor from the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
     require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
-    earlier = {str(cell): state for cell, state in dict(values["earlier"]).items()}
-    if unknown := [state for state in earlier.values() if state not in STATES]:
-        raise TypeError(f"a state, not {unknown[0]!r}")
+    if values.get("against"):
+        raise ValueError("a baseline: it was held against an earlier run by an older version; use that version")
+    baseline = values.get("baseline")  # summaries of older versions have neither this nor the last three
     return Floor(
         require=require,
         min_judged=int(values["min_judged"]),
         backends=backends,
-        against=str(values["against"]),
-        earlier=earlier,
-        shards=_shards(values.get("shards", ())),  # summaries of older versions have none of these three
+        baseline=None if baseline is None else baseline_from_json(baseline),
+        shards=_shards(values.get("shards", ())),
         planned=tuple(map(str, values.get("planned", ()))),
         whole=bool(values.get("whole", True)),
     )
@@ -108,30 +96,6 @@ def _shards(values: Any) -> tuple[str, ...]:
     if wrong := [shard for shard in values if not re.fullmatch("[1-9][0-9]{0,3}/[1-9][0-9]{0,3}", str(shard))]:
         raise ValueError(f"a shard, not {wrong[0]!r}")
     return tuple(map(str, values))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A cell that is covered less or more than in the earlier run.
-
-    before, now: its state in the earlier run and in this one; None if the run does not have the cell.
-    """
-
-    cell: str
-    before: State | None
-    now: State | None
-
-    def __str__(self) -> str:
-        return f"{_word(self.before)}, now {_word(self.now)}"
-
-
-def _depth(state: State | None) -> int:
-    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
-    if state in (None, "unsupported"):
-        return 0
-    if state not in ANSWERED:
-        return 1
-    return 2 if state == "partly_observed" else 3
 
 
 def _word(state: State | None) -> str:
@@ -144,11 +108,6 @@ def _list_cells(cells: list[str], states: States) -> str:
     return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
 
 
-def _backend(cell: str) -> str:
-    """The backend in a cell's id, or the chain of backends."""
-    return (*cell.split("/"), "", "", "")[2]
-
-
 def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
     """By backend, as JSON values: ``claimed``, a list of cell ids, and ``refused``, the reasons by cell id.
 
@@ -156,7 +115,7 @@ def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for cell, (state, reason) in cells.items():
-        of_backend = found.setdefault(_backend(cell), {"claimed": [], "refused": {}})
+        of_backend = found.setdefault(backend_of(cell), {"claimed": [], "refused": {}})
         if state == "unsupported":
             of_backend["refused"][cell] = reason
         else:

@@ -4,15 +4,17 @@ several processes wrote; without torch.
 Serves claim 9: folders of different runs are not mixed, and cells of a shard that is missing make the whole incomplete.
 """
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from conformance.record.baseline import COMMIT, Baseline
 from conformance.record.files import Unwritable
 from conformance.record.results import (
     SUMMARY,
@@ -27,7 +29,8 @@ from conformance.record.results import (
 from conformance.record.states import NOT_STARTED
 from conformance.validation import UsageError
 
-HOST = ("platform", "cpus", "gpus")  # of the environment: may differ between the jobs of a run
+ReadBaseline = Callable[[str], Baseline]
+MAY_DIFFER = ("platform", "cpus", "gpus", COMMIT)  # of the environment, between the jobs of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,27 +86,38 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
     for name in dict.fromkeys([*one.run.environment, *other.run.environment]):
-        if name not in HOST:
+        if name not in MAY_DIFFER:
             yield f"version of {name}", one.run.environment.get(name), other.run.environment.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
     yield "number of shards", _total(one), _total(other)
-    for demand in ("require", "min_judged", "backends", "against"):
+    for demand in ("require", "min_judged", "backends"):
         yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
+    yield "baseline (digest)", _baseline(one), _baseline(other)
+
+
+def _baseline(part: Part) -> str:
+    """A digest of the earlier runs; their path may differ between jobs."""
+    baseline = part.run.floor.baseline
+    return hashlib.sha256(repr((baseline.cells, baseline.runs)).encode()).hexdigest()[:16] if baseline else "none"
 
 
 def _total(part: Part) -> str:
     return next((shard.partition("/")[2] for shard in part.run.floor.shards), "1")
 
 
-def merge(folders: Sequence[Path], out: Path, *, command: str) -> None:
+def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBaseline | None = None) -> None:
     """Put the cells of ``folders`` into ``out``, which has to be new, with one summary. Files are linked where that is
     possible; links share no later change, because every file is replaced as a whole.
+
+    ``baseline``: reads the earlier runs of a selection, with which the whole is compared.
 
     Raises UsageError for folders that do not belong together or that have different verdicts of a cell, and Unwritable.
     """
     parts = [read_part(folder) for folder in folders]
     check_parts(parts)
-    chosen = _choose(parts)
+    chosen, whole = _choose(parts), _whole(parts, command)
+    if baseline:
+        whole = replace(whole, floor=replace(whole.floor, baseline=baseline(whole.selection)))
     try:
         for folder, part in zip(folders, parts, strict=True):
             for entry in part.entries:
@@ -120,7 +134,7 @@ def merge(folders: Sequence[Path], out: Path, *, command: str) -> None:
     planned = parts[0].run.floor.planned
     order = {cell: place for place, cell in enumerate(planned)}
     entries = sorted(chosen.values(), key=lambda entry: order.get(entry.cell, len(order)))
-    write_summary(out, _whole(parts, command), [cell_summary(entry) for entry in entries])
+    write_summary(out, whole, [cell_summary(entry) for entry in entries])
 
 
 def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
@@ -145,7 +159,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
     runs = [part.run for part in parts]
     ended = [run.finished for run in runs if run.finished]
     environment = dict(runs[0].environment)
-    for name in HOST:
+    for name in MAY_DIFFER:
         found = list(dict.fromkeys(str(run.environment.get(name)) for run in runs))
         environment[name] = environment.get(name) if len(found) == 1 else found
     shards = dict.fromkeys(chain.from_iterable(run.floor.shards for run in runs))

@@ -17,10 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 import conformance
 from conformance.defect import Known
 from conformance.observable import Observable, observables_to_json, stages
+from conformance.record.baseline import Outcome, outcome, versions_of
 from conformance.record.coverage import Floor, States, claims, floor_from_json
 from conformance.record.files import Unreadable, Unwritable, read_file, write_file
 from conformance.record.format import LONGEST, dumps, parse_strict_json
 from conformance.record.schema import first_error
+from conformance.record.since import Since, compare, since_to_json
 from conformance.record.states import STATES, RunVerdict, State, overall
 from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError, shown
@@ -99,6 +101,7 @@ class Run:
 
     started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
     seconds: of all processes and attempts together. selected: equal for runs of the same cells (conformance.plan.plan).
+    selection: what the user selected, as text; equal for runs that a history compares with each other.
     """
 
     started: str
@@ -110,6 +113,14 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
+    selection: str = ""
+
+    def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:
+        """What has changed since the baseline, from how the cells ended, by id; None if the run has no baseline, or is
+        one part of several."""
+        if not self.floor.baseline or not self.floor.whole:
+            return None
+        return compare(self.floor.baseline, outcomes, started=self.started, versions=versions_of(self.environment))
 
     def verdict(self, states: States) -> RunVerdict:
         """The verdict of the run, computed from the states of its cells and from the floor."""
@@ -167,11 +178,12 @@ def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
     """The content of ``summary.json``, from the run and the summaries of its cells."""
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
-    lost, gained = run.floor.changes(states)
+    found = {cell["id"]: outcome(state=cell["state"], seconds=cell["seconds"], before=cell["before"]) for cell in cells}
+    since = run.since(found)
     told = {
         "counts": counts,
         "unmet": run.floor.unmet(states),
-        "coverage": {"lost": [vars(change) for change in lost], "gained": [vars(change) for change in gained]},
+        "since": since_to_json(since) if since else None,
         "claims": claims({cell["id"]: (cell["state"], cell["reason"]) for cell in cells}),
         "cells": cells,
     }

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+import conformance
 from conformance.asking import package_version
+from conformance.record.baseline import CHANGED, COMMIT
 from conformance.validation import UsageError
 
+PACKAGE = Path(conformance.__file__).parent
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
 
 
@@ -24,7 +27,21 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "cuda": torch.version.cuda,
         **{name: package_version(name) for name in PACKAGES},
+        "backend-parity": conformance.__version__,
+        COMMIT: commit(PACKAGE.parent),
     }
+
+
+def commit(checkout: Path) -> str | None:
+    """The git commit of ``checkout``, with CHANGED at its end if tracked files were changed; None if it is none."""
+    if not (checkout / ".git").exists():  # installed from a wheel, perhaps inside of somebody else's repository
+        return None
+    describe = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", f"--dirty={CHANGED}"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    return done.stdout.strip() or None
 
 
 def _gpus() -> list[str]:

@@ -53,7 +53,8 @@ class SessionConfig:
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
     budget_s: seconds that one leg, or one oracle run, may go without progress. fail_fast: end after the first cell
     that fails.
-    floor, selected: see conformance.plan.plan. earlier: the run in ``out`` that this one goes on with.
+    floor, selected: see conformance.plan.plan. selection: see conformance.record.results.Run.
+    earlier: the run in ``out`` that this one goes on with.
     """
 
     out: Path
@@ -65,6 +66,7 @@ class SessionConfig:
     fail_fast: bool = False
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
+    selection: str = ""
     earlier: Earlier | None = None
 
 
@@ -347,5 +349,6 @@ class Session:
             environment=self._environment,
             floor=self.config.floor,
             selected=self.config.selected,
+            selection=self.config.selection,
         )
         write_summary(self.config.out, run, list(self._summaries.values()))

@@ -26,8 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         config = metafunc.config
-        check_device(ranks(config).device)
-        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config))
+        device = ranks(config).device
+        check_device(device)
+        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), device=device)
         cells = list(plan.cells)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
@@ -64,6 +65,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         budget_s=where.budget,
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
+        selection=chosen.text(where.device),
     )
 
 

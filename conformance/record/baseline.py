@@ -1,0 +1,145 @@
+"""Baseline: what is known of the earlier runs that a run is compared with; without torch.
+
+A baseline is one earlier run, or the latest ones of a history (conformance.history). It is kept in the run's own
+``summary.json``, so that a report needs no other folder. It holds facts only; conformance.record.since computes what
+is new, fixed, flaky or slower.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from conformance.record.schema import first_error
+from conformance.record.states import NO_FAULT, PASSES, RunVerdict, State
+
+COMMIT = "commit"  # the name among the versions of the git commit of the suite
+CHANGED = "-changed"  # the end of a commit's name if files of the checkout were changed: the code has no name then
+HOST = ("platform", "cpus")  # of the environment: what a run of the same code may have otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one cell ended in a run.
+
+    seconds: how long it took; None if that is not comparable, because it was not judged, did not pass (what differs is
+        run twice), or was run again by the user.
+    before: the states in which it had ended when the user had it run again.
+    """
+
+    state: State
+    seconds: float | None = None
+    before: tuple[State, ...] = ()
+
+
+def outcome(*, state: State, seconds: float, before: Sequence[State] = ()) -> Outcome:
+    """The Outcome of a cell from the fields of its verdict."""
+    comparable = state in NO_FAULT and not before and 0 < seconds < math.inf
+    return Outcome(state=state, seconds=round(seconds, 3) if comparable else None, before=tuple(before))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRun:
+    """An earlier run. ``states`` and ``seconds`` have an entry for each cell of the baseline; None if the run does not
+    have the cell, or its seconds are not comparable.
+
+    started: UTC time in ISO format, or empty if it is unknown, as ``verdict`` is None then. versions: by name.
+    """
+
+    started: str = ""
+    verdict: RunVerdict | None = None
+    versions: dict[str, str]
+    states: tuple[State | None, ...]
+    seconds: tuple[float | None, ...]
+
+    @property
+    def is_green(self) -> bool:
+        return self.verdict in PASSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The earlier runs that a run is compared with.
+
+    path: as the user gave it. cells: the ids of all cells of the runs. runs: from the earliest to the latest; none if a
+    history has no run of this selection.
+    """
+
+    path: str
+    cells: tuple[str, ...] = ()
+    runs: tuple[EarlierRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(len(run.states) == len(run.seconds) == len(self.cells) for run in self.runs):
+            raise ValueError("an earlier run has other cells than the baseline")
+
+    @property
+    def last(self) -> EarlierRun | None:
+        return self.runs[-1] if self.runs else None
+
+    @property
+    def green(self) -> EarlierRun | None:
+        """The latest run that passed; None if none did."""
+        return next((run for run in reversed(self.runs) if run.is_green), None)
+
+    def outcomes(self, run: EarlierRun) -> dict[str, Outcome]:
+        """How each cell that ``run`` has ended, by id."""
+        rows = zip(self.cells, run.states, run.seconds, strict=True)
+        return {cell: Outcome(state=state, seconds=seconds) for cell, state, seconds in rows if state}
+
+    @property
+    def demanded(self) -> dict[str, State]:
+        """The states of the cells of the run of which no coverage may be lost, by id: of the last green one, so that a
+        loss is not forgotten after a night; without one, of the last."""
+        run = self.green or self.last
+        return {cell: found.state for cell, found in self.outcomes(run).items()} if run else {}
+
+
+RunFacts = tuple[str, RunVerdict | None, dict[str, str], Mapping[str, Outcome]]
+
+
+def make_baseline(path: str, found: Sequence[RunFacts]) -> Baseline:
+    """A baseline from (started, verdict, versions, outcomes by cell) of each run, from the earliest to the latest."""
+    cells = tuple(dict.fromkeys(cell for *_, outcomes in found for cell in outcomes))
+    absent = Outcome(state="not_run")
+    return Baseline(
+        path=path,
+        cells=cells,
+        runs=tuple(
+            EarlierRun(
+                started=started,
+                verdict=verdict,
+                versions=versions,
+                states=tuple(outcomes[cell].state if cell in outcomes else None for cell in cells),
+                seconds=tuple(outcomes.get(cell, absent).seconds for cell in cells),
+            )
+            for started, verdict, versions, outcomes in found
+        ),
+    )
+
+
+_BASELINE = TypeAdapter(Baseline)
+
+
+def baseline_from_json(values: Any) -> Baseline:
+    """A Baseline from the JSON values of ``dataclasses.asdict``. Raises ValueError for others."""
+    try:
+        return _BASELINE.validate_python(values)
+    except ValidationError as error:
+        raise ValueError(f"a baseline, not one with {first_error(error)}") from None
+
+
+def backend_of(cell: str) -> str:
+    """The backend in a cell's id, or the chain of backends."""
+    return (*cell.split("/"), "", "", "")[2]
+
+
+def versions_of(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The versions in a run's environment, without what says nothing about code, as texts."""
+    return {name: _text(value) for name, value in environment.items() if name not in HOST}
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)

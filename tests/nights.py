@@ -1,0 +1,91 @@
+"""Output folders of the same cells, night after night, for the tests of histories.
+
+Verdicts and summaries are written by conformance.record.results, from a sample in which every cell is as if nothing
+were wrong with it, except for what a night says otherwise.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from report_sample import (
+    CONFORMS,
+    DIFFERS,
+    LATE,
+    PARTLY,
+    RESUMED,
+    RL,
+    RUN,
+    UNSUPPORTED,
+    entries_of,
+    rewrite,
+    write_sample,
+)
+
+from conformance.history.earlier import read_baseline
+from conformance.record.coverage import Floor
+from conformance.record.results import Entry
+from conformance.record.verdict import Verdict
+
+SELECTION = "--profile nightly"
+VERSIONS = {**RUN.environment, "torch": "2.13.0", "backend-parity": "0.1.0", "commit": "1f2e3d4c5b6a"}
+NIGHTLY = (DIFFERS, LATE, RL, CONFORMS, PARTLY, RESUMED, UNSUPPORTED)
+WRONG = (DIFFERS, LATE, RL)  # what differs in the sample, each in a stage of its own
+
+
+def night(
+    out: Path,
+    day: int,
+    *,
+    against: Path | None = None,
+    versions: Mapping[str, Any] = VERSIONS,
+    wrong: Sequence[str] = (),
+    crashed: Sequence[str] = (),
+    refused: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> Path:
+    """The run of the night of 2026-08-DAY, compared with the history or folder ``against``.
+
+    wrong: the cells of WRONG that differ as in the sample. crashed, refused, without: cells that end so, or are not
+        there.
+    """
+    sample = out.parent / "sample"
+    if not sample.exists():
+        write_sample(sample)
+    shutil.copytree(sample, out, copy_function=os.link)  # every file is replaced as a whole, so nights share nothing
+    kept = [entry for entry in entries_of(out) if entry.cell in NIGHTLY and entry.cell not in without]
+    told = [entry if entry.cell in (*wrong, UNSUPPORTED) else _healed(entry) for entry in kept]
+    told = [_failed(entry) if entry.cell in crashed else entry for entry in told]
+    told = [_refused(entry) if entry.cell in refused else entry for entry in told]
+    baseline = read_baseline(str(against), SELECTION) if against else None
+    started = datetime(2026, 8, day, 3, 12, tzinfo=UTC).isoformat(timespec="seconds")
+    rewrite(
+        out,
+        told,
+        started=started,
+        finished=started,
+        environment=dict(versions),
+        selection=SELECTION,
+        floor=Floor(baseline=baseline),
+    )
+    return out
+
+
+def _healed(entry: Entry) -> Entry:
+    right = [replace(q, observed=min(q.observed, 0.5 * q.allowed), hint="") for q in entry.verdict.quantities]
+    verdict = Verdict(state="conforms", reason="all quantities agree with the oracle", quantities=tuple(right))
+    return replace(entry, verdict=verdict)
+
+
+def _failed(entry: Entry) -> Entry:
+    verdict = Verdict(state="infrastructure", reason="rank 1 of 2 was killed by SIGKILL in step 1")
+    return replace(entry, verdict=verdict, completed=False)
+
+
+def _refused(entry: Entry) -> Entry:
+    verdict = Verdict(state="unsupported", reason="this layout is not offered any more")
+    return replace(entry, verdict=verdict, completed=False, records=(), oracle=None)
