@@ -95,8 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help='print the script that makes a shell complete parity: eval "$(parity --print-completion bash)"',
     )
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
-    announced = {name: command for name, command in announced_commands().items() if name not in own}
-    announced = {"history": HISTORY_COMMAND, **announced}
+    announced = {"history": HISTORY_COMMAND} | {n: c for n, c in announced_commands().items() if n not in own}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -163,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "other", type=Path, nargs="?", help="another run: cell by cell, states and worst ratios of both"
     )
     compare.add_argument("--json", action="store_true")
-    compare.set_defaults(command=_compare)
+    compare.set_defaults(command=lambda options, _: EXIT[comparing.run(options)])
 
     first = commands.add_parser("bisect", help="name the first wrong module of a cell, forward and backward")
     first.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
@@ -349,10 +348,6 @@ def _judge(options: argparse.Namespace, _: list[str]) -> int:
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
     return _finish(options.out, as_json=options.json)
-
-
-def _compare(options: argparse.Namespace, _: list[str]) -> int:
-    return EXIT[comparing.run(options)]
 
 
 def _bisect(options: argparse.Namespace, _: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""parity compare: the backends of a run side by side, or two runs cell by cell, as an installed comparison tells them."""
+"""parity compare: the backends of a run side by side, or two runs cell by cell, by an installed comparison."""
 
 import argparse
 
