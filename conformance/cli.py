@@ -13,21 +13,16 @@ import io
 import json
 import os
 import shlex
-import shutil
-import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import conformance
 from conformance import doctor, reporters
 from conformance.backend import registered_backends
-from conformance.bisect.auto import any_differs, bisect_run
-from conformance.bisect.tell import told
 from conformance.commands import announced_commands
 from conformance.completion import PrintCompletion
 from conformance.faults import catalogue
@@ -35,30 +30,23 @@ from conformance.history.command import HISTORY_COMMAND
 from conformance.history.earlier import read_baseline
 from conformance.judge.again import rejudge
 from conformance.peers.side_by_side import write_side_by_side
-from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
 from conformance.plan.selection import NO_BISECT, Again, Demands, Kept, Options, Output, Portion, Ranks, Selection
-from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
-from conformance.record.merge import merge, sum_up
-from conformance.record.results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, read_run, summary_of
+from conformance.record.merge import merge
+from conformance.record.results import SIDE_BY_SIDE, read_output_json, read_run
 from conformance.record.slim import slim
 from conformance.record.states import STATES, State
-from conformance.record.summary import summary_lines
 from conformance.record.two_runs import compare_runs
-from conformance.reporters import write_reports
 from conformance.run.refusal import check_device
-from conformance.run.resume import cells_left, read_earlier
-from conformance.run.session import JudgedCell, Session, SessionConfig
-from conformance.stopping import Stop, Stopped
-from conformance.terminal import Terminal, print_summary
+from conformance.run.session import Session, SessionConfig
+from conformance.running import EXIT, finish, output_folder, run_command, stop_code
 from conformance.validation import UsageError
 from conformance.world import Device
 
 NOT_HERE: dict[State, str] = {"not_run": "not here"}  # of a cell that another machine could run
-EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT["incomplete"]
     except KeyboardInterrupt as stopped:
         print("parity: interrupted", file=sys.stderr)
-        return _stopped(stopped)
+        return stop_code(stopped)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT["conforms"]
@@ -139,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--json", action="store_true", help="machine-readable output")
     _add_options(run, Ranks, Output)
-    run.set_defaults(command=_run)
+    run.set_defaults(command=run_command)
 
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")
     merging.add_argument("outs", type=Path, nargs="+", metavar="OUT")
@@ -234,104 +222,14 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT["conforms" if fits else "usage"]
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    selection, again = Selection.from_options(options), Again.from_options(options)
-    ranks = Ranks.from_options(options)
-    check_device(ranks.device)
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
-    if again.rerun and not again.resume:
-        raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
-    if again.resume and options.out:
-        raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
-    out = Path(again.resume) if again.resume else _output_folder(options.out)
-    earlier = read_earlier(out, plan, ranks.device) if again.resume else None
-    cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
-    config = SessionConfig(
-        out=out,
-        device=ranks.device,
-        profile=selection.profile,
-        command=shlex.join(["parity", "run", *arguments]),
-        arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        budget_s=ranks.budget,
-        fail_fast=options.fail_fast,
-        floor=plan.floor,
-        selected=plan.digest,
-        selection=selection.text(ranks.device),
-        earlier=earlier,
-    )
-    print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
-    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
-        return _run_cells(cells, config, stop, options)
-
-
-def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
-    out, as_json = config.out, options.json
-    existed = out.exists()
-    session = Session(config)
-    terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
-
-    def say(line: str) -> None:
-        terminal.say(line)
-        stop.check()
-
-    def progress(judged: JudgedCell) -> None:
-        terminal.judged(judged.cell, judged.verdict, judged.seconds)
-        stop.check()
-
-    try:
-        with terminal, session:
-            session.run_all(cells, progress=progress)
-            if not options.no_bisect and any_differs(out):
-                bisect_run(session, cells, say=say)
-    except UsageError:
-        if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
-            shutil.rmtree(out, ignore_errors=True)
-        raise
-    except KeyboardInterrupt as stopped:
-        print(
-            f"parity: stopped by {str(stopped) or 'SIGINT'} after {terminal.done} of {len(cells)} cells",
-            file=sys.stderr,
-        )
-        if (out / SUMMARY).is_file():
-            sum_up(out)
-            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
-            _report_what_is_left(out, as_json=as_json)
-        elif not existed:  # the cells were still being listed
-            shutil.rmtree(out, ignore_errors=True)
-        return _stopped(stopped)
-    except Unwritable as error:
-        print(f"parity: stopped after {terminal.done} of {len(cells)} cells: {error}", file=sys.stderr)
-        return _report_what_is_left(out, as_json=as_json, compare=True)
-    write_side_by_side(out)
-    if Kept.from_options(options).keep != "all":
-        slim(out)
-    return _finish(out, as_json=as_json)
-
-
-def _stopped(by: KeyboardInterrupt) -> int:
-    """The exit code of a process that a signal stopped, as a shell tells it."""
-    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
-
-
-def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
-    """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
-    try:
-        if compare:
-            write_side_by_side(out)
-        _finish(out, as_json=as_json)
-    except (UsageError, Unwritable) as error:
-        print(f"parity: no report: {error}", file=sys.stderr)
-    return EXIT["incomplete"]
-
-
 def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
-    out = _output_folder(options.out)
+    out = output_folder(options.out)
     baseline = partial(read_baseline, options.baseline) if options.baseline else None
     merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]), baseline=baseline)
     write_side_by_side(out)
     if Kept.from_options(options).keep != "all":
         slim(out)
-    return _finish(out, as_json=options.json)
+    return finish(out, as_json=options.json)
 
 
 def _judge(options: argparse.Namespace, _: list[str]) -> int:
@@ -346,11 +244,11 @@ def _judge(options: argparse.Namespace, _: list[str]) -> int:
         if entry.verdict.state != "conforms":
             word, reason = STATES[entry.verdict.state].word, entry.verdict.reason.partition("\n")[0]
             print(f"{word:<8} {entry.cell}  {reason}", file=sys.stderr)
-    return _finish(options.out, as_json=options.json)
+    return finish(options.out, as_json=options.json)
 
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
-    return _finish(options.out, as_json=options.json)
+    return finish(options.out, as_json=options.json)
 
 
 def _compare(options: argparse.Namespace, _: list[str]) -> int:
@@ -381,19 +279,6 @@ def _bisect(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
-def _finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
-    lines = write_reports(out)
-    run, cells = read_cells(out)
-    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
-    if as_json:
-        print(dumps(summary))
-    else:
-        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
-        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
-    return EXIT[summary["verdict"]]
-
-
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     checks = doctor.examine()
     if options.json:
@@ -402,15 +287,6 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
         for check in checks:
             print(f"{check.state:<8} {check.name}: {check.message}")
     return EXIT["incomplete"] if any(check.state == "problem" for check in checks) else EXIT["conforms"]
-
-
-def _output_folder(out: Path | None) -> Path:
-    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
-    if out is None:
-        out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
-    return out
 
 
 if __name__ == "__main__":

@@ -145,8 +145,9 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
     from conformance.plan.plan import make_plan
     from conformance.run.session import Session, SessionConfig
 
-    plan, lines = make_plan(selection(config), demands(config), portion(config)), list[str]()
-    with Session(SessionConfig(out=out, device=config.option.parity_device)) as session:
+    where, lines = ranks(config), list[str]()
+    plan = make_plan(selection(config), demands(config), portion(config), device=where.device)
+    with Session(SessionConfig(out=out, device=where.device, budget_s=where.budget)) as session:
         bisect_run(session, plan.cells, say=lines.append)
     return lines
 

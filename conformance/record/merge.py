@@ -30,7 +30,13 @@ from conformance.record.states import NOT_STARTED
 from conformance.validation import UsageError
 
 ReadBaseline = Callable[[str], Baseline]
-MAY_DIFFER = ("platform", "cpus", "gpus", "CUDA_VISIBLE_DEVICES", COMMIT)  # of the environment, between the jobs of a run
+MAY_DIFFER = (
+    "platform",
+    "cpus",
+    "gpus",
+    "CUDA_VISIBLE_DEVICES",
+    COMMIT,
+)  # of the environment, between the jobs of a run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,8 @@ class RingCoreAttention(torch.nn.Module):
 class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
     """Rotary embedding by the positions of a micro-batch; megatron-core's own goes by the index in the sequence."""
 
+    inv_freq: Tensor
+
     def scale(self, llama3: Mapping[str, float]) -> None:
         """Scale the frequencies as Llama 3 does, by these numbers: megatron-core's constructor has fixed ones."""
         self.inv_freq = self._apply_scaling(self.inv_freq, **llama3)

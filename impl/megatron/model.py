@@ -71,7 +71,9 @@ class ValueHead(torch.nn.Linear):
 def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
     """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
     compute = COMPUTE_DTYPES[precision]
-    (window,) = {of_layer for of_layer in shape.windows if of_layer is not None} or {None}
+    windows = {of_layer for of_layer in shape.windows if of_layer is not None}
+    assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
+    window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,

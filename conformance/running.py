@@ -1,0 +1,145 @@
+"""`parity run`: runs cells, judges and bisects them, writes the reports; and how every command ends that does so."""
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from conformance.bisect.auto import any_differs, bisect_run
+from conformance.bisect.tell import told
+from conformance.peers.side_by_side import write_side_by_side
+from conformance.plan.cell import Cell
+from conformance.plan.plan import make_plan
+from conformance.plan.selection import Again, Demands, Kept, Portion, Ranks, Selection
+from conformance.record.cells import read_cells
+from conformance.record.files import Unwritable
+from conformance.record.format import dumps
+from conformance.record.merge import sum_up
+from conformance.record.results import SUMMARY, cell_summary, read_output_json, summary_of
+from conformance.record.slim import slim
+from conformance.record.summary import summary_lines
+from conformance.reporters import write_reports
+from conformance.run.refusal import check_device
+from conformance.run.resume import cells_left, read_earlier
+from conformance.run.session import JudgedCell, Session, SessionConfig
+from conformance.stopping import Stop, Stopped
+from conformance.terminal import Terminal, print_summary
+from conformance.validation import UsageError
+
+EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
+
+
+def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
+    selection, again = Selection.from_options(options), Again.from_options(options)
+    ranks = Ranks.from_options(options)
+    check_device(ranks.device)
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
+    if again.rerun and not again.resume:
+        raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
+    if again.resume and options.out:
+        raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
+    out = Path(again.resume) if again.resume else output_folder(options.out)
+    earlier = read_earlier(out, plan, ranks.device) if again.resume else None
+    cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
+    config = SessionConfig(
+        out=out,
+        device=ranks.device,
+        profile=selection.profile,
+        command=shlex.join(["parity", "run", *arguments]),
+        arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
+        budget_s=ranks.budget,
+        fail_fast=options.fail_fast,
+        floor=plan.floor,
+        selected=plan.digest,
+        selection=selection.text(ranks.device),
+        earlier=earlier,
+    )
+    print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
+    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
+        return _run_cells(cells, config, stop, options)
+
+
+def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
+    out, as_json = config.out, options.json
+    existed = out.exists()
+    session = Session(config)
+    terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
+
+    def say(line: str) -> None:
+        terminal.say(line)
+        stop.check()
+
+    def progress(judged: JudgedCell) -> None:
+        terminal.judged(judged.cell, judged.verdict, judged.seconds)
+        stop.check()
+
+    try:
+        with terminal, session:
+            session.run_all(cells, progress=progress)
+            if not options.no_bisect and any_differs(out):
+                bisect_run(session, cells, say=say)
+    except UsageError:
+        if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    except KeyboardInterrupt as stopped:
+        print(
+            f"parity: stopped by {str(stopped) or 'SIGINT'} after {terminal.done} of {len(cells)} cells",
+            file=sys.stderr,
+        )
+        if (out / SUMMARY).is_file():
+            sum_up(out)
+            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
+            _report_what_is_left(out, as_json=as_json)
+        elif not existed:  # the cells were still being listed
+            shutil.rmtree(out, ignore_errors=True)
+        return stop_code(stopped)
+    except Unwritable as error:
+        print(f"parity: stopped after {terminal.done} of {len(cells)} cells: {error}", file=sys.stderr)
+        return _report_what_is_left(out, as_json=as_json, compare=True)
+    write_side_by_side(out)
+    if Kept.from_options(options).keep != "all":
+        slim(out)
+    return finish(out, as_json=as_json)
+
+
+def stop_code(by: KeyboardInterrupt) -> int:
+    """The exit code of a process that a signal stopped, as a shell tells it."""
+    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
+
+
+def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
+    """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
+    try:
+        if compare:
+            write_side_by_side(out)
+        finish(out, as_json=as_json)
+    except (UsageError, Unwritable) as error:
+        print(f"parity: no report: {error}", file=sys.stderr)
+    return EXIT["incomplete"]
+
+
+def finish(out: Path, *, as_json: bool) -> int:
+    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
+    lines = write_reports(out)
+    run, cells = read_cells(out)
+    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
+    if as_json:
+        print(dumps(summary))
+    else:
+        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
+        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
+    return EXIT[summary["verdict"]]
+
+
+def output_folder(out: Path | None) -> Path:
+    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
+    if out is None:
+        out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
+    return out
