@@ -145,8 +145,10 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
     from conformance.plan.plan import make_plan
     from conformance.run.session import Session, SessionConfig
 
-    plan, lines = make_plan(selection(config), demands(config), portion(config)), list[str]()
-    with Session(SessionConfig(out=out, device=config.option.parity_device)) as session:
+    device = ranks(config).device
+    plan = make_plan(selection(config), demands(config), portion(config), device=device)
+    lines: list[str] = []
+    with Session(SessionConfig(out=out, device=device)) as session:
         bisect_run(session, plan.cells, say=lines.append)
     return lines
 
