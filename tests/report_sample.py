@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from report_logs import write_logs
+
 from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
 from conformance.observable import (
@@ -345,23 +347,6 @@ def told(layout: str, steps: Sequence[int], *, layers: int) -> dict[str, Any]:
         "memory": [2**28 + 2**20 * rank for rank in range(parsed.world_size)],
         "pieces": pieces,
     }
-
-
-def write_logs(folder: Path) -> None:
-    """The logs of two ranks, one of which raised an error in colour."""
-    folder.mkdir(parents=True)
-    (folder / "rank-0.log").write_text(
-        "".join(f"03:13:0{i} rank 0: waiting for rank 1 in all_reduce (32 elements, tp)\n" for i in range(8))
-    )
-    (folder / "rank-1.log").write_text(
-        "03:13:01 rank 1: setup tp2 from weights.safetensors\n"
-        "Traceback (most recent call last):\n"
-        '  File "conformance/world/rank.py", line 88, in run_cell\n'
-        "    backend.setup(scenario, layout, weights)\n"
-        '  File "impl/megatron/strategy.py", line 141, in prepare\n'
-        "    torch.distributed.broadcast(parameter, src=0, group=group)\n"
-        "\x1b[31mRuntimeError: NCCL communicator was aborted on rank 1.\x1b[0m\n"
-    )
 
 
 # Changing a sample

@@ -1,7 +1,9 @@
 """A run bisects its first differing cells by itself, tells it everywhere, and believes nothing that it reads back."""
 
 import base64
+import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -45,13 +47,12 @@ def asked(folder: Path, backend: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The output folder of a run with two cells that differ, and what the run has said."""
+    """The output folder of a run with two cells that differ, and what the run has said at its end."""
     folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
         assert cli.main(["run", *asked(folder, "WrongMlp"), "--out", str(folder / "out")]) == 1
-    return folder / "out", "\n".join(said)
+    return folder / "out", said.getvalue()
 
 
 @pytest.fixture
