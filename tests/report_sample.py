@@ -16,12 +16,7 @@ from report_logs import write_logs
 
 from conformance.layout import Layout
 from conformance.objective import Sft, all_observables
-from conformance.observable import (
-    Observable,
-    loaded_observables,
-    observables_to_json,
-    trained_observables,
-)
+from conformance.observable import Observable, loaded_observables, observables_to_json, trained_observables
 from conformance.record import format as record_format
 from conformance.record.results import Entry, Run, cell_summary, read_entry, write_entry, write_summary
 from conformance.record.states import ANSWERED, State
