@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from conformance import cli
+from conformance.plan.profile import profile_names
 
 ASK = """
 COMP_WORDS=(parity {words}) COMP_CWORD={last}
@@ -49,4 +50,4 @@ def test_bash_completes(bash: str, words: str, found: str) -> None:
 def test_zsh_knows_the_same_names() -> None:
     script = printed("zsh")
     assert script.startswith("#compdef parity")
-    assert "(checkpoints full gpu quick side-by-side)" in script
+    assert f"({' '.join(profile_names())})" in script

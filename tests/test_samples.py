@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from conformance.inputs import documents
 from conformance.inputs.documents import build_batches, load_documents
 from conformance.inputs.samples import LONGEST_LINE, LONGEST_TEXT, read_samples
 from conformance.inputs.tokenizer import computing_at_most, load_tokenizer
@@ -127,7 +126,7 @@ def test_a_template_that_does_not_serve_is_told_with_the_sample(template: str, m
 
 def test_a_template_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.jsonl").write_bytes(GOOD)
-    monkeypatch.setattr(documents, "SAMPLE_LIMIT_S", 0.2)
+    monkeypatch.setattr("conformance.inputs.lazy.SAMPLE_LIMIT_S", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     began = time.process_time()
     with pytest.raises(UsageError, match=r"sample 1 of .*mine.jsonl: it takes more than 0.2 s"):
