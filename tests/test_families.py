@@ -4,15 +4,21 @@ A fast run has one cell of each family, in turn on the backends, in the way of c
 the profile `families`.
 """
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
-from cells import assert_honest, cell_of, exhaustive
+from cells import BACKENDS, STEPS, assert_honest, cell_of, exhaustive
 
 from conformance.backend import Supported, Unsupported, find_backend
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
 from conformance.plan.profile import Overrides, expand, load_profile
 from conformance.run.session import Session
-from conformance.scenario import Precision
+from conformance.scenario import Precision, load_scenario
 
 EVERYWHERE = ("qwen2", "llama3", "mistral")
 HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
@@ -36,6 +42,22 @@ HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
 )
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
     assert_honest(session, cell_of(backend, scenario, model, layout, "exact"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("megatron", "pp2"), ("megatron", "pp2.vpp2"), ("fsdp2", "sp2")])
+def test_a_window_is_of_the_layer_with_its_number_in_the_whole_model(
+    session: Session, tmp_path: Path, backend: str, layout: str
+) -> None:
+    folder = tmp_path / "qwen2-windowed"
+    shutil.copytree(FIXTURES / "models" / "qwen2", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    windowed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | windowed), encoding="utf-8")
+    source = FIXTURES / "scenarios" / "sft-packed.toml"
+    scenario = load_scenario(source, model=str(folder), precision="exact", steps=STEPS)
+    cell = Cell.single(scenario=scenario, backend=BACKENDS[backend], layout=Layout.parse(layout))
+    assert_honest(session, cell)
 
 
 LOWER = [("fsdp2", model) for model in HUGGING_FACE] + [("megatron", model) for model in EVERYWHERE]
