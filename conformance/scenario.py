@@ -183,8 +183,8 @@ class Scenario:
 
     @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: cutting a step into micro-batches must not matter, it runs no code of
-        the model's folder, and only fp16 has a loss scale."""
+        """The part that the oracle depends on: cutting a step into micro-batches must not matter, what the code of the
+        model's folder computes does not change by trusting it, and only fp16 has a loss scale."""
         scale = self.judged_loss_scale
         return dataclasses.replace(self, accumulation=1, trust_remote_code=False, loss_scale=scale)
 

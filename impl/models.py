@@ -12,6 +12,7 @@ from conformance.inputs.folder import runs_code
 from conformance.role import Head
 from conformance.validation import UsageError
 from impl.families import soft_caps_scores
+from impl.published_code import fill_rotary_tables, older_names
 
 
 def load_model(
@@ -21,20 +22,27 @@ def load_model(
 
     With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
     the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
-    implementation. ``trusted``: the folder's Python code may be run. Raises UsageError if that code has to be run and
-    is not trusted, and if the folder's weights are not exactly the model's.
+    implementation; ``eager`` takes the place of ``sdpa`` where the model has no use for it. ``trusted``: the folder's
+    Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the folder's weights
+    are not exactly the model's.
     """
-    code = runs_code(path, trusted=trusted)
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
-    loader = value_class(_causal_class(config, path)) if head == "value" else _auto_class(config)
-    model, found = loader.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        output_loading_info=True,
-        **({} if head == "value" else {"trust_remote_code": code}),
-    )
+    code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
+    if attention == "sdpa" and not getattr(_mapped_class(config), "_supports_sdpa", True):
+        attention = "eager"
+    with older_names(path, runs_code=code) as are_needed:
+        loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
+        model, found = loader.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            # transformers' default is a kernel for groups of experts, which knows no float64.
+            **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
+            **({} if head == "value" else {"trust_remote_code": code}),
+        )
+        if are_needed:
+            fill_rotary_tables(model)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found[kind])):
             raise UsageError(
@@ -64,7 +72,8 @@ def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            del self.lm_head
+            head = super().get_output_embeddings()
+            delattr(self, next(name for name, module in self.named_children() if module is head))
             self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
 
         def get_output_embeddings(self) -> None:
@@ -78,15 +87,28 @@ def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers
     return ValueModel
 
 
-def _causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
+def read_config(path: Path, *, trusted: bool = False) -> transformers.PretrainedConfig:
+    """The configuration in a Hugging Face folder. Raises UsageError for untrusted code, as ``load_model``."""
+    code = runs_code(path, trusted=trusted)
+    config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
+    return config
+
+
+def causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
     """The causal language model class of this configuration. Raises UsageError if transformers has none."""
     if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
-        found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
+        with older_names(path, runs_code=True):
+            found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
         return found
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"{path} is no language model that transformers knows, so it has no value model")
-    known: type[transformers.PreTrainedModel] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not (known := _mapped_class(config)):
+        raise UsageError(f"{path} is no causal language model that transformers knows; use another model")
     return known
+
+
+def _mapped_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel] | None:
+    """transformers' own causal language model of this configuration; None if it has none."""
+    found: type[transformers.PreTrainedModel] | None = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found
 
 
 def _auto_class(config: transformers.PretrainedConfig) -> Any:

@@ -1,6 +1,7 @@
 """Headline: the verdict of a run in one line, and what to do next in one or two sentences."""
 
 from conformance.record.states import ANSWERED, NO_ANSWER
+from conformance.record.verdict import NOT_SEEN
 from reports.causes import causes
 from reports.load import Report
 from reports.words import explain, plural, ratio
@@ -18,7 +19,10 @@ def incomplete_as_a_whole(report: Report) -> tuple[str, str] | None:
 def headline(report: Report) -> tuple[str, str]:
     """(title, text): the verdict of the run, and one or two sentences that say what to do next."""
     said = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
-    return said[report.verdict](report)
+    title, text = said[report.verdict](report)
+    lent = sorted({cell.entry.verdict.second_class for cell in report.cells} - {""})
+    whose = f" The reference was {' and '.join(lent)}, a second-class oracle: {NOT_SEEN}." if lent else ""
+    return title, text + whose
 
 
 def _differs(report: Report) -> tuple[str, str]:

@@ -101,7 +101,8 @@ def explain(cell: Cell) -> str:
     """One phrase about a cell: what differs first, how close it came to its tolerance, or the first line of the reason
     of its verdict; and how it had ended before it was run again."""
     before = ", then ".join(STATES[state].name for state in cell.entry.before)
-    return _explain(cell) + (f" (run again; before: {before})" if before else "")
+    lent = f", by {whose}" if (whose := cell.entry.verdict.second_class) else ""
+    return _explain(cell) + lent + (f" (run again; before: {before})" if before else "")
 
 
 def _explain(cell: Cell) -> str:

@@ -20,7 +20,9 @@ from conformance.defect import (
     parse_defects,
 )
 from conformance.objective import Sft
+from conformance.oracle.architecture import Architecture
 from conformance.oracle.attention import hidden_keys
+from conformance.oracle.decoder import Written
 from conformance.oracle.defects import VARIANTS, variant_of
 from conformance.oracle.forward import Weights, forward
 from conformance.oracle.run import Model, Observed, observe, run_oracle
@@ -45,9 +47,15 @@ def test_every_kind_is_one_of_the_oracle_and_survives_json() -> None:
 
 def model_with(family: str, *defects: Defect) -> Model:
     model, variant = policy_model(family), variant_of(defects)
-    architecture = variant.architecture(model.architecture)
-    weights = variant.loaded(model.weights, architecture, trained=True)
-    return replace(model, architecture=architecture, weights=weights, trained=frozenset(weights))
+    decoder = model.decoder.varied(variant)
+    assert isinstance(decoder, Written)
+    weights = variant.loaded(model.weights, decoder.architecture, trained=True)
+    return replace(model, decoder=decoder, weights=weights, trained=frozenset(weights))
+
+
+def architecture_of(model: Model) -> Architecture:
+    assert isinstance(model.decoder, Written)
+    return model.decoder.architecture
 
 
 def observed(family: str, *defects: Defect, batch: Batch = BATCH) -> Observed:
@@ -75,7 +83,7 @@ def test_rounded_masters_are_numbers_of_the_half_precision(precision: str, bits:
         assert torch.equal((mantissa * 2**bits).round(), mantissa * 2**bits), name
         assert (weight - weights[name]).abs().max() <= weights[name].abs().max() * 2**-bits
     frozen = variant_of((RoundedMasters(precision="bf16"),)).loaded(
-        weights, policy_model("llama").architecture, trained=False
+        weights, architecture_of(policy_model("llama")), trained=False
     )
     assert all(torch.equal(frozen[name], weight) for name, weight in weights.items())
 
@@ -85,8 +93,8 @@ def test_padding_of_the_softmax_is_zero_logits_and_is_trained(family: str) -> No
     defect = PaddedSoftmax(multiple=256)
     model, plain = model_with(family, defect), policy_model(family)
     tokens = torch.tensor(BATCH.documents[0].tokens)
-    logits = forward(tokens, model.weights, model.architecture, FLOAT64, variant_of((defect,)))
-    right = forward(tokens, plain.weights, plain.architecture, FLOAT64)
+    logits = forward(tokens, model.weights, architecture_of(model), FLOAT64, variant_of((defect,)))
+    right = forward(tokens, plain.weights, architecture_of(plain), FLOAT64)
     assert logits.shape[1] == 512
     torch.testing.assert_close(logits[:, :400], right, rtol=0, atol=0)
     assert not logits[:, 400:].any()
@@ -95,7 +103,7 @@ def test_padding_of_the_softmax_is_zero_logits_and_is_trained(family: str) -> No
     assert padding.shape == (112, 64)
     assert padding.any(dim=1).all()
     torch.testing.assert_close(padding, padding[:1].expand(112, -1))
-    if not plain.architecture.tied:  # probabilities add up to 1, and so do targets
+    if not architecture_of(plain).tied:  # probabilities add up to 1, and so do targets
         torch.testing.assert_close(padding.sum(dim=0), -found["lm_head.weight"].sum(dim=0))
 
 
@@ -117,7 +125,7 @@ def test_a_vocabulary_that_needs_no_padding_has_none() -> None:
 
 def test_a_padding_token_that_is_trained_has_a_gradient_and_nothing_else_changes() -> None:
     found, right = gradients("llama", TrainedPaddingToken()), gradients("llama")
-    token = policy_model("llama").architecture.padding_token
+    token = architecture_of(policy_model("llama")).padding_token
     embedding = "model.embed_tokens.weight"
     assert found[embedding][token].any()
     assert not right[embedding][token].any()
@@ -181,8 +189,8 @@ def test_a_query_that_sees_no_key_has_output_0_and_gives_no_gradient() -> None:
     tokens = torch.tensor(BATCH.documents[0].tokens)
     variant = variant_of((WindowPerBlock(ranks=2, zigzag=True),))
     for policy in (FLOAT64, replace(FLOAT64, fused=True)):
-        logits = forward(tokens, model.weights, model.architecture, policy, variant)
-        torch.testing.assert_close(logits, forward(tokens, model.weights, model.architecture, FLOAT64, variant))
+        logits = forward(tokens, model.weights, architecture_of(model), policy, variant)
+        torch.testing.assert_close(logits, forward(tokens, model.weights, architecture_of(model), FLOAT64, variant))
 
 
 def test_without_defects_nothing_changes() -> None:

@@ -33,7 +33,7 @@ def test_a_model_without_a_head_for_text_falls_back_to_its_bare_class(tmp_path: 
     config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     transformers.ViTModel(config).save_pretrained(tmp_path)
     assert type(load_model(tmp_path, dtype=torch.float32, attention="eager")).__name__ == "ViTModel"
-    with pytest.raises(UsageError, match="no language model that transformers knows, so it has no value model"):
+    with pytest.raises(UsageError, match="is no causal language model that transformers knows"):
         load_model(tmp_path, dtype=torch.float32, attention="eager", head="value")
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from conformance.asking import adapter_of
 from conformance.bisect.collectives import read_issued
+from conformance.oracle.decoder import is_written
+from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.record.bisection import OUTSIDE, Bisected, Bisection, Collectives, Issued, read_bisection
 from conformance.record.format import read_lines
@@ -151,6 +153,10 @@ def not_bisected(session: Session, cell: Cell) -> str:
         return refused.reason
     if len(cell.legs) > 1:
         return f"it has {len(cell.legs)} legs; bisect the cell of one leg in the layout that differs"
+    if not is_written(resolve(cell.scenario.model)):
+        return (
+            "its model is known to transformers only, whose modules are no oracle's; compare backends with each other"
+        )
     (leg,) = cell.legs
     if "ckpt" in leg.layout.options:
         return "recomputation (ckpt) runs modules more than once; bisect the layout without it"

@@ -19,7 +19,7 @@ from conformance.batch import Batch, Document, Row
 from conformance.inputs.lazy import Documents
 from conformance.inputs.samples import read_samples
 from conformance.inputs.tokenizer import load_tokenizer
-from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import read_decoder
 from conformance.scenario import DataConfig, Scenario
 from conformance.validation import UsageError
 
@@ -49,7 +49,8 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     except StopIteration:
         raise none_left(data) from None
     documents.tell()
-    size = read_architecture(model, disable_dropout=scenario.objective.disable_dropout).vocab_size
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
     check_vocabulary([document for batch in batches for document in batch.documents], model, size)
     return batches
 

@@ -23,6 +23,8 @@ from conformance.scenario import Scenario
 from conformance.validation import UsageError, one_line, shown
 
 NOISE = 0.05  # relative
+# Output embeddings, which a value model does not have; GPT-NeoX calls its own embed_out, and Phi's has a bias.
+HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -60,13 +62,19 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
 
 
 def value_config(file: Path) -> int:
-    """Turn the configuration of a language model into that of a value model; returns the hidden size."""
+    """Turn the configuration of a language model into that of a value model; returns the hidden size.
+
+    Raises UsageError if the file does not say it.
+    """
     config = json.loads(file.read_text(encoding="utf-8"))
-    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
+    classifier = "ForSequenceClassification"
+    names = [re.sub("ForCausalLM|LMHeadModel", classifier, name) for name in config.get("architectures") or ()]
     config |= {"architectures": names, "num_labels": 1, "tie_word_embeddings": False}
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    hidden: int = config.get("text_config", config)["hidden_size"]
-    return hidden
+    text = config.get("text_config", config)
+    if not (hidden := next((size for key in ("hidden_size", "n_embd", "d_model") if (size := text.get(key))), None)):
+        raise UsageError(f"{file} does not say hidden_size, which a value model needs; add it")
+    return int(hidden)
 
 
 def _make_value_model(folder: Path, *, key: str) -> None:
@@ -79,7 +87,7 @@ def _make_value_model(folder: Path, *, key: str) -> None:
     save_file({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
     if shards.is_file():
         index = json.loads(shards.read_text(encoding="utf-8"))
-        kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEAD)}
+        kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
         index["weight_map"] = {**kept, "score.weight": name}
         shards.write_text(json.dumps(index), encoding="utf-8")
 
@@ -162,7 +170,7 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
 def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head) -> None:
     with safe_open(source, framework="pt") as tensors:
         metadata = tensors.metadata()
-    names = [name for name in _names(source) if not (head == "value" and name.endswith(HEAD))]
+    names = [name for name in _names(source) if not (head == "value" and name.endswith(HEADS))]
     changed = {name: _noisy(_tensor(source, name), key=f"{key} {twins.get(name, name)}") for name in names}
     save_file(changed, target, metadata=metadata)
 

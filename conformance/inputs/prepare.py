@@ -1,7 +1,6 @@
 """Prepare: makes the frozen inputs of a scenario, once per output folder; all cells and the oracle share them."""
 
 import contextlib
-import dataclasses
 import fcntl
 import fnmatch
 import hashlib
@@ -14,11 +13,10 @@ from pathlib import Path
 from conformance.batch import Batch, write_batches
 from conformance.inputs.documents import build_batches
 from conformance.inputs.folder import check_model_folder, runs_code
-from conformance.inputs.model import prepare_model, weight_shapes
+from conformance.inputs.model import prepare_model
 from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
-from conformance.oracle.architecture import read_architecture
-from conformance.oracle.forward import check_shapes, parameter_shapes
+from conformance.oracle.decoder import read_decoder
 from conformance.paths import resolve
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.validation import UsageError
@@ -44,8 +42,9 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)
-    # A model that the oracle does not implement cannot be judged, so it is refused here.
-    architecture = read_architecture(source, disable_dropout=scenario.objective.disable_dropout)
+    # A model that no oracle can compute cannot be judged, so it is refused here.
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    decoder = read_decoder(source, disable_dropout=disable, trusted=trusted)
     check_frozen(scenario)
     models = {}
     with locked(folder / "lock"):
@@ -53,7 +52,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
             model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head)}"
             if not model.exists():
-                check_shapes(weight_shapes(source), architecture, str(source))
+                decoder.check_weights(source)
                 with complete_or_nothing(model) as unfinished:
                     prepare_model(scenario, role, unfinished)
             models[role.name] = model
@@ -74,12 +73,14 @@ def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
 
 def check_frozen(scenario: Scenario) -> None:
     """Raises UsageError if a pattern of frozen parameters matches no parameter, or if no parameter is left to train."""
-    disable = scenario.objective.disable_dropout
-    architecture = read_architecture(resolve(scenario.model), disable_dropout=disable)
+    if not scenario.optimizer.frozen:
+        return
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    decoder = read_decoder(resolve(scenario.model), disable_dropout=disable, trusted=trusted)
     for role in scenario.objective.roles:
         if not role.trained:
             continue
-        names = parameter_shapes(dataclasses.replace(architecture, value_head=role.head == "value"))
+        names = decoder.parameter_names(role.head)
         for pattern in scenario.optimizer.frozen:
             if not fnmatch.filter(names, pattern):
                 raise UsageError(

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from conformance.batch import Batch, Document, Row, with_rollouts
 from conformance.inputs.samples import read_dataset
-from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import read_decoder
 from conformance.paths import resolve
 from conformance.reading import MIB
 from conformance.rl import PolicyGradient
@@ -44,8 +44,8 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     objective = scenario.objective
     assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read roll-outs"
     count, data = objective.mini_batches, scenario.data
-    architecture = read_architecture(model, disable_dropout=objective.disable_dropout)
-    groups = read_groups(scenario, vocabulary=architecture.vocab_size)
+    decoder = read_decoder(model, disable_dropout=objective.disable_dropout, trusted=scenario.trust_remote_code)
+    groups = read_groups(scenario, vocabulary=decoder.vocab_size)
     random.Random(scenario.seed).shuffle(groups)
     endless = _repeated_groups(groups)
     rows = count * data.rows

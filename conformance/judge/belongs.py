@@ -189,6 +189,14 @@ def _under(key: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
     return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
+def second_class_of(oracle: Record) -> str:
+    """Whose implementation computed an oracle's record; empty if it is the oracle's own. Raises RecordError."""
+    whose = oracle.header.get("resolved", {}).get("second_class", "")
+    if not isinstance(whose, str):
+        raise RecordError(f"{oracle.path} names a second-class oracle that is no text; {AGAIN}")
+    return whose
+
+
 def _check_shapes(record: Record) -> None:
     """A weight has one shape, as loaded and after every step, with something in it."""
     loaded = record.loaded.shapes()

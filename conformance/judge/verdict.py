@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.defect import Defect
 from conformance.judge.amplified import amplified_noise
-from conformance.judge.belongs import read_records
+from conformance.judge.belongs import read_records, second_class_of
 from conformance.judge.compare import measure
 from conformance.judge.configuration import configurations, sizes_of
 from conformance.judge.grain import grains
@@ -25,7 +25,7 @@ from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
 from conformance.record.states import State
 from conformance.record.tensors import Record
-from conformance.record.verdict import Quantity, Verdict
+from conformance.record.verdict import NOT_SEEN, Quantity, Verdict
 from conformance.scenario import parse_scenario
 
 DEFECT = "the judge failed on these records, which is a defect of the suite"
@@ -90,12 +90,14 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) ->
     facts = facts_of_steps(legs, oracle, scenario, observables)
     quantities = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
     strips = tuple(m.strip for m in found if m.strip)
-    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips)
+    whose = second_class_of(oracle)
+    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=whose)
+    told = [f"second-class oracle, {whose}: {NOT_SEEN}"] if whose else []
     if verdict.findings:
-        more = circumstances(quantities, legs, observables)
+        more = [*circumstances(quantities, legs, observables), *told]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
     lost, remarks = unobserved(legs, quantities, observables)
-    more = [f"not observed: {', '.join(lost)}", *remarks] if lost else remarks
+    more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *told]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
 

@@ -16,5 +16,5 @@ class WithRoundedMasters(Variant):
     def __init__(self, defect: RoundedMasters) -> None:
         self._dtype = DTYPES[defect.precision]
 
-    def loaded(self, weights: Weights, a: Architecture, *, trained: bool) -> Weights:
+    def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
         return {name: w.to(self._dtype).to(w.dtype) if trained else w for name, w in weights.items()}

@@ -10,7 +10,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,18 +23,18 @@ from conformance.batch import Batch, Document, Row
 from conformance.defect import Defect, defects_to_json
 from conformance.objective import Objective, all_observables
 from conformance.observable import SKIPPED, model_key
-from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import Decoder, is_written, read_decoder
 from conformance.oracle.defects import variant_of
-from conformance.oracle.forward import Policy, Weights, forward, load_weights
+from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import functions_of, rollout_functions_of
-from conformance.oracle.parts import Architecture
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.tensors import RecordWriter
 from conformance.role import Role
+from conformance.run.exact import exact_tier
 from conformance.scenario import Scenario, scenario_to_json
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
@@ -62,7 +62,7 @@ class Model:
     """
 
     role: Role
-    architecture: Architecture
+    decoder: Decoder
     weights: Weights
     trained: frozenset[str]
     optimizer: Sgd | AdamW | None = None
@@ -98,6 +98,7 @@ def run_oracle(
     restarts: Sequence[int] = (),
     defects: tuple[Defect, ...] = (),
     device: str = "cpu",
+    trusted: bool = False,
 ) -> None:
     """Train ``scenario.steps`` steps of ``batches`` from the folders in ``models``, one for each role of the objective;
     write a complete record at ``out``.
@@ -107,7 +108,7 @@ def run_oracle(
     attention kernel or ("-plain") by the formula. A precision's error is
     that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
     schedule begin anew, because the cell goes on from exported weights there. ``defects``: what the run gets wrong, as
-    a library is known to.
+    a library is known to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
@@ -117,10 +118,10 @@ def run_oracle(
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
-    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
         variant = variant_of(defects)
         roles = scenario.objective.roles
-        loaded = [_load(role, models[role.name], scenario, policy, variant, device) for role in roles]
+        loaded = [_load(role, models[role.name], scenario, policy, variant, device, trusted) for role in roles]
         _begin(scenario, loaded)
         writer = RecordWriter(
             out,
@@ -145,7 +146,7 @@ def observe_step(
     the one that its roll-out began at. ``taps`` see every module of the models of these roles in this step.
     """
     policy, objective = POLICIES["float64"], scenario.objective
-    loaded = [_load(role, models[role.name], scenario, policy, HONEST, "cpu") for role in objective.roles]
+    loaded = [_load(role, models[role.name], scenario, policy, HONEST, "cpu", False) for role in objective.roles]
 
     def as_before(number: int) -> None:
         for model in loaded:
@@ -161,16 +162,23 @@ def observe_step(
     return observe(batch, loaded, objective, policy, HONEST, taps)
 
 
-def _load(role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str) -> Model:
-    honest = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
-    architecture = variant.architecture(honest)
+def _load(
+    role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str, trusted: bool
+) -> Model:
+    disable = scenario.objective.disable_dropout
+    decoder = read_decoder(folder, disable_dropout=disable, trusted=trusted).varied(variant)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
-    weights = {name: w.to(device) for name, w in load_weights(folder, architecture, held).items()}
-    weights = variant.loaded(weights, architecture, trained=role.trained)
+    weights = decoder.load(folder, held, variant, trained=role.trained, device=device)
     trains = scenario.optimizer.trains
     trained = frozenset(name for name in weights if role.trained and trains(name.removeprefix(UNNAMED)))
-    return Model(role=role, architecture=architecture, weights=weights, trained=trained)
+    return Model(role=role, decoder=decoder, weights=weights, trained=trained)
+
+
+def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContextManager[None]:
+    """What float64 needs where transformers, which rounds to float32 in places, is the oracle."""
+    second_class = not all(map(is_written, folders))
+    return exact_tier() if second_class and policy.compute == torch.float64 else contextlib.nullcontext()
 
 
 def _begin(scenario: Scenario, models: Sequence[Model]) -> None:
@@ -254,7 +262,7 @@ def look_ahead(
     def look(model: Model, document: Document) -> Tensor:
         if not any(document.targets):
             return torch.zeros(0, dtype=policy.stable)
-        output = forward(torch.tensor(document.tokens), model.weights, model.architecture, policy, variant)
+        output = model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant)
         return functions.look(model.role.name, output, document, stable=policy.stable)
 
     found = {
@@ -301,7 +309,7 @@ def observe(
             for model in running:
                 name = model.role.name
                 tokens = torch.tensor(document.tokens)
-                output = forward(tokens, leaves[name], model.architecture, policy, variant, taps.get(name, NO_TAP))
+                output = model.decoder.forward(tokens, leaves[name], policy, variant, taps.get(name, NO_TAP))
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
@@ -365,7 +373,8 @@ def _header(
             "master_dtype": str(policy.stable),
             "loss_scale": models[-1].scale(policy),  # of a model that is trained: frozen ones come first
             "micro_batch": "one document",
-            "architecture": {model.role.name: asdict(model.architecture) for model in models},
+            "architecture": {model.role.name: model.decoder.described() for model in models},
+            "second_class": models[-1].decoder.second_class,
         },
     }
 

@@ -20,6 +20,7 @@ def run(
     policy: PolicyName,
     restarts: list[int],
     defects: list[dict[str, Any]],
+    trusted: bool,
 ) -> None:
     """See ``run_oracle``; the arguments are its own as JSON values."""
     rank.beat(policy)
@@ -32,4 +33,5 @@ def run(
         restarts=restarts,
         defects=parse_defects(defects),
         device=rank.device,
+        trusted=trusted,
     )

@@ -23,8 +23,9 @@ class Variant:
         """What the model computes, as its configuration says."""
         return a
 
-    def loaded(self, weights: Weights, a: Architecture, *, trained: bool) -> Weights:
-        """The weights as they were loaded. ``trained``: of a model that is trained."""
+    def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
+        """The weights as they were loaded. ``trained``: of a model that is trained. ``a``: None for a model that the
+        oracle does not compute itself."""
         return weights
 
     def head(self, matrix: Tensor, weights: Weights) -> Tensor:
@@ -59,7 +60,7 @@ class Several(Variant):
             a = variant.architecture(a)
         return a
 
-    def loaded(self, weights: Weights, a: Architecture, *, trained: bool) -> Weights:
+    def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
         for variant in self._variants:
             weights = variant.loaded(weights, a, trained=trained)
         return weights

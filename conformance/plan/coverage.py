@@ -15,7 +15,7 @@ import pandas as pd
 from conformance.batch import Batch, Row
 from conformance.inputs.documents import load_documents, load_tokenizer
 from conformance.inputs.prepare import batches_of
-from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import Decoder, read_decoder
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.scenario import Scenario
@@ -135,14 +135,14 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
 
 def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
     folder, data = resolve(scenario.model), scenario.data
-    architecture = read_architecture(folder, disable_dropout=scenario.objective.disable_dropout)
+    decoder = _decoder(scenario)
     documents = [document for batch in batches for document in batch.documents]
     lengths = [len(document.tokens) for document in documents]
     cut: set[tuple[int, ...]] = set()  # roll-outs are never cut
     if scenario.objective.reads == "samples":
         whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
         cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
-    window = min((w for layer in architecture.layers if (w := layer.attention.window)), default=0)
+    window = decoder.window or 0
     inputs, targets = _inputs(batches), _targets(batches)
     return DocumentReach(
         scenario=scenario.name,
@@ -155,16 +155,15 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
         window=window,
         beyond_window=sum(length > window for length in lengths) if window else 0,
         cut=sum(document.tokens in cut for document in documents),
-        inputs=round(100 * len(set(inputs)) / architecture.vocab_size, 1),
-        targets=round(100 * len(set(targets)) / architecture.vocab_size, 1),
-        pad_inputs=sum(token == architecture.padding_token for token in inputs),
-        pad_targets=sum(token == architecture.padding_token for token in targets),
+        inputs=round(100 * len(set(inputs)) / decoder.vocab_size, 1),
+        targets=round(100 * len(set(targets)) / decoder.vocab_size, 1),
+        pad_inputs=sum(token == decoder.padding_token for token in inputs),
+        pad_targets=sum(token == decoder.padding_token for token in targets),
     )
 
 
 def _shards(scenario: Scenario, batches: Sequence[Batch], tp: int, *, padded: bool) -> list[ShardReach]:
-    disable = scenario.objective.disable_dropout
-    vocabulary = read_architecture(resolve(scenario.model), disable_dropout=disable).vocab_size
+    vocabulary = _decoder(scenario).vocab_size
     multiple = VOCABULARY_MULTIPLE * tp if padded else tp
     each = -(-vocabulary // multiple) * multiple // tp
     inputs, targets = set(_inputs(batches)), set(_targets(batches))
@@ -185,6 +184,11 @@ def _shards(scenario: Scenario, batches: Sequence[Batch], tp: int, *, padded: bo
             )
         )
     return found
+
+
+def _decoder(scenario: Scenario) -> Decoder:
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    return read_decoder(resolve(scenario.model), disable_dropout=disable, trusted=trusted)
 
 
 def _cut(scenario: Scenario, batches: Sequence[Batch], dp: int) -> CutReach:

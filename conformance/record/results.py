@@ -146,6 +146,7 @@ def write_entry(out: Path, entry: Entry) -> None:
         "observables": observables_to_json(entry.observables),
         "state": verdict.state,
         "reason": verdict.reason,
+        "second_class": verdict.second_class,
         "expected": [asdict(known) for known in entry.expected],
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
@@ -166,6 +167,7 @@ def cell_summary(entry: Entry) -> CellSummary:
         "id": entry.cell,
         "state": entry.verdict.state,
         "reason": entry.verdict.reason,
+        "second_class": entry.verdict.second_class,
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
         "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
@@ -312,7 +314,8 @@ def _check_strips(verdict: Verdict, file: Path) -> None:
 def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: Any, file: Path) -> Verdict:
     if (state := values.get("state")) not in list(STATES):
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
-    fields_of_verdict = {"state": state, "reason": values.get("reason"), "quantities": quantities, "strips": strips}
+    fields_of_verdict = {"state": state, "quantities": quantities, "strips": strips}
+    fields_of_verdict |= {"reason": values.get("reason"), "second_class": values.get("second_class", "")}
     return _validated(_VERDICT, fields_of_verdict, file)
 
 

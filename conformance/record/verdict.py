@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from conformance.record.states import State
 
 BINS = 48  # most bins of a strip
+NOT_SEEN = "errors that transformers itself makes are not seen"  # by a second-class oracle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,14 @@ class Verdict:
 
     quantities: everything that was compared, sorted by step and then in causal order.
     strips: the errors by token of some of these quantities, in the same order; empty if an earlier version judged.
+    second_class: whose implementation was the reference, if the oracle's own does not know the model; else empty.
     """
 
     state: State
     reason: str
     quantities: tuple[Quantity, ...] = ()
     strips: tuple[Strip, ...] = ()
+    second_class: str = ""
 
     @property
     def findings(self) -> tuple[Quantity, ...]:

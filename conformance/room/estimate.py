@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.inputs.model import weight_shapes
 from conformance.observable import unobserved_step
-from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import read_decoder
 from conformance.paths import resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.identity import FLOAT64, noise_runs
@@ -86,12 +86,13 @@ def size_of(scenario: Scenario) -> Size:
     """Of the models of a scenario; only headers of files are read. Raises UsageError for a model of no use."""
     model = resolve(scenario.model)
     count = sum(math.prod(shape) for shape in weight_shapes(model).values())
-    architecture = read_architecture(model, disable_dropout=scenario.objective.disable_dropout)
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    decoder = read_decoder(model, disable_dropout=disable, trusted=trusted)
     roles = scenario.objective.roles
     return Size(
         parameters=count * len(roles),
         trained=count * sum(role.trained for role in roles),
-        vocabulary=architecture.vocab_size,
+        vocabulary=decoder.vocab_size,
     )
 
 

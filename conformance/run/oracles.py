@@ -9,6 +9,7 @@ process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` na
 
 import contextlib
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import os
@@ -23,6 +24,7 @@ import torch
 from conformance import oracle
 from conformance.defect import Defect, defects_to_json
 from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
+from conformance.oracle.decoder import is_written
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
 from conformance.plan.cell import Cell
@@ -133,6 +135,7 @@ class Oracles:
                 "policy": policy,
                 "restarts": list(cell.restarts),
                 "defects": defects_to_json(defects),
+                "trusted": cell.scenario.trust_remote_code,
             },
             log_dir=logs,
             budget_s=self._budget_s,
@@ -183,6 +186,8 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Dev
     asked = cell.asked_of_oracle  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
+    if not all(map(is_written, inputs.models.values())):
+        versions.append(importlib.metadata.version("transformers"))
     parts = [asked, policy, *versions, defects_to_json(defects)]
     digest.update(json.dumps(parts, sort_keys=True).encode())
     objective = cell.scenario.objective
@@ -194,7 +199,7 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Dev
     for role, folder in sorted(inputs.models.items()):
         digest.update(role.encode())
         files += sorted(
-            file for file in folder.iterdir() if file.name == "config.json" or file.suffix == ".safetensors"
+            file for file in folder.iterdir() if file.name == "config.json" or file.suffix in (".safetensors", ".py")
         )
     for file in files:
         with file.open("rb") as content:

@@ -12,6 +12,7 @@ from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
 from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
+from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
@@ -101,7 +102,10 @@ class DeepspeedBackend(StrategyBackend):
                 "DeepSpeed's BF16_Optimizer raises on all but the first rank of Ulysses "
                 "(docs/findings/deepspeed-ulysses-scale.md); use zero0, zero2 or zero3, or fp16"
             )
-        return ring_support(scenario, layout)
+        # AutoTP knows openPangu by the names of its modules, which are Llama's.
+        has_plan = model_config(scenario).get("model_type") == "PanguEmbedded"
+        lacking = model_support(scenario, layout, has_plan=has_plan)
+        return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

@@ -42,6 +42,8 @@ def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, g
     """
     global _exchanging
     config = model.config.get_text_config()
+    if getattr(config, "num_key_value_heads", None) is None:  # DeepSpeed reads it, and some models do not group heads
+        config.num_key_value_heads = config.num_attention_heads
     heads = Heads(
         query=config.num_attention_heads,
         key_value=config.num_key_value_heads,

@@ -3,10 +3,13 @@
 from typing import ClassVar
 
 from conformance.backend import BackendInfo, Support, Unsupported
+from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.fsdp2.expected import EXPECTED
+from impl.fsdp2.tensor_parallel import LAYER_NORMS
+from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
 
 
@@ -63,4 +66,9 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
         if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
-        return ring_support(scenario, layout)
+        explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
+        if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
+            told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
+            return Unsupported(f"{told}; leave it out, and the model's own is taken")
+        lacking = model_support(scenario, layout, has_plan=bool(explicit))
+        return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)

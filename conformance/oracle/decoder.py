@@ -1,0 +1,134 @@
+"""Decoder: the model of one role as the oracle runs it.
+
+Serves claim 6. A model_type of architecture.py is computed from the papers (``Written``). For any other causal language
+model, transformers' own implementation in a single process takes this place (transformers_decoder.py): a second-class
+oracle, which sees what a backend does to the model, and nothing that transformers itself gets wrong. Losses,
+optimizers, clipping and advantages are the oracle's own in both cases.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from conformance.inputs.model import weight_shapes
+from conformance.oracle.architecture import FAMILIES, Architecture, read_architecture
+from conformance.oracle.forward import Policy, Weights, check_shapes, forward, load_weights, parameter_shapes
+from conformance.oracle.tap import NO_TAP, Tap
+from conformance.oracle.variant import HONEST, Variant
+from conformance.reading import read_json
+from conformance.role import Head
+
+
+class Decoder(Protocol):
+    """A causal decoder with a head for logits or, as a value model, for one number per token.
+
+    vocab_size, padding_token: of its configuration. window: of the layers with the shortest one; None without any.
+    second_class: whose implementation it is; empty if it is written from the papers.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def padding_token(self) -> int | None: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def second_class(self) -> str: ...
+
+    def parameter_names(self, head: Head) -> tuple[str, ...]:
+        """The names of all parameters with this head, in the model's order."""
+        ...
+
+    def check_weights(self, folder: Path) -> None:
+        """Raises UsageError if the weights in a Hugging Face folder are not those of the model."""
+        ...
+
+    def varied(self, variant: Variant) -> "Decoder":
+        """The same with an architecture that is wrong on purpose, if the variant has one."""
+        ...
+
+    def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
+        """All parameters in ``dtype``, as the variant loads them. Raises UsageError as ``check_weights``."""
+        ...
+
+    def forward(
+        self, tokens: Tensor, weights: Weights, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+    ) -> Tensor:
+        """Logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``."""
+        ...
+
+    def described(self) -> dict[str, Any]:
+        """What it computes, as JSON values for a record's header."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The decoder of forward.py; see Decoder for the contract of each method."""
+
+    architecture: Architecture
+    second_class: str = ""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+    @property
+    def padding_token(self) -> int | None:
+        return self.architecture.padding_token
+
+    @property
+    def window(self) -> int | None:
+        return min((w for layer in self.architecture.layers if (w := layer.attention.window)), default=None)
+
+    def parameter_names(self, head: Head) -> tuple[str, ...]:
+        return tuple(parameter_shapes(replace(self.architecture, value_head=head == "value")))
+
+    def check_weights(self, folder: Path) -> None:
+        check_shapes(weight_shapes(folder), self.architecture, str(folder))
+
+    def varied(self, variant: Variant) -> "Written":
+        return replace(self, architecture=variant.architecture(self.architecture))
+
+    def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
+        weights = {name: w.to(device) for name, w in load_weights(folder, self.architecture, dtype).items()}
+        return variant.loaded(weights, self.architecture, trained=trained)
+
+    def forward(
+        self, tokens: Tensor, weights: Weights, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+    ) -> Tensor:
+        return forward(tokens, weights, self.architecture, policy, variant, tap)
+
+    def described(self) -> dict[str, Any]:
+        return asdict(self.architecture)
+
+
+def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool = False) -> Decoder:
+    """The decoder of the Hugging Face folder ``folder``, for an objective with this ``disable_dropout``.
+
+    ``trusted``: the folder's Python code may be run, which only a second-class oracle does. Raises UsageError for a
+    folder that cannot be read and for what neither the oracle nor transformers can compute.
+    """
+    if is_written(folder):
+        return Written(architecture=read_architecture(folder, disable_dropout=disable_dropout))
+    # Importing transformers takes seconds, for which most runs of the oracle have no need.
+    from conformance.oracle.transformers_decoder import TransformersDecoder
+
+    return TransformersDecoder(folder, disable_dropout=disable_dropout, trusted=trusted)
+
+
+def is_written(folder: Path) -> bool:
+    """Whether the oracle computes this model itself; also for a folder that names no model at all, to be refused."""
+    try:
+        values: Mapping[str, Any] = read_json(folder / "config.json")
+    except FileNotFoundError:
+        return True
+    kind = values.get("model_type")
+    return not isinstance(kind, str) or kind in FAMILIES
