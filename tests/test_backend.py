@@ -176,7 +176,9 @@ def imported(file: Path) -> set[str]:
 )
 def test_arrows_run_one_way(package: str, forbidden: set[str]) -> None:
     for file in (ROOT / package).rglob("*.py"):
-        assert not imported(file) & forbidden, file
+        # A second-class oracle is transformers' own implementation.
+        allowed = {"transformers"} if file.name == "transformers_decoder.py" else set[str]()
+        assert not imported(file) & forbidden - allowed, file
 
 
 def test_another_package_that_stands_in_the_way_of_a_backend_is_named(
