@@ -11,6 +11,8 @@ backend-parity (``pip install --no-deps``), torch, numpy, pydantic and safetenso
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -21,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 import conformance
 from conformance.backend import Backend, BackendEntry, BrokenBackend, MissingExtra, Support, Supported, Unsupported
@@ -31,7 +33,9 @@ from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.validation import UsageError, one_line
+from conformance.world.process import signal_at_death_of
 
+LIMIT_S = 300.0  # for an answer; the first one waits for the imports of the adapter
 OPTIONAL = ("export_state", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim does: a second in every rank
 _NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
@@ -120,6 +124,8 @@ class Here:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
+        if not isinstance(answer, Supported) and not (isinstance(answer, Unsupported) and answer.reason):
+            raise AskFailed(f"{method}() gave {answer!r}; it has to give Supported, or Unsupported with a reason")
         return answer
 
 
@@ -163,11 +169,19 @@ class There:
         return self._answer("supports_checkpoint", scenario, before, after)
 
     def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
-        return _KNOWN.validate_python(self._ask("known", scenario, layout)["known"])
+        try:
+            return _KNOWN.validate_python(self._ask("known", scenario, layout).get("known"))
+        except ValidationError as error:
+            raise AskFailed(f"{self._what}: its expected differences are none: {one_line(error)}") from None
 
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
         answer = self._ask(method, scenario, *layouts)
-        return Supported() if answer["supported"] else Unsupported(answer["reason"])
+        match answer.get("supported"), answer.get("reason"):
+            case True, _:
+                return Supported()
+            case False, str(reason) if reason:
+                return Unsupported(reason)
+        raise AskFailed(f"{self._what}: {method}() gave {answer!r}")
 
     def _ask(self, method: str, scenario: Scenario, *layouts: Layout) -> dict[str, Any]:
         assert self._process.stdin
@@ -183,11 +197,15 @@ class There:
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout
+        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
+        if not readable:
+            self._process.kill()
+            return {"kind": "failed", "message": f"its process has not answered within {LIMIT_S:g} s"}
         try:
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+            answer = json.loads(self._process.stdout.readline())
         except ValueError:  # it has ended; standard error says why
             return {"kind": "failed", "message": "its process has ended"}
-        return answer
+        return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
 
 
 _KNOWN = TypeAdapter(tuple[Known, ...])
@@ -238,6 +256,7 @@ def package_version(package: str) -> str:
 
 def main() -> None:
     """Answer the questions on standard input about the adapter that the first argument names."""
+    signal_at_death_of(os.getppid(), signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a framework prints is no answer
 

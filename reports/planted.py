@@ -10,6 +10,7 @@ from reports.words import first_finding
 
 PREFIX = "fault-"
 MISSED = ("conforms", "partly_observed", "expected_difference")
+NOT_PLANTED = ("unsupported", "not_run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class MutationScore:
 
     @property
     def told(self) -> tuple[Planted, ...]:
-        """Those of which at least one cell gave an answer."""
-        return tuple(row for row in self.rows if row.caught or row.missed)
+        """Those that were planted in at least one cell, whether it gave an answer or not."""
+        return tuple(row for row in self.rows if any(cell.state not in NOT_PLANTED for cell in row.cells))
 
     @property
     def caught(self) -> tuple[Planted, ...]:

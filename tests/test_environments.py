@@ -8,16 +8,18 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plain_profile import write_profile
 
 from conformance import cli
 from conformance.asking import AskFailed, Here, adapter_of, find_backend, versions_of
+from conformance.backend import BackendInfo, Unsupported
 from conformance.defect import RoundedMasters
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.scenario import load_scenario
+from conformance.scenario import Scenario, load_scenario
 from conformance.validation import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +28,7 @@ import only_there
 from plain_backend import Plain
 from conformance.backend import BackendInfo
 from conformance.expectation import ExpectedDifference
+from conformance.backend import BackendInfo, Unsupported
 from conformance.defect import RoundedMasters
 
 class Pinned(Plain):
@@ -131,3 +134,28 @@ def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
 def test_versions_of_what_an_adapter_names_are_in_the_environment_of_a_run() -> None:
     assert versions_of([find_backend("deepspeed")]).keys() >= {"torch", "deepspeed"}
     assert Here(find_backend("fsdp2").load()).traits.packages.keys() >= {"torch", "transformers"}
+
+
+class _Vague:
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        return BackendInfo(name="vague", packages=())
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Any:
+        return {1: None, 2: Unsupported("")}.get(layout.dp, "yes")
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3"])
+def test_an_answer_that_is_none_is_a_defect_of_the_adapter_and_no_claim(layout: str) -> None:
+    with pytest.raises(AskFailed, match=r"supports\(\) gave .*it has to give Supported, or Unsupported with a reason"):
+        Here(_Vague).supports(SCENARIO, Layout.parse(layout))  # type: ignore[arg-type]
+
+
+def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nsleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("conformance.asking.LIMIT_S", 0.2)
+    with pytest.raises(UsageError, match=r"--python fsdp2=.* does not answer"):
+        find_backend("fsdp2", str(silent))

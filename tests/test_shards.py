@@ -170,6 +170,18 @@ def test_a_shard_that_was_stopped_leaves_the_whole_incomplete(copies: list[Path]
     assert (merged["finished"], merged["counts"]["not_run"]) == (None, 1)
 
 
+def test_a_package_that_only_one_jobs_backend_names_does_not_part_jobs(copies: list[Path], tmp_path: Path) -> None:
+    edit(copies[0] / "summary.json", environment={"torch": "1.0", "numpy": "2.0"})
+    edit(copies[1] / "summary.json", environment={"torch": "1.0", "openrlhf": "0.11"})
+    assert merge(copies, tmp_path / "out") in (0, 1)
+    merged = json.loads((tmp_path / "out" / "summary.json").read_text())["environment"]
+    assert {name: merged[name] for name in ("torch", "numpy", "openrlhf")} == {
+        "torch": "1.0",
+        "numpy": "2.0",
+        "openrlhf": "0.11",
+    }
+
+
 def refused(folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert merge(folders, out) == 2
     assert not out.exists()
@@ -182,7 +194,8 @@ def refused(folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[st
         ({"selected": "another"}, "selected cells (digest) "),
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
         ({"suite_version": "0.0.1"}, "suite version "),
-        ({"environment": {"torch": "1.0"}}, "version of python "),
+        ({"environment": {"torch": "1.0"}}, "version of torch "),
+        ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "version of OMP_NUM_THREADS "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

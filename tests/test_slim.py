@@ -87,6 +87,27 @@ def test_judging_again_says_which_verdicts_stand(slimmed: Path, capsys: pytest.C
     assert [entry.verdict for entry in read_run(slimmed)[1]] == before
 
 
+def test_a_verdict_that_only_says_that_its_tensors_are_gone_is_judged_again(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", {MEMBERS[1]: WRONG})
+    file = out / "cells/02/verdict.json"
+    told = json.loads(file.read_text())
+    observed = told["quantities"]["columns"].index("observed")
+    for row in told["quantities"]["data"]:
+        row[observed] = 0.0
+    file.write_text(json.dumps(told | {"state": "conforms", "slim": True}))
+    summary = json.loads((out / "summary.json").read_text())
+    summary["cells"][1]["state"] = "conforms"
+    (out / "summary.json").write_text(json.dumps(summary))
+    assert rejudge(out) == 0
+    assert [entry.verdict.state for entry in read_run(out)[1]].count("differs") == 1
+
+
+def test_a_verdict_that_names_another_reference_than_the_oracles_record_is_not_believed(slimmed: Path) -> None:
+    file = slimmed / "cells/01/verdict.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"second_class": "somebody's own"}))
+    assert [cell.entry.verdict.state for cell in read_cells(slimmed)[1]][:2] == ["infrastructure", "conforms"]
+
+
 def test_removing_twice_is_removing_once(slimmed: Path) -> None:
     before = {file: file.read_bytes() for file in slimmed.rglob("*.json*")}
     slim(slimmed)

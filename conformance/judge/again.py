@@ -6,7 +6,7 @@ from pathlib import Path
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both
 from conformance.record.results import Attempt, Entry, cell_summary, inside, read_run, write_entry, write_summary
-from conformance.record.states import ANSWERED
+from conformance.record.states import ANSWERED, NO_FAULT
 from conformance.record.verdict import Verdict
 from conformance.validation import UsageError
 
@@ -25,11 +25,11 @@ def rejudge(out: Path) -> int:
     for entry in entries:
         write_entry(out, entry)
     write_summary(out, run, [cell_summary(entry) for entry in entries])
-    return sum(entry.slim for entry in entries)
+    return sum(new is entry for new, entry in zip(entries, old, strict=True))
 
 
 def _judged(out: Path, entry: Entry) -> Entry:
-    if entry.slim:
+    if entry.slim and entry.verdict.state in NO_FAULT and not _has_tensors(out, entry):
         return entry
     own = Attempt(fresh=False, verdict=entry.verdict, completed=entry.completed, records=entry.records)
     verdict = _judge(out, entry, own)
@@ -38,6 +38,11 @@ def _judged(out: Path, entry: Entry) -> Entry:
     other = replace(entry.other, verdict=_judge(out, entry, entry.other))
     used, fresh = (verdict, other.verdict) if other.fresh else (other.verdict, verdict)
     return replace(entry, verdict=in_both(used, fresh), other=other)
+
+
+def _has_tensors(out: Path, entry: Entry) -> bool:
+    """Whether tensors of the cell's records are there, whatever its verdict says of them."""
+    return any(any((out / entry.folder / record).glob("*.safetensors")) for record in entry.records)
 
 
 def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:

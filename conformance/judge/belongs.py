@@ -21,7 +21,7 @@ from conformance.objective import all_observables
 from conformance.observable import Observable
 from conformance.plan.cell import TO
 from conformance.record.format import AGAIN, RecordError
-from conformance.record.identity import FLOAT64, check_cell, check_oracle, noise_runs
+from conformance.record.identity import FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.scenario import Scenario, parse_scenario
 
@@ -191,7 +191,7 @@ def _under(key: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
 
 def second_class_of(oracle: Record) -> str:
     """Whose implementation computed an oracle's record; empty if it is the oracle's own. Raises RecordError."""
-    whose = oracle.header.get("resolved", {}).get("second_class", "")
+    whose = second_class(oracle.header)
     if not isinstance(whose, str):
         raise RecordError(f"{oracle.path} names a second-class oracle that is no text; {AGAIN}")
     return whose

@@ -254,12 +254,18 @@ def _worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
     least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
     errors = off / norms.clamp(min=least)
     at = int(errors.argmax()) if len(errors) else 0
-    error = finite(errors.max().item() if len(errors) else 0.0)
-    tensor, where = f"{name} {OF_ROWS}", f"row {at}"
     scale = ((x[at] * ref[at]).sum() / norms[at].square()).item() if len(errors) and norms[at] else None
     broken = _broken(x[at]) if len(errors) else ""
     return Measurement(
-        stage=stage, tensor=tensor, step=step, error=error, where=where, of_row=True, scale=scale, broken=broken
+        stage=stage,
+        tensor=f"{name} {OF_ROWS}",
+        step=step,
+        error=finite(errors.max().item() if len(errors) else 0.0),
+        max_abs=finite((x[at] - ref[at]).abs().max().item() if x.numel() else 0.0),
+        where=f"row {at}",
+        of_row=True,
+        scale=scale,
+        broken=broken,
     )
 
 

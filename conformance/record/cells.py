@@ -13,7 +13,7 @@ from pathlib import Path
 from conformance.defect import defects_of
 from conformance.record.bisection import Bisection, read_bisection
 from conformance.record.format import Line, Lines, RecordError, read_lines
-from conformance.record.identity import FLOAT64, check_cell, check_oracle
+from conformance.record.identity import FLOAT64, check_cell, check_oracle, second_class
 from conformance.record.results import Entry, Run, inside, read_run
 from conformance.record.states import NO_FAULT, STATES
 from conformance.validation import UsageError
@@ -65,6 +65,8 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
         _, oracle_problem = _read_checked(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
         problem = problem or (f"of the oracle with the expected defects: {oracle_problem}" if oracle_problem else "")
     verdict = entry.verdict
+    if oracle and verdict.second_class != second_class(oracle.header):
+        problem = problem or "it names another reference than the oracle's record"
     if verdict.state in NO_FAULT and (damage := problem or _why_unfounded(entry)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))

@@ -52,3 +52,9 @@ def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[D
 
 def _describe(defects: Any) -> str:
     return shown(defects) if defects else "no defect"
+
+
+def second_class(header: Line) -> object:
+    """Whose implementation computed the record of an oracle with this header; empty if it is the oracle's own."""
+    resolved = header.get("resolved")
+    return resolved.get("second_class", "") if isinstance(resolved, dict) else ""

@@ -91,9 +91,12 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
     """What has to be equal: (what, of one, of the other)."""
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
-    for name in dict.fromkeys([*one.run.environment, *other.run.environment]):
-        if name not in MAY_DIFFER:
-            yield f"version of {name}", one.run.environment.get(name), other.run.environment.get(name)
+    here, there = one.run.environment, other.run.environment
+    for name in dict.fromkeys([*here, *there]):
+        # What adapters name beside the usual packages is told by those jobs only that have these backends. A variable
+        # that is not set, in contrast, has no value.
+        if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
+            yield f"version of {name}", here.get(name), there.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
     yield "number of shards", _total(one), _total(other)
     for demand in ("require", "min_judged", "backends"):
@@ -164,7 +167,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
     """The head of the summary of all parts together."""
     runs = [part.run for part in parts]
     ended = [run.finished for run in runs if run.finished]
-    environment = dict(runs[0].environment)
+    environment = {name: value for run in reversed(runs) for name, value in run.environment.items()}
     for name in MAY_DIFFER:
         found = list(dict.fromkeys(str(run.environment.get(name)) for run in runs))
         environment[name] = environment.get(name) if len(found) == 1 else found
