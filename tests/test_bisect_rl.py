@@ -25,6 +25,7 @@ def plain_ppo(backend: BackendEntry = PLAIN, faults: tuple[str, ...] = (), **ove
     return make_cell("ppo", "llama", "dp2", "exact", backend=backend, faults=faults, **size, **overrides)
 
 
+@pytest.mark.exhaustive
 def test_a_module_of_the_critic_is_found_in_a_later_roll_out(session: Session) -> None:
     """The step begins with forward passes for the roll-out, which are not of its update, and with trained weights."""
     defective = entry(PLAIN, "backward", "model.layers.0.self_attn.o_proj", "critic")

@@ -1,7 +1,7 @@
 """Families beside openPangu, Llama, Qwen3 and Gemma 3: each computes what the oracle computes, however it is cut.
 
-A fast run has one cell of each family, in turn on the backends, in the way of cutting that asks most of it; the rest is
-the profile `families`.
+A fast run has a cell of one family on each backend, in the way of cutting that asks most of it, and holds the oracle of
+every family against transformers (tests/test_oracle.py); the rest is the nightly's, and the profile `families`.
 """
 
 import json
@@ -29,11 +29,11 @@ HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
     [
         ("deepspeed", "sft-packed", "qwen2", "tp2.zero1"),
         ("megatron", "grpo", "llama3", "pp2"),
-        ("megatron", "sft-packed", "mistral", "sp2"),
+        exhaustive("megatron", "sft-packed", "mistral", "sp2"),
         ("fsdp2", "sft-packed", "gemma2", "tp2.losspar"),
-        ("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
-        ("fsdp2", "grpo", "olmo2", "tp2"),
-        ("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
+        exhaustive("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
+        exhaustive("fsdp2", "grpo", "olmo2", "tp2"),
+        exhaustive("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
         exhaustive("megatron", "sft-packed", "qwen2", "pp2.vpp2"),
         exhaustive("megatron", "sft-packed", "qwen2", "tp2.seqpar"),
         exhaustive("fsdp2", "sft-packed", "olmo2", "tp2.seqpar.losspar"),
