@@ -19,7 +19,7 @@ def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
-def sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The sum of squares of each tensor, a float64 scalar."""
     if tensors[0].dtype == torch.float64:
         # torch's norm adds up one number after another on a CPU, and is 5e-15 off for a million; its sum adds up pairs.
