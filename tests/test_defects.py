@@ -30,6 +30,7 @@ from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM
 from conformance.record.tensors import Record, read_record
 from conformance.scenario import parse_scenario
 
+EPSILON = torch.finfo(torch.float64).eps
 ALL: tuple[Defect, ...] = (
     RoundedMasters(precision="bf16"),
     PaddedSoftmax(multiple=128),
@@ -96,7 +97,9 @@ def test_padding_of_the_softmax_is_zero_logits_and_is_trained(family: str) -> No
     logits = forward(tokens, model.weights, architecture_of(model), FLOAT64, variant_of((defect,)))
     right = forward(tokens, plain.weights, architecture_of(plain), FLOAT64)
     assert logits.shape[1] == 512
-    torch.testing.assert_close(logits[:, :400], right, rtol=0, atol=0)
+    torch.testing.assert_close(
+        logits[:, :400], right, rtol=0, atol=8 * EPSILON * right.abs().max().item()
+    )  # another shape of product
     assert not logits[:, 400:].any()
     found = gradients(family, defect)
     (padding,) = (gradient for name, gradient in found.items() if name.startswith(UNNAMED))

@@ -37,7 +37,8 @@ def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) ->
     """
     check_shapes(weight_shapes(model), architecture, str(model))
     found = {name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()}
-    return {name: found[name].to(dtype) for name in parameter_shapes(architecture)}
+    # Copies: where a file puts a tensor in memory decides the last bit of a product on some processors.
+    return {name: found[name].to(dtype, copy=True) for name in parameter_shapes(architecture)}
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architecture, source: str) -> None:
