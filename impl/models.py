@@ -16,26 +16,24 @@ from impl.published_code import fill_rotary_tables, older_names
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype, attention: str, head: Head = "causal", trusted: bool = False
+    path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
     """Load the whole model onto the CPU in ``dtype``, in training mode.
 
     With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
     the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
-    implementation; ``eager`` takes the place of ``sdpa`` where the model has no use for it. ``trusted``: the folder's
-    Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the folder's weights
+    implementation; None is torch's kernel where the model can have it, and plain products elsewhere. ``trusted``: the
+    folder's Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the folder's weights
     are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
-    if attention == "sdpa" and not getattr(_mapped_class(config), "_supports_sdpa", True):
-        attention = "eager"
     with older_names(path, runs_code=code) as are_needed:
         loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
         model, found = loader.from_pretrained(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention or _own_attention(path, config, dtype),
             output_loading_info=True,
             # transformers' default is a kernel for groups of experts, which knows no float64.
             **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
@@ -51,12 +49,6 @@ def load_model(
             )
     model.config.use_cache = False
     return model.train()
-
-
-def plain_attention(path: Path, *, exact: bool) -> str:
-    """transformers' name of the attention that a model runs with where it has no ring: torch's kernel below the exact
-    tier, unless the model soft-caps its scores, which that kernel does not do."""
-    return "eager" if exact or soft_caps_scores(path) else "sdpa"
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
@@ -124,3 +116,10 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModel
+
+
+def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype) -> str:
+    """The attention of a model that has no ring: torch's kernel, but not in the exact tier, which wants plain products,
+    and not where the scores are soft-capped or the model has no use for the kernel."""
+    has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
+    return "eager" if dtype == torch.float64 or soft_caps_scores(path) or has_no_kernel else "sdpa"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = ("--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
+FLAGS = ("--no-sandbox", "--disable-gpu")
 PHONE = 600  # px; a narrower window is a phone's, with touch
 
 

@@ -71,6 +71,15 @@ def test_the_engines_logprobs_are_those_of_a_forward_pass_over_the_whole_respons
                 assert response.tokens == tuple(every.argmax(dim=-1).tolist())
 
 
+def test_scores_that_a_model_caps_are_capped_in_the_engine(scenario: Scenario) -> None:
+    gemma = FIXTURES / "models" / "gemma2"
+    model = load_model(gemma, dtype=torch.float32, attention="eager").eval()
+    engine = HfEngine(gemma, scenario, SAMPLING, "cpu")
+    tokens = torch.tensor([PROMPTS[0] * 4])
+    with torch.no_grad():
+        torch.testing.assert_close(engine.model(tokens).logits, model(tokens).logits)
+
+
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     scores = torch.tensor([[0.0, -torch.inf, 1.0, -2.0, 0.5]])
     drawn = torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -33,7 +33,7 @@ from impl.deepspeed.ulysses import exchange_heads
 from impl.files import SliceReader
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_model
-from impl.models import load_model, plain_attention
+from impl.models import load_model
 from impl.optimizers import learning_rates, parameter_groups, set_schedule, torch_optimizer, trained_parameters
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
@@ -65,7 +65,7 @@ class DeepspeedTrainable:
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         self.source = path
         exact = self.context.config.precision == "exact"
-        attention = NAME if self.context.ring else plain_attention(path, exact=exact)
+        attention = NAME if self.context.ring else None
         dtype = torch.float64 if exact else torch.float32
         trusted = self.context.config.trust_remote_code
         settings = cutting_settings(self.context.config)

@@ -30,7 +30,7 @@ from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_model
-from impl.models import load_model, plain_attention
+from impl.models import load_model
 from impl.optimizers import (
     learning_rates,
     parameter_groups,
@@ -78,7 +78,7 @@ class Fsdp2Trainable:
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         self.source = path
         exact = self.context.config.precision == "exact"
-        attention = NAME if self.context.ring else plain_attention(path, exact=exact)
+        attention = NAME if self.context.ring else None
         dtype = torch.float64 if exact else torch.float32
         trusted = self.context.config.trust_remote_code
         return load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)

@@ -79,12 +79,11 @@ class HfEngine:
     """A replica of the policy on this rank's device, in the dtype that the policy computes in."""
 
     def __init__(self, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> None:
-        exact = scenario.precision == "exact"
         self.sampling, self.device = sampling, device
         self.model: Any = load_model(
             model,
             dtype=COMPUTE_DTYPES[scenario.precision],
-            attention="eager" if exact else "sdpa",
+            attention=None,
             trusted=scenario.trust_remote_code,
         )
         self.model.eval().requires_grad_(False).to(device)
