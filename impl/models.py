@@ -23,8 +23,8 @@ def load_model(
     With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
     the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
     implementation; None is torch's kernel where the model can have it, and plain products elsewhere. ``trusted``: the
-    folder's Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the folder's weights
-    are not exactly the model's.
+    folder's Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the
+    folder's weights are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
     with older_names(path, runs_code=code) as are_needed:
