@@ -1,13 +1,17 @@
 """torch's optimizers of the reference backends: in one kernel on GPUs, but not where that kernel would be wrong."""
 
+from collections.abc import Iterator
+from typing import Literal
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from conformance.scenario import OptimizerConfig, Precision
 from impl.optimizers import parameter_groups, torch_optimizer
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize(
     ("device", "precision", "fused"),
     [
@@ -19,9 +23,32 @@ from impl.optimizers import parameter_groups, torch_optimizer
     ],
 )
 def test_the_fused_kernel_is_for_gpus_and_neither_for_loss_scales_nor_for_the_exact_tier(
-    name: str, device: str, precision: Precision, fused: bool
+    device: str, precision: Precision, fused: bool
 ) -> None:
-    config = OptimizerConfig(name=name, lr=0.1)  # type: ignore[arg-type]
+    config = OptimizerConfig(name="adamw", lr=0.1)
     groups = parameter_groups([torch.nn.Parameter(torch.ones(2, 2))], config)
     made = torch_optimizer(groups, config, device=device, precision=precision)
     assert made.defaults["fused"] is fused
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_kernel_for_gpus_updates_shards_as_it_updates_whole_tensors(
+    name: Literal["adamw", "sgd"], group: None
+) -> None:
+    config = OptimizerConfig(name=name, lr=0.1, momentum=0.9 if name == "sgd" else 0.0)
+    whole = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2))
+    cut = torch.nn.Parameter(distribute_tensor(whole.detach().clone(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    for parameter in (whole, cut):
+        optimizer = torch_optimizer(parameter_groups([parameter], config), config, device="cuda:0", precision="fp32")
+        for _ in range(2):
+            parameter.square().sum().backward()
+            optimizer.step()
+    assert isinstance(cut.data, DTensor)
+    torch.testing.assert_close(cut.data.full_tensor(), whole.data, rtol=0, atol=0)
