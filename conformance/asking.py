@@ -36,7 +36,7 @@ from conformance.validation import UsageError, one_line
 from conformance.world.process import signal_at_death_of
 
 LIMIT_S = 300.0  # for an answer; the first one waits for the imports of the adapter
-OPTIONAL = ("export_state", "import_state", "supports_checkpoint", "traced")
+OPTIONAL = ("export_merged", "export_state", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim does: a second in every rank
 _NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
 

@@ -196,6 +196,13 @@ class Backend(Protocol):
         dtype of the master weights. ``setup`` of every backend can read this folder."""
         ...
 
+    def export_merged(self, path: Path, model: str) -> None:
+        """Write a model with an adapter into the new folder ``path`` as ``export`` writes one without: the adapter is
+        added to the weights, and no longer there by itself. An adapter of the suite without this method trains no
+        adapters: it does not run scenarios with ``lora``, for which ``weights["policy"]`` has a folder ``adapter``, and
+        it says of its own what it ``supports``. With ``lora``, ``export`` writes this folder as well."""
+        ...
+
     def teardown(self) -> None:
         """Release everything that ``setup`` created or changed: process groups, hooks, patched globals."""
         ...

@@ -11,6 +11,8 @@ Conventions that every backend has to follow:
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
 * A frozen parameter has no gradient, no update and no decay, and the norm leaves it out: it stays what was loaded.
+* With adapters (conformance.lora), nothing else of the policy is trained. Numbers of its base are rounded to bf16 once,
+  before anybody loads them, as those of published weights are: so whoever holds the base in half precision loses none.
 * As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
 * An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay. The loss
   scale halves, at the first overflow. After ``growth_interval`` updates in a row it doubles.
@@ -28,8 +30,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from conformance.lora import LoraConfig, is_adapter
 from conformance.objective import Objective, Sft, objective_to_json, parse_objective
 from conformance.reading import read_toml
+from conformance.role import POLICY, Role
 from conformance.validation import STRICT, UsageError, did_you_mean, explain, shown
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
@@ -140,8 +144,9 @@ class Scenario:
 
     ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
     the documents. ``loss_scale``: in fp16, how the loss is scaled; if it is given, it is judged at every step which
-    updates are skipped, and how the scale falls and grows. ``trust_remote_code``: Python code of the model's folder may
-    be run; the user says so on the command line, and a scenario's file cannot.
+    updates are skipped, and how the scale falls and grows. ``lora``: the policy has adapters; only they are trained.
+    ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command line, and a
+    scenario's file cannot.
     """
 
     name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
@@ -157,6 +162,7 @@ class Scenario:
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     loss_scale: LossScaleConfig | None = None
+    lora: LoraConfig | None = None
     trust_remote_code: Flag = False
 
     def __post_init__(self) -> None:
@@ -170,6 +176,11 @@ class Scenario:
                 f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}; "
                 f"use data.rows={math.ceil(self.data.rows / self.accumulation) * self.accumulation}"
             )
+
+    def trains(self, role: Role, name: str) -> bool:
+        """Whether a parameter of this role's model is trained."""
+        adapted = self.lora is not None and role == POLICY
+        return role.trained and self.optimizer.trains(name) and (not adapted or is_adapter(name))
 
     @property
     def model_name(self) -> str:

@@ -12,16 +12,19 @@ from conformance.batch import Batch
 from conformance.expectation import ExpectedDifference
 from conformance.inputs.model import weight_shapes
 from conformance.layout import Layout
+from conformance.lora import ADAPTER
 from conformance.observable import PROGRESS_OF_SCALE, SKIPPED, model_key
+from conformance.role import POLICY
 from conformance.scenario import LossScaleConfig, Scenario
 from impl import training_state
 from impl.checkpoints import native
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.dropout import switch_off_dropout
+from impl.lora import adapter_shapes
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
-from impl.strategy import Context, ContextConfig, Trainable, get_context
+from impl.strategy import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.traced import numbered
 from impl.trainer import step_inputs, train_step
 
@@ -101,6 +104,8 @@ class StrategyBackend:
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
         self.judges_loss_scale = scenario.judged_loss_scale is not None
         self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
+        if scenario.lora:
+            self.shapes[POLICY.name] |= adapter_shapes(weights[POLICY.name] / ADAPTER)
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
         self.models = {}
@@ -108,6 +113,9 @@ class StrategyBackend:
             trainable = self.context.new_trainable(role.head)
             optimizer = scenario.optimizer if role.trained else None
             model = trainable.load_model(weights[role.name])
+            if scenario.lora and role == POLICY:
+                assert isinstance(trainable, Adaptable)
+                trainable.add_adapter(model, weights[role.name] / ADAPTER)
             if self.objective.disable_dropout:
                 switch_off_dropout(model)
             trainable.prepare(model, optimizer, scenario.schedule)
@@ -178,6 +186,11 @@ class StrategyBackend:
     def export(self, path: Path, model: str) -> None:
         # In the masters' own dtype, because the weights that the next leg loads are compared with these bit by bit.
         self.models[model].save_model(path, dtype="masters")
+
+    def export_merged(self, path: Path, model: str) -> None:
+        trainable = self.models[model]
+        assert isinstance(trainable, Adaptable)
+        trainable.save_merged(path, dtype="masters")
 
     def teardown(self) -> None:
         for trainable in self.models.values():

@@ -7,7 +7,7 @@ is written once, under its first name; transformers ties it again because the co
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +18,30 @@ from safetensors import safe_open
 from conformance.backend import NamedTensors
 from conformance.inputs.folder import CONFIG, NOT_COPIED
 from conformance.inputs.model import weight_files
+from conformance.lora import ADAPTER, is_adapter
 from conformance.validation import UsageError
 from impl.files import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, run_through, whole_folder
+from impl.lora import merge_adapter, write_adapter
+from impl.models import load_model
 from impl.together import agree, on_first
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
 Dtype = Literal["masters", "source"]
 
 
-def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dtype, file_size: int = FILE_SIZE) -> None:
+def write_model(
+    folder: Path,
+    *,
+    source: Path,
+    weights: NamedTensors,
+    dtype: Dtype,
+    adapted: Any = None,
+    file_size: int = FILE_SIZE,
+) -> None:
     """Write ``weights`` and the other files of the Hugging Face folder ``source`` into ``folder``; collective.
+
+    ``adapted``: peft's model, if some of the weights are those of an adapter, which is written into the folder ADAPTER
+    in the dtype of the masters.
 
     The first rank calls ``check_target`` and ``write_folder``; an error there is raised on all ranks.
     """
@@ -35,7 +49,7 @@ def write_model(folder: Path, *, source: Path, weights: NamedTensors, dtype: Dty
     on_first(doing, lambda: check_target(folder, source=source))
     try:
         if dist.get_rank() == 0:
-            write_folder(folder, source=source, weights=weights, dtype=dtype, file_size=file_size)
+            write_folder(folder, source=source, weights=weights, dtype=dtype, adapted=adapted, file_size=file_size)
     except Exception as error:
         failed = error
     run_through(weights)
@@ -56,25 +70,54 @@ def write_folder(
     source: Path,
     weights: Iterable[tuple[str, torch.Tensor]],
     dtype: Dtype,
+    adapted: Any = None,
     file_size: int = FILE_SIZE,
 ) -> None:
     """Write the folder, in one process, and replace an older one when it is complete (``impl.files.whole_folder``).
 
-    One file's tensors at a time are in memory. The dtype in its config.json is the one that most of its numbers have.
+    One file's tensors at a time are in memory, and those of an adapter. The dtype in its config.json is the one that
+    most of its numbers have.
     """
     stored = stored_dtypes(source) if dtype == "source" else {}
     usual = Counter(stored.values()).most_common(1)[0][0] if stored else None
     written: Counter[torch.dtype] = Counter()
+    of_adapter: dict[str, torch.Tensor] = {}
     with whole_folder(folder) as beside:
         left_out = shutil.ignore_patterns(*NOT_COPIED, "*.index.json")
         shutil.copytree(source, beside, ignore=left_out, dirs_exist_ok=True)
         with TensorWriter(beside, file_size=file_size) as writer:
             for name, weight in weights:
+                if is_adapter(name):
+                    of_adapter[name] = weight.detach().to("cpu", copy=True)
+                    continue
                 kept = stored.get(name, usual) or weight.dtype
                 written[kept] += weight.numel()
                 writer.add(name, weight.detach().to(kept))
                 del weight  # before the next one is put together
+        if of_adapter:
+            write_adapter(beside / ADAPTER, adapted, of_adapter)
         _say_dtype(beside / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
+
+
+def write_merged(folder: Path, *, dtype: Dtype, write: Callable[..., None], trusted: bool) -> None:
+    """Write the folder of a model with an adapter, which is added to the weights; collective.
+
+    ``write(path, dtype=...)`` writes the folder with the adapter beside the weights. peft adds it to them on the first
+    rank, which holds the whole model.
+    """
+    apart = folder.with_name(f".{folder.name}.adapted")
+    write(apart, dtype=dtype)
+    on_first(f"merging the adapter into {folder}", lambda: merge_folder(apart, folder, trusted=trusted))
+    dist.barrier()
+
+
+def merge_folder(apart: Path, folder: Path, *, trusted: bool) -> None:
+    """Move the model in ``apart`` to ``folder``, with its adapter added to the weights; in one process."""
+    dtype = max(stored_dtypes(apart).values(), key=lambda one: one.itemsize)
+    model = load_model(apart, dtype=dtype, attention="eager", trusted=trusted)
+    weights = merge_adapter(model, apart / ADAPTER)
+    write_folder(folder, source=apart, weights=weights.items(), dtype="source")
+    shutil.rmtree(apart)
 
 
 def stored_dtypes(source: Path) -> dict[str, torch.dtype]:

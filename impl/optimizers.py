@@ -10,6 +10,7 @@ from torch.nn import Module, Parameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from conformance.scenario import OptimizerConfig, Precision, ScheduleConfig
+from impl.lora import named_parameters, trained_names
 
 
 def parameter_groups(
@@ -30,8 +31,16 @@ def parameter_groups(
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
-    """The parameters of ``model`` that ``config`` does not freeze; ``model`` has Hugging Face's parameter names."""
-    return [parameter for name, parameter in model.named_parameters() if config.trains(name)]
+    """The parameters of ``model`` that are trained; ``model`` has Hugging Face's parameter names, or peft's."""
+    trained = trained_names(model, config)
+    return [parameter for name, parameter in named_parameters(model) if name in trained]
+
+
+def freeze_others(model: Module, config: OptimizerConfig) -> None:
+    """Let the parameters that are trained require gradients, and no others."""
+    trained = trained_names(model, config)
+    for name, parameter in named_parameters(model):
+        parameter.requires_grad_(name in trained)
 
 
 def torch_optimizer(

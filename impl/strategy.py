@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -155,6 +155,22 @@ class Trainable(Protocol):
         ...
 
     def teardown(self) -> None: ...
+
+
+@runtime_checkable
+class Adaptable(Trainable, Protocol):
+    """A trainable whose model can have an adapter (LoRA)."""
+
+    def add_adapter(self, model: Any, folder: Path) -> None:
+        """Add the adapter in ``folder`` (peft's format) to a model that ``load_model`` has returned.
+
+        Then it alone is trained, and ``save_model`` writes it into the folder ADAPTER (conformance.lora).
+        """
+        ...
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        """As ``save_model``, with the adapter added to the weights; the first rank holds the whole model."""
+        ...
 
 
 class Context(Protocol):

@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.lora import ADAPTER
 from conformance.reading import check_file, read_json
 from conformance.validation import UsageError
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*")
+NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*", ADAPTER)
 # folder_code() of the shipped openPangu model. A copy with other Python code or another auto_map has another digest.
 SHIPPED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
 

@@ -15,10 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from conformance.inputs.adapter import write_adapter
 from conformance.inputs.folder import NOT_COPIED, check_model_folder
+from conformance.lora import ADAPTER
 from conformance.paths import resolve
 from conformance.reading import read_json
-from conformance.role import Head, Role
+from conformance.role import POLICY, Head, Role
 from conformance.scenario import Scenario
 from conformance.validation import UsageError, one_line, shown
 
@@ -38,8 +40,11 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     [-0.05, 0.05] and depends on the seed, the role and the name of the tensor. A value model has ``score.weight``
     (1, hidden) instead of the output embedding, and the configuration of transformers' sequence classification with
     one label.
-    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, and
-    where ``out`` has files in it.
+    With adapters, the policy's is written into the folder ADAPTER of ``out``, the base is rounded to bf16, and a frozen
+    reference is the base without the adapter, as it is where adapters are trained.
+
+    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, for
+    an adapter that the model cannot have, and where ``out`` has files in it.
     """
     model = resolve(scenario.model)
     check_model_folder(model)
@@ -48,14 +53,16 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     if any(out.iterdir()):
         raise UsageError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
-    key = f"{scenario.seed} {role.prefix}".strip()
-    if key == "0":
-        for file in files:
-            (out / file.name).symlink_to(file)
-        return out
+    is_base = scenario.lora is not None and (role == POLICY or not role.trained)
+    key = f"{scenario.seed} {'' if is_base else role.prefix}".strip()
+    if scenario.lora and role == POLICY:
+        write_adapter(out / ADAPTER, scenario.lora, weight_shapes(model), key=key)
     twins = _twins(files)
     for file in files:
-        _perturb(file, out / file.name, key=key, twins=twins, head=role.head)
+        if key == "0" and not (is_base and _has_more_digits(file)):
+            (out / file.name).symlink_to(file)
+        else:
+            _perturb(file, out / file.name, key=key, twins=twins, head=role.head, rounded=is_base)
     if role.head == "value":
         _make_value_model(out, key=key)
     return out
@@ -167,11 +174,21 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head) -> None:
+def _has_more_digits(file: Path) -> bool:
+    """Whether tensors of a file have more digits than bf16."""
+    with safe_open(file, framework="pt") as tensors:
+        return any(tensors.get_slice(name).get_dtype() != "BF16" for name in tensors.keys())  # noqa: SIM118
+
+
+def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head, rounded: bool) -> None:
+    """``key`` 0 is for no noise. rounded: to numbers that bf16 has; the dtype stays."""
     with safe_open(source, framework="pt") as tensors:
         metadata = tensors.metadata()
-    names = [name for name in _names(source) if not (head == "value" and name.endswith(HEADS))]
-    changed = {name: _noisy(_tensor(source, name), key=f"{key} {twins.get(name, name)}") for name in names}
+    changed = {}
+    for name in (name for name in _names(source) if not (head == "value" and name.endswith(HEADS))):
+        tensor = _tensor(source, name)
+        tensor = tensor if key == "0" else _noisy(tensor, key=f"{key} {twins.get(name, name)}")
+        changed[name] = tensor.bfloat16().to(tensor.dtype) if rounded and tensor.is_floating_point() else tensor
     save_file(changed, target, metadata=metadata)
 
 

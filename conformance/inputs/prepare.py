@@ -1,6 +1,7 @@
 """Prepare: makes the frozen inputs of a scenario, once per output folder; all cells and the oracle share them."""
 
 import contextlib
+import dataclasses
 import fcntl
 import fnmatch
 import hashlib
@@ -16,8 +17,9 @@ from conformance.inputs.folder import check_model_folder, runs_code
 from conformance.inputs.model import prepare_model
 from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
-from conformance.oracle.decoder import read_decoder
+from conformance.oracle.decoder import Decoder, read_decoder
 from conformance.paths import resolve
+from conformance.role import POLICY
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.validation import UsageError
 
@@ -45,12 +47,13 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     # A model that no oracle can compute cannot be judged, so it is refused here.
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     decoder = read_decoder(source, disable_dropout=disable, trusted=trusted)
-    check_frozen(scenario)
+    check_trained(scenario, decoder)
     models = {}
     with locked(folder / "lock"):
         for role in scenario.objective.roles:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
-            model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head)}"
+            adapted = [] if scenario.lora is None else [dataclasses.asdict(scenario.lora)]
+            model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head, *adapted)}"
             if not model.exists():
                 decoder.check_weights(source)
                 with complete_or_nothing(model) as unfinished:
@@ -71,23 +74,22 @@ def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
     return build(scenario, model)
 
 
-def check_frozen(scenario: Scenario) -> None:
-    """Raises UsageError if a pattern of frozen parameters matches no parameter, or if no parameter is left to train."""
-    if not scenario.optimizer.frozen:
-        return
-    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
-    decoder = read_decoder(resolve(scenario.model), disable_dropout=disable, trusted=trusted)
+def check_trained(scenario: Scenario, decoder: Decoder) -> None:
+    """Raises UsageError for adapters that the model cannot have, if a pattern of frozen parameters matches no parameter
+    that would be trained without it, and if no parameter is left to train."""
     for role in scenario.objective.roles:
         if not role.trained:
             continue
         names = decoder.parameter_names(role.head)
+        if scenario.lora and role == POLICY:
+            names = decoder.adapted(scenario.lora).adapter_names
         for pattern in scenario.optimizer.frozen:
             if not fnmatch.filter(names, pattern):
                 raise UsageError(
-                    f"optimizer.frozen names {pattern!r}, which no parameter of {scenario.model_name} matches; "
-                    f"names look like {', '.join([*names][:3])}"
+                    f"optimizer.frozen names {pattern!r}, which no parameter of {scenario.model_name} that is trained "
+                    f"matches; names look like {', '.join([*names][:3])}"
                 )
-        if not any(map(scenario.optimizer.trains, names)):
+        if not any(scenario.trains(role, name) for name in names):
             raise UsageError(f"optimizer.frozen leaves nothing of {role.name} to train; freeze less")
 
 

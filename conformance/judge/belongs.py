@@ -92,7 +92,7 @@ def _check_leg(record: Record, *, is_first: bool) -> None:
         raise RecordError(f"{record.path} does not say which ZeRO stage the backend has by default; {AGAIN}")
     if (optimizer := record.header.get("optimizer")) not in (("new",) if is_first else ("new", "loaded")):
         raise RecordError(f"{record.path} says of its optimizer {optimizer!r}, which cannot be; {AGAIN}")
-    loads = ("",) if optimizer == "new" else ("checkpoint", "state")
+    loads = ("", *(() if is_first else ("merge",))) if optimizer == "new" else ("checkpoint", "state")
     if record.header.get("loads") not in loads:
         raise RecordError(f"{record.path} says that it loads {record.header.get('loads')!r}, which cannot be; {AGAIN}")
     if "leaks" not in record.footer:

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from conformance.judge.handed import bound_of, end_of, generators
 from conformance.judge.strips import strip_of
 from conformance.judge.tolerance import (
     FLOOR,
@@ -52,7 +53,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
         for m in _tensors(o, -1, named(start.own, o.key), named(start.reference, o.key))
     ]
     for before, after in pairwise(legs):
-        found += _handed_over(before, after, observables)
+        found += _handed_over(before, after, observables, start)
     steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
     for reference in oracle.steps:
@@ -68,7 +69,9 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
     return found
 
 
-def _handed_over(before: Record, after: Record, observables: Sequence[Observable]) -> Iterator[Measurement]:
+def _handed_over(
+    before: Record, after: Record, observables: Sequence[Observable], start: _Start
+) -> Iterator[Measurement]:
     """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
 
     It is told at the step that comes next. Training state and generators are handed over where the optimizer is. What
@@ -81,8 +84,9 @@ def _handed_over(before: Record, after: Record, observables: Sequence[Observable
         own, reference = named(first, o.key), named(last, o.key)
         if o.when == "loaded":
             # A model that is not trained is recorded as loaded only.
+            reference = end_of(before, after, o.key, reference, named(start.own, o.key))
             for found in _tensors(o, number, own, reference or named(before.loaded.tensors(), o.key)):
-                yield found if o.rounded else replace(found, fixed=0.0)
+                yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
         elif o.when == "handover" and o.kind == "tensors" and goes_on:
             for found in _tensors(o, number, own, reference):
                 yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
@@ -90,25 +94,8 @@ def _handed_over(before: Record, after: Record, observables: Sequence[Observable
                 if own[name].dtype != reference[name].dtype:
                     dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
                     yield _infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
-        elif o.when == "handover" and o.kind == "evidence" and goes_on and _same_ranks(before, after):
-            yield from _generators(o, number, after.loaded.line["generators"], end.line["generators"])
-
-
-def _same_ranks(before: Record, after: Record) -> bool:
-    """Whether each rank goes on with its own work, and so with its own random numbers."""
-    same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
-    return same and after.header["loads"] == "checkpoint"
-
-
-def _generators(
-    observable: Observable, step: int, own: Sequence[Mapping[str, str]], reference: Sequence[Mapping[str, str]]
-) -> Iterator[Measurement]:
-    """Digests are equal or not: there is no distance between the states of two generators."""
-    for rank, (mine, theirs) in enumerate(zip(own, reference, strict=True)):
-        for name, digest in theirs.items():
-            error = 0.0 if mine.get(name) == digest else math.inf
-            what = f"{name} of rank {rank}"
-            yield Measurement(stage=observable.stage, tensor=what, step=step, error=error, fixed=0.0)
+        elif o.when == "handover" and o.kind == "evidence" and goes_on:
+            yield from generators(o, before, after, number)
 
 
 def _gaps(

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from conformance.inputs.model import weight_shapes
+from conformance.lora import LoraConfig
 from conformance.oracle.architecture import FAMILIES, Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, check_shapes, forward, load_weights, parameter_shapes
+from conformance.oracle.lora import adapter_shapes, load_adapter, lora_of, merged
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.reading import read_json
@@ -43,7 +45,20 @@ class Decoder(Protocol):
     def second_class(self) -> str: ...
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
-        """The names of all parameters with this head, in the model's order."""
+        """The names of all parameters with this head, in the model's order, without those of adapters."""
+        ...
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the parameters of its adapters; empty without any."""
+        ...
+
+    def adapted(self, lora: LoraConfig) -> "Decoder":
+        """The same with adapters. Raises UsageError where it can have none, or not these."""
+        ...
+
+    def merged(self, weights: Weights) -> Weights:
+        """The weights of a model without adapters that computes the same."""
         ...
 
     def check_weights(self, folder: Path) -> None:
@@ -91,6 +106,22 @@ class Written:
     def parameter_names(self, head: Head) -> tuple[str, ...]:
         return tuple(parameter_shapes(replace(self.architecture, value_head=head == "value")))
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(self._adapter_shapes())
+
+    def _adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        lora = self.architecture.lora
+        return adapter_shapes(lora, parameter_shapes(self.architecture)) if lora else {}
+
+    def adapted(self, lora: LoraConfig) -> "Written":
+        part = lora_of(lora, parameter_shapes(self.architecture))
+        return replace(self, architecture=replace(self.architecture, lora=part))
+
+    def merged(self, weights: Weights) -> Weights:
+        assert self.architecture.lora
+        return merged(weights, self.architecture.lora)
+
     def check_weights(self, folder: Path) -> None:
         check_shapes(weight_shapes(folder), self.architecture, str(folder))
 
@@ -99,6 +130,8 @@ class Written:
 
     def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
         weights = {name: w.to(device) for name, w in load_weights(folder, self.architecture, dtype).items()}
+        if adapters := self._adapter_shapes():
+            weights |= {name: w.to(device) for name, w in load_adapter(folder, adapters, dtype).items()}
         return variant.loaded(weights, self.architecture, trained=trained)
 
     def forward(

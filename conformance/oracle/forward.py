@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.attention import hidden_keys
 from conformance.oracle.layer import decoder_layer, layer_shapes
+from conformance.oracle.lora import adapted
 from conformance.oracle.norm import rms_norm
 from conformance.oracle.parts import Architecture
 from conformance.oracle.policy import Policy as Policy
@@ -98,7 +99,8 @@ def forward(
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
         table, hidden = tables[layer.attention.rotary], masks[layer.attention.window]
-        x = decoder_layer(x, own, layer, a.norm, table=table, hidden=hidden, policy=policy, module=tap.inside(prefix))
+        module = adapted(tap.inside(prefix), own, a.lora)
+        x = decoder_layer(x, own, layer, a.norm, table=table, hidden=hidden, policy=policy, module=module)
     x = tap.module("model.norm", partial(rms_norm, weight=w["model.norm.weight"], norm=a.norm, policy=policy), x)
     if a.value_head:
         return tap.module("score", lambda x: x @ w["score.weight"].T, x)

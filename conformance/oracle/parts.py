@@ -92,6 +92,16 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters: of each linear layer in ``targets``, by its name, two matrices of this ``rank``, whose product is added
+    times ``scale``."""
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where a layer has norms, by the names of their weights: before and after attention and the feed-forward.
 
@@ -135,7 +145,7 @@ class Architecture:
     norm: of all norms of the model. embedding_scale multiplies the embeddings. final_softcap c: logits become
     c tanh(logits / c). As an input, padding_token gives no gradient to its embedding (torch.nn.Embedding's padding_idx,
     which transformers always sets). value_head: one number per token, by a linear without bias on the last hidden
-    state, instead of logits.
+    state, instead of logits. lora: the adapters; None without any.
     """
 
     vocab_size: int
@@ -147,3 +157,4 @@ class Architecture:
     embedding_scale: float = 1.0
     final_softcap: float | None = None
     value_head: bool = False
+    lora: Lora | None = None

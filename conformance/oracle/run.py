@@ -33,7 +33,7 @@ from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.tensors import RecordWriter
-from conformance.role import Role
+from conformance.role import POLICY, Role
 from conformance.run.exact import exact_tier
 from conformance.scenario import Scenario, scenario_to_json
 
@@ -96,6 +96,7 @@ def run_oracle(
     out: Path,
     policy_name: PolicyName,
     restarts: Sequence[int] = (),
+    merges: Sequence[int] = (),
     defects: tuple[Defect, ...] = (),
     device: str = "cpu",
     trusted: bool = False,
@@ -107,7 +108,8 @@ def run_oracle(
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
     attention kernel or ("-plain") by the formula. A precision's error is
     that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
-    schedule begin anew, because the cell goes on from exported weights there. ``defects``: what the run gets wrong, as
+    schedule begin anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's
+    adapter is added to the base, and begins anew as well. ``defects``: what the run gets wrong, as
     a library is known to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
@@ -128,7 +130,7 @@ def run_oracle(
             _header(scenario, policy_name, loaded, defects),
             observables=all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None),
         )
-        _train(scenario, loaded, batches, writer, policy, variant, restarts)
+        _train(scenario, loaded, batches, writer, policy, variant, restarts, merges)
 
 
 def observe_step(
@@ -166,12 +168,14 @@ def _load(
     role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str, trusted: bool
 ) -> Model:
     disable = scenario.objective.disable_dropout
-    decoder = read_decoder(folder, disable_dropout=disable, trusted=trusted).varied(variant)
+    decoder = read_decoder(folder, disable_dropout=disable, trusted=trusted)
+    if scenario.lora and role == POLICY:
+        decoder = decoder.adapted(scenario.lora)
+    decoder = decoder.varied(variant)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
     weights = decoder.load(folder, held, variant, trained=role.trained, device=device)
-    trains = scenario.optimizer.trains
-    trained = frozenset(name for name in weights if role.trained and trains(name.removeprefix(UNNAMED)))
+    trained = frozenset(name for name in weights if scenario.trains(role, name.removeprefix(UNNAMED)))
     return Model(role=role, decoder=decoder, weights=weights, trained=trained)
 
 
@@ -197,13 +201,17 @@ def _train(
     policy: Policy,
     variant: Variant,
     restarts: Sequence[int],
+    merges: Sequence[int],
 ) -> None:
     started = time.perf_counter()
     writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
+    adapters = {model.role.name: {n: model.weights[n] for n in model.decoder.adapter_names} for model in models}
     for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy, variant)):
         step_started = time.perf_counter()
         if step in restarts:
             _begin(scenario, models)
+        for model in (model for model in models if step in merges and adapters[model.role.name]):
+            model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
         observed = observe(batch, models, scenario.objective, policy, variant)
         values, tensors = dict(observed.values), dict[str, Tensor]()
         for key, rows in observed.rows.items():

@@ -19,6 +19,7 @@ def run(
     out: str,
     policy: PolicyName,
     restarts: list[int],
+    merges: list[int],
     defects: list[dict[str, Any]],
     trusted: bool,
 ) -> None:
@@ -31,6 +32,7 @@ def run(
         out=Path(out),
         policy_name=policy,
         restarts=restarts,
+        merges=merges,
         defects=parse_defects(defects),
         device=rank.device,
         trusted=trusted,

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -20,6 +20,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from conformance.inputs.folder import runs_code
 from conformance.inputs.model import weight_files
+from conformance.lora import LoraConfig
 from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
@@ -91,6 +92,19 @@ class TransformersDecoder:
 
     def check_weights(self, folder: Path) -> None:
         self._loaded(folder, "meta", self._config.dtype or torch.float32)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return ()
+
+    def adapted(self, lora: LoraConfig) -> NoReturn:
+        raise UsageError(
+            f"the oracle knows adapters of the architectures that it computes itself, and {self._class.__name__} is "
+            f"none of them; leave lora out, or use a model of docs/adding-a-model.md"
+        )
+
+    def merged(self, weights: Weights) -> NoReturn:
+        raise AssertionError("a second-class oracle has no adapters")
 
     def varied(self, variant: Variant) -> "TransformersDecoder":
         return self

@@ -16,7 +16,7 @@ from conformance.rl import PolicyGradient
 from conformance.scenario import Scenario, scenario_to_json
 from conformance.validation import UsageError
 
-Handover = Literal["checkpoint", "state", "export"]
+Handover = Literal["checkpoint", "state", "export", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Leg:
     save: ``checkpoint``: the full training state in the backend's own format; the next leg continues from it.
         ``state``: the same in the format that all backends read.
         ``export``: one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
+        ``merge``: the same with the policy's adapter added to its weights; the next leg starts with the adapter that
+        the first one started with, on this new base (as in ReLoRA, arXiv 2307.05695).
         None: nothing is saved, in the last leg only.
     """
 
@@ -83,6 +85,11 @@ class Cell:
         if self.legs[-1].save:
             raise UsageError(f"the last leg of {name} saves, but no leg follows; add a leg, or leave out its save")
         for before, after in pairwise(self.legs):
+            if before.save == "merge" and not self.scenario.lora:
+                raise UsageError(
+                    f"{name} merges adapters, and scenario {self.scenario.name} has none; use another scenario, such "
+                    f'as sft-lora, or save = "export"'
+                )
             if before.save is None:
                 raise UsageError(
                     f'a leg of {name} saves nothing for the next; give it save = "checkpoint", "state" or "export"'
@@ -129,14 +136,21 @@ class Cell:
     def restarts(self) -> tuple[int, ...]:
         """The steps at which optimizer and schedule start anew, because their leg starts from exported weights."""
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
-        return tuple(step for before, step in pairs if before.save == "export")
+        return tuple(step for before, step in pairs if before.save in ("export", "merge"))
+
+    @property
+    def merges(self) -> tuple[int, ...]:
+        """Those of ``restarts`` at which the adapter has been merged into the base."""
+        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        return tuple(step for before, step in pairs if before.save == "merge")
 
     @property
     def asked_of_oracle(self) -> list[Any]:
         """What the oracle is asked for this cell, as JSON values; its precision is of the cell, not of the oracle."""
         scenario = scenario_to_json(self.scenario.reference)
         parts: list[Any] = [{key: value for key, value in scenario.items() if key not in ("name", "precision")}]
-        return [*parts, list(self.restarts)] if self.restarts else parts
+        merges = [list(self.merges)] if self.merges else []
+        return [*parts, list(self.restarts), *merges] if self.restarts else parts
 
     @property
     def plain(self) -> "Cell":

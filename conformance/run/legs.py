@@ -154,7 +154,8 @@ def leg_arguments(
     leg = cell.legs[number]
     models = {role: str(path) for role, path in inputs.models.items()}
     loads = cell.legs[number - 1].save if number else None
-    if loads == "export":
+    merged = loads == "merge"
+    if loads in ("export", "merge"):
         models = {role: str(saved_before / role) for role in models} if saved_before else models
         loads = None
     return {
@@ -167,6 +168,7 @@ def leg_arguments(
         "first_step": cell.first_steps[number],
         "steps": leg.steps,
         "load": [loads, str(saved_before)] if loads else None,
+        "merged": merged,
         "save": [leg.save, str(folder / "saved")] if leg.save else None,
         "record": str(folder / "record"),
         "planted": list(cell.faults),

@@ -24,6 +24,7 @@ import torch
 from conformance import oracle
 from conformance.defect import Defect, defects_to_json
 from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
+from conformance.lora import ADAPTER
 from conformance.oracle.decoder import is_written
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
@@ -134,6 +135,7 @@ class Oracles:
                 "out": str(out),
                 "policy": policy,
                 "restarts": list(cell.restarts),
+                "merges": list(cell.merges),
                 "defects": defects_to_json(defects),
                 "trusted": cell.scenario.trust_remote_code,
             },
@@ -194,13 +196,14 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Dev
     sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}
     package = Path(oracle.__file__).parent
     files = [inputs.batches, *sorted(package.glob("*.py")), *sorted(Path(source) for source in sources if source)]
-    files += [package.parent / name for name in ("batch.py", "defect.py", "observable.py", "scenario.py")]
+    files += [package.parent / name for name in ("batch.py", "defect.py", "lora.py", "observable.py", "scenario.py")]
     files += [package.parent / "record" / name for name in ("format.py", "tensors.py")]
     for role, folder in sorted(inputs.models.items()):
         digest.update(role.encode())
         files += sorted(
             file for file in folder.iterdir() if file.name == "config.json" or file.suffix in (".safetensors", ".py")
         )
+        files += sorted((folder / ADAPTER).glob("*"))
     for file in files:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())

@@ -70,6 +70,8 @@ class Refusals:
             return adapter
         if kind not in adapter.traits.objectives:
             return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
+        if scenario.lora and "export_merged" not in adapter.traits.methods:
+            return Verdict(state="unsupported", reason=f"{name} has no export_merged, so it trains no adapters (lora)")
         for fault in map(find_fault, cell.faults):
             if fault.seam not in adapter.traits.seams:
                 reason = f"fault {fault.name!r} is not plantable: {name} does not name the seam {fault.seam!r}"

@@ -6,8 +6,9 @@ several ranks hold (claim 3), and in the exact tier prevents the libraries' sile
 
 import contextlib
 import platform
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +22,12 @@ from conformance.asking import package_version
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.layout import Layout
+from conformance.lora import ADAPTER
 from conformance.objective import all_observables
 from conformance.observable import STATE_KINDS, Observable, model_key, unobserved_step
 from conformance.plan.cell import Handover
 from conformance.record.tensors import RecordWriter
-from conformance.role import Role
+from conformance.role import POLICY, Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.generators import generator_digests, seed_generators
@@ -47,6 +49,7 @@ def run_leg(
     first_step: int,
     steps: int,
     load: tuple[Literal["checkpoint", "state"], str] | None,
+    merged: bool,
     save: tuple[Handover, str] | None,
     record: str,
     planted: list[str],
@@ -54,14 +57,15 @@ def run_leg(
 ) -> dict[str, int]:
     """Run one leg and write its record at ``record``. Called in every rank; all arguments are plain JSON values.
 
-    models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder.
+    models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder. merged: the leg
+    before has merged its adapter into the weights that this one begins with.
     planted: names of the faults to plant. trace: a step whose activations are captured, and the folder that gets them.
     Returns how often each planted fault was called in this rank.
     """
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
-        begins = header(cell, adapter, config, layout, loads=load[0] if load else "")
+        begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
         observer = _Observer(rank, config, begins, Path(record), first_step)
         # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
@@ -97,7 +101,7 @@ def run_leg(
                 observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
         if save:
             rank.beat("save")
-            _save(rank, backend, config, *save)
+            _save(rank, backend, config, folders, *save)
         rank.beat("teardown")
         backend.teardown()
         dp, parts = Layout.parse(layout).dp, config.accumulation
@@ -106,7 +110,9 @@ def run_leg(
         return dict(calls)
 
 
-def _save(rank: RankContext, backend: Backend, scenario: Scenario, what: Handover, folder: str) -> None:
+def _save(
+    rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, folder: str
+) -> None:
     path = Path(folder)
     if rank.rank == 0:
         path.mkdir()
@@ -117,21 +123,29 @@ def _save(rank: RankContext, backend: Backend, scenario: Scenario, what: Handove
         backend.export_state(path)
     else:
         for role in scenario.objective.roles:
-            backend.export(path / role.name, role.name)
+            merges = what == "merge" and role == POLICY
+            (backend.export_merged if merges else backend.export)(path / role.name, role.name)
+        if what == "merge" and rank.rank == 0:  # on the new base, the next leg begins with the same adapter again
+            shutil.copytree(models[POLICY.name] / ADAPTER, path / POLICY.name / ADAPTER)
 
 
 def header(
-    cell: str, adapter: type[Backend], scenario: Scenario, layout: str, *, loads: Literal["", "checkpoint", "state"]
+    cell: str,
+    adapter: type[Backend],
+    scenario: Scenario,
+    layout: str,
+    *,
+    loads: Literal["", "checkpoint", "state", "merge"],
 ) -> dict[str, Any]:
     """The header of the leg's record: cell, backend, scenario, layout, environment, and ``loads``, the kind of training
-    state that the leg continues from (empty: none)."""
+    state that the leg continues from, or a merge of the adapter into its weights (empty: neither)."""
     info = adapter.describe()
     return {
         "cell": cell,
         "backend": {"name": info.name, "url": info.url, "default_zero": info.default_zero},
         "scenario": scenario_to_json(scenario),
         "layout": layout,
-        "optimizer": "loaded" if loads else "new",
+        "optimizer": "loaded" if loads in ("checkpoint", "state") else "new",
         "loads": loads,
         "environment": {
             "backend-parity": conformance.__version__,

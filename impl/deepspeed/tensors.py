@@ -21,6 +21,7 @@ from deepspeed.utils import (
 from conformance.backend import NamedTensors, Shard, TensorKind
 from impl.deepspeed.place import RankPlace, ReadRegion, cut_of
 from impl.deepspeed.stepped import SteppedTensors
+from impl.lora import named_parameters
 from impl.training_state import WrittenKind
 
 
@@ -39,7 +40,7 @@ class EngineTensors:
         """Yield (Hugging Face name, full tensor), one parameter at a time; a step count has no dimensions."""
         if kind not in ("weight", "gradient"):
             self._stepped.link_state()
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in named_parameters(self._engine.module):
             if not parameter.requires_grad:
                 if kind == "weight":
                     yield name, self._place.whole(parameter, _computed_with(parameter))
@@ -56,7 +57,7 @@ class EngineTensors:
     @torch.no_grad()
     def write(self, kind: WrittenKind, read: ReadRegion) -> None:
         """Overwrite one state of the optimizer or, for ``weight``, masters and compute weights; collective."""
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in named_parameters(self._engine.module):
             if not parameter.requires_grad:
                 if kind == "weight":
                     _, own = _own_computed_with(parameter, self._place)
@@ -73,7 +74,7 @@ class EngineTensors:
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in named_parameters(self._engine.module):
             if parameter.requires_grad:
                 own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
             else:
@@ -142,13 +143,13 @@ class FrozenTensors:
     def named(self, kind: TensorKind) -> NamedTensors:
         """Full weights in float32 (float64 in the exact tier), one at a time."""
         assert kind == "weight", "a frozen model has no gradients"
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in named_parameters(self._model):
             yield name, self._place.whole(parameter, _computed_with(parameter))
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         assert kind == "weight", "a frozen model has no gradients"
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in named_parameters(self._model):
             region, own = _own_computed_with(parameter, self._place)
             yield Shard(name, self._place.part(parameter) + region, own.detach())
 

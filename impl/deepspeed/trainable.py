@@ -31,10 +31,18 @@ from impl.deepspeed.settings import cutting_settings, frozen_settings, training_
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import SliceReader
+from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
-from impl.model_folder import Dtype, write_model
+from impl.model_folder import Dtype, write_merged, write_model
 from impl.models import load_model
-from impl.optimizers import learning_rates, parameter_groups, set_schedule, torch_optimizer, trained_parameters
+from impl.optimizers import (
+    freeze_others,
+    learning_rates,
+    parameter_groups,
+    set_schedule,
+    torch_optimizer,
+    trained_parameters,
+)
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
@@ -56,6 +64,7 @@ class DeepspeedTrainable:
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
     skipped: bool = False
+    adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "DeepspeedContext", head: Head) -> None:
         self.context, self.head = context, head
@@ -74,6 +83,9 @@ class DeepspeedTrainable:
         assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
         return model
 
+    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.adapted = load_adapter(model, folder)
+
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
@@ -91,8 +103,7 @@ class DeepspeedTrainable:
             model_parameters=self._parameter_groups(model, optimizer) if own else None,
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
-        for name, parameter in model.named_parameters():  # not earlier, because AutoTP registers gradient hooks
-            parameter.requires_grad_(optimizer.trains(name))
+        freeze_others(model, optimizer)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = tensors = EngineTensors(self.engine, self._place())
         if weights:
             tensors.write("weight", lambda name, start, shape: _region(weights[name], start, shape))
@@ -140,7 +151,7 @@ class DeepspeedTrainable:
         compute = HALF_DTYPES.get(self.context.config.precision)
         if compute is None:
             return {}
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
         if "shipped" not in self.options:
             return weights
         return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
@@ -300,7 +311,11 @@ class DeepspeedTrainable:
         return engine_cut(config.layout, config.precision, optimizer=optimizer)
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
         self.engine.destroy()

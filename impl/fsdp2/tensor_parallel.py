@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -24,7 +25,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
+from conformance.validation import UsageError
 from impl.families import WHOLE_OUTPUTS
+from impl.lora import NAME, is_adapted
 
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
@@ -62,6 +65,7 @@ def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool)
     plan = {**model.tp_plan, **({"model.embed_tokens": "embedding_rowwise"} if tied else {})}
     head_norms = [] if shipped else [key for key, style in plan.items() if style == _HEAD_NORM_STYLE]
     plan = {key: style for key, style in plan.items() if key not in head_norms}
+    plan = {name: style for key, style in plan.items() for name, style in _with_adapter(model, key, style)}
     if "tp_plan" in inspect.signature(hf.apply_tensor_parallelism).parameters:
         hf.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
     else:  # transformers 5.17 reads the plan from the model
@@ -105,7 +109,8 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
         )
     parallelize_module(model, mesh, outside)
     for layer in model.model.layers:
-        parallelize_module(layer, mesh, _layer_plan(kind, stream=stream, sequence=sequence))
+        plan = _layer_plan(kind, stream=stream, sequence=sequence)
+        parallelize_module(layer, mesh, _with_adapters(layer, plan, sequence=sequence))
     if sequence:  # the residual stream is sharded where it enters the first layer
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         parallelize_module(model.model.layers[0], mesh, cut)
@@ -165,6 +170,46 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
         plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
         plan |= {name: SequenceParallel(use_local_output=True) for name in LAYER_NORMS[kind]}
     return plan
+
+
+def _with_adapters(
+    layer: torch.nn.Module, plan: dict[str, ParallelStyle], *, sequence: bool
+) -> dict[str, ParallelStyle]:
+    """The plan of a layer in which linear layers may have adapters, which are cut as their layer is.
+
+    Of a layer that is cut along its outputs, B is cut so as well, and of one that is cut along its inputs A is. The
+    other matrix, which meets the rank's numbers in between, is whole on every rank.
+    """
+    found: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        if not is_adapted(layer.get_submodule(name)):
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        if isinstance(style, ColwiseParallel):
+            found[f"{name}.lora_B.{NAME}"] = style
+        else:
+            assert isinstance(style, RowwiseParallel)
+            found[f"{name}.lora_A.{NAME}"] = RowwiseParallel(input_layouts=style.input_layouts[0])
+            if sequence:
+                found[f"{name}.lora_B.{NAME}"] = PrepareModuleOutput(
+                    output_layouts=Replicate(), desired_output_layouts=Shard(1)
+                )
+    return found
+
+
+def _with_adapter(model: PreTrainedModel, key: str, style: str) -> list[tuple[str, str]]:
+    """The keys and styles of what a key of a model's plan names, where linear layers may have adapters."""
+    named = _matching(model, key)
+    if not any(map(is_adapted, named)):
+        return [(key, style)]
+    if not all(map(is_adapted, named)):
+        raise UsageError(
+            f"the model's tensor-parallel plan cuts {key}, and some of these layers have an adapter and some have none; "
+            f"use the layout option 'plan', or adapters on all of them"
+        )
+    part = "lora_B" if "colwise" in style else "lora_A"
+    return [(f"{key}.base_layer", style), (f"{key}.{part}.{NAME}", style)]
 
 
 def _untie(model: PreTrainedModel) -> bool:

@@ -28,10 +28,12 @@ from impl.files import SliceReader
 from impl.fsdp2 import distributed_checkpoint, norm
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
+from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
-from impl.model_folder import Dtype, write_model
+from impl.model_folder import Dtype, write_merged, write_model
 from impl.models import load_model
 from impl.optimizers import (
+    freeze_others,
     learning_rates,
     parameter_groups,
     read_progress,
@@ -63,6 +65,7 @@ class Fsdp2Trainable:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
     skipped: bool = False
+    adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         self.context, self.head = context, head
@@ -83,6 +86,9 @@ class Fsdp2Trainable:
         trusted = self.context.config.trust_remote_code
         return load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
+    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.adapted = load_adapter(model, folder)
+
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
@@ -99,8 +105,7 @@ class Fsdp2Trainable:
         if optimizer is None:  # not earlier, because the plans make new parameters, which require gradients
             model.eval().requires_grad_(False)
         else:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(optimizer.trains(name))
+            freeze_others(model, optimizer)
         self._shard(model)
         if optimizer is not None:
             self.max_grad_norm = optimizer.max_grad_norm
@@ -224,7 +229,7 @@ class Fsdp2Trainable:
             yield from read_progress(self.scheduler, self.scaler)
             return
         if kind == "step":
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in named_parameters(self.model):
                 if "step" in (state := self.optimizer.state.get(parameter, {})):
                     yield name, torch.tensor(float(state["step"]), dtype=torch.float64)
             return
@@ -245,7 +250,7 @@ class Fsdp2Trainable:
             yield Shard(name, ".".join(cut) or "full", tensor.to_local())
 
     def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model):
             if kind == "weight":
                 yield name, cast(DTensor, parameter.detach())
             elif kind == "gradient" and parameter.requires_grad:
@@ -255,7 +260,7 @@ class Fsdp2Trainable:
                 yield name, cast(DTensor, state[kind])
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model):
             if kind == "weight":
                 write_region(cast(DTensor, parameter), name, read)
             elif parameter.requires_grad and kind == "step":
@@ -314,7 +319,11 @@ class Fsdp2Trainable:
         self.scaler.load_state_dict(state["scaler"])
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
         for name in ("model", "optimizer", "scheduler"):

@@ -74,6 +74,8 @@ class MegatronBackend(StrategyBackend):
             return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
         if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
+        if scenario.lora:
+            return Unsupported("megatron-core has no adapters, and peft knows none of its layers here; use fsdp2")
         schedule = scenario.schedule
         if schedule.name == "cosine" and scenario.steps > schedule.total_steps + 1:
             return Unsupported(

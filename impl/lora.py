@@ -1,0 +1,85 @@
+"""LoRA by the library peft: adapters in a Hugging Face model, the names of its parameters, and files.
+
+A model's folder has its adapter in the folder ADAPTER, in peft's format. peft puts a module of its own in the place of
+each adapted linear layer, which changes names: ``q_proj.weight`` is ``q_proj.base_layer.weight`` then, and its adapter
+``q_proj.lora_A.default.weight``. All others here see the names that both have in files, without these two parts.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, is_adapter
+from conformance.scenario import OptimizerConfig
+from conformance.validation import UsageError
+
+NAME = "default"  # what peft calls the only adapter of a model
+INSTALL = "pip install 'backend-parity[lora]'"
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("peft") is not None
+
+
+def load_adapter(model: torch.nn.Module, folder: Path) -> Any:
+    """Add the adapter in ``folder`` to ``model``, in place and in the model's dtype; returns peft's PeftModel of it.
+
+    Only the adapter requires gradients then. Raises UsageError without peft.
+    """
+    if not is_installed():
+        raise UsageError(f"adapters need the package peft; run: {INSTALL}")
+    import peft
+
+    # By default, peft reads files onto the first GPU, on every rank.
+    return peft.PeftModel.from_pretrained(
+        model, str(folder), adapter_name=NAME, is_trainable=True, autocast_adapter_dtype=False, torch_device="cpu"
+    )
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Whether peft has put this module in the place of a linear layer."""
+    return hasattr(module, "base_layer")
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a model, with or without an adapter, under the names that they have in files."""
+    for name, parameter in model.named_parameters():
+        for part in PARTS:
+            name = name.replace(f".{part}.{NAME}.", f".{part}.")
+        yield name.replace(".base_layer.", "."), parameter
+
+
+def trained_names(model: torch.nn.Module, config: OptimizerConfig) -> frozenset[str]:
+    """The names of the parameters that are trained: those that ``config`` does not freeze, of a model with an adapter
+    only those of the adapter."""
+    names = [name for name, _ in named_parameters(model)]
+    candidates = [name for name in names if is_adapter(name)] or names
+    return frozenset(name for name in candidates if config.trains(name))
+
+
+def write_adapter(folder: Path, adapted: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write an adapter with these weights as peft does; in one process. ``adapted``: what ``load_adapter`` returned."""
+    live = {}
+    for name, tensor in weights.items():
+        module, part, _ = name.rsplit(".", 2)
+        live[f"{FILE_PREFIX}{module}.{part}.{NAME}.weight"] = tensor
+    adapted.save_pretrained(str(folder), state_dict=live, save_embedding_layers=False)
+
+
+def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of ``model`` with the adapter in ``folder`` added to them; in one process, which needs all of it."""
+    merged = load_adapter(model, folder).merge_and_unload()
+    return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+
+
+def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the adapter in ``folder``, by name; only the header of its file is read."""
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as tensors:
+        return {
+            name.removeprefix(FILE_PREFIX): tuple(tensors.get_slice(name).get_shape())
+            for name in tensors.keys()  # noqa: SIM118
+        }
