@@ -188,6 +188,10 @@ def _with_adapters(
         found[f"{name}.base_layer"] = style
         if isinstance(style, ColwiseParallel):
             found[f"{name}.lora_B.{NAME}"] = style
+            if sequence:  # attention and MLP hand on the whole sequence as a DTensor
+                found[f"{name}.lora_A.{NAME}"] = PrepareModuleInput(
+                    input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),), use_local_output=True
+                )
         else:
             assert isinstance(style, RowwiseParallel)
             found[f"{name}.lora_A.{NAME}"] = RowwiseParallel(input_layouts=style.input_layouts[0])
@@ -205,8 +209,8 @@ def _with_adapter(model: PreTrainedModel, key: str, style: str) -> list[tuple[st
         return [(key, style)]
     if not all(map(is_adapted, named)):
         raise UsageError(
-            f"the model's tensor-parallel plan cuts {key}, and some of these layers have an adapter and some have none; "
-            f"use the layout option 'plan', or adapters on all of them"
+            f"the model's tensor-parallel plan cuts {key}, and some of these layers have an adapter and some have none; use "
+            f" the layout option 'plan', or adapters on all of them"
         )
     part = "lora_B" if "colwise" in style else "lora_A"
     return [(f"{key}.base_layer", style), (f"{key}.{part}.{NAME}", style)]
