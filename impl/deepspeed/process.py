@@ -141,6 +141,23 @@ def any_dtype() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def adapted_layers_opened() -> Iterator[None]:
+    """Let AutoTP go into the layers of peft.
+
+    It takes what has a two-dimensional ``weight`` for a linear layer, as a layer of peft with its property of this name
+    does, and puts its own linear layer there, without the adapter (docs/findings/deepspeed-autotp-adapters.md).
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    original = BaseTunerLayer.weight
+    del BaseTunerLayer.weight
+    try:
+        yield
+    finally:
+        BaseTunerLayer.weight = original
+
+
+@contextlib.contextmanager
 def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
     """Make transformers load models under ``zero.Init``, which partitions the weights one by one."""
     held = hf.HfDeepSpeedConfig(settings)  # transformers keeps a weak reference to it

@@ -4,10 +4,28 @@ from typing import Any
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
+from impl.lora import NAME
 from impl.strategy import ContextConfig
 
 DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
 NEVER = 10**9  # steps
+
+
+# How AutoTP cuts linear layers and their adapters. Of itself it takes A and B for layers like others, and cuts both. The
+# other one of a pair, which meets the rank's numbers in between, is whole on every rank.
+ADAPTED = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {
+            "patterns": [rf".*\.(q|k|v|gate|up)_proj(\.base_layer|\.lora_B\.{NAME})?\.weight$"],
+            "partition_type": "column",
+        },
+        {
+            "patterns": [rf".*\.(o|down)_proj(\.base_layer|\.lora_A\.{NAME})?\.weight$"],
+            "partition_type": "row",
+        },
+    ],
+}
 
 
 def zero_stage(layout: Layout) -> int:
@@ -24,10 +42,10 @@ def summing_dtype(config: ContextConfig) -> str:
     return "fp32"
 
 
-def training_settings(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The configuration of an engine that trains."""
+def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, adapted: bool = False) -> dict[str, Any]:
+    """The configuration of an engine that trains. ``adapted``: its model has an adapter of peft."""
     settings: dict[str, Any] = {
-        **cutting_settings(config),
+        **cutting_settings(config, adapted=adapted),
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
@@ -63,7 +81,7 @@ def frozen_settings(config: ContextConfig) -> dict[str, Any]:
     return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
-def cutting_settings(config: ContextConfig) -> dict[str, Any]:
+def cutting_settings(config: ContextConfig, *, adapted: bool = False) -> dict[str, Any]:
     """The settings that all engines share.
 
     The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
@@ -76,6 +94,8 @@ def cutting_settings(config: ContextConfig) -> dict[str, Any]:
     if config.layout.tp > 1:
         # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
         settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
+        if adapted:
+            settings["tensor_parallel"]["partition_config"] = ADAPTED
     return settings
 
 

@@ -95,7 +95,7 @@ class DeepspeedTrainable:
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
-        self.settings = training_settings(self.context.config, optimizer)
+        self.settings = training_settings(self.context.config, optimizer, adapted=self.adapted is not None)
         weights = self._starting_weights(model)
         self._initialize(
             model,
@@ -124,7 +124,11 @@ class DeepspeedTrainable:
         if layout.ulysses > 1:
             group = self.context.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
-        with process.any_dtype() if self.context.config.precision == "exact" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.context.config.precision == "exact":
+                stack.enter_context(process.any_dtype())
+            if self.adapted and layout.tp > 1:
+                stack.enter_context(process.adapted_layers_opened())
             self.model = model
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
