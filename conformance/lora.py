@@ -36,6 +36,13 @@ class LoraConfig:
     target_modules: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)]
     use_rslora: Annotated[bool, Field(strict=True)] = False
 
+    @property
+    def names_layers(self) -> bool:
+        """Whether a target is in a layer with a number, so that layers may differ."""
+        return self.target_modules != ALL_LINEAR and any(
+            part.isdecimal() for target in self.target_modules for part in target.split(".")
+        )
+
     def targets(self, parameters: Iterable[str]) -> tuple[str, ...]:
         """The linear layers that get an adapter, of a model with these parameters, by their names without ``weight``.
 

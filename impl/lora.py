@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from conformance.backend import Support, Supported, Unsupported
 from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, is_adapter
-from conformance.scenario import OptimizerConfig
+from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
 
 NAME = "default"  # what peft calls the only adapter of a model
@@ -23,6 +24,13 @@ INSTALL = "pip install 'backend-parity[lora]'"
 
 def is_installed() -> bool:
     return importlib.util.find_spec("peft") is not None
+
+
+def adapter_support(scenario: Scenario) -> Support:
+    """Whether the adapters of a scenario can be had, as far as it does not depend on the backend."""
+    if scenario.lora and not is_installed():
+        return Unsupported(f"adapters need the package peft; run: {INSTALL}")
+    return Supported()
 
 
 def load_adapter(model: torch.nn.Module, folder: Path) -> Any:

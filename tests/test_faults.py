@@ -1,7 +1,8 @@
 """Claim 8: every planted fault is caught on every backend that has its seam, at the stage that was predicted.
 
 The usual check, the loss of the first step, misses most of them. Those of reinforcement learning are in
-tests/test_faults_rl.py, those of handing over in tests/test_faults_handover.py.
+tests/test_faults_rl.py, those of handing over in tests/test_faults_handover.py, and of
+merged adapters in tests/test_lora.py.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from conformance.objective import all_observables
 from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
+from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
 from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
@@ -26,7 +28,7 @@ from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.places import PLACES
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS)  # in test files of their own
+ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS, *MERGE_FAULTS)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
     backend: {
@@ -78,7 +80,7 @@ def in_a_fast_run(backend: str, name: str) -> bool:
         for fault in CATALOGUE
         if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1
         or fault.seam == "optimizer_step"
-        or fault in ARCHITECTURE_FAULTS
+        or fault in (*ARCHITECTURE_FAULTS, *ADAPTER_FAULTS)
     ]
     having = [one for one in BACKENDS if name in CELLS[one]]
     return name not in shared or having[shared.index(name) % len(having)] == backend

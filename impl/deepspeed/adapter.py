@@ -12,6 +12,7 @@ from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
 from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
+from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
 
@@ -49,6 +50,9 @@ class DeepspeedBackend(StrategyBackend):
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
         "hugging_face_model": "impl.deepspeed.trainable:load_model",
+        "load_adapter": "impl.deepspeed.trainable:load_adapter",
+        "trained_names": "impl.optimizers:trained_names",
+        "merge_adapter": "impl.model_folder:merge_adapter",
         "switch_off_dropout": "impl.adapter:switch_off_dropout",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",
@@ -89,7 +93,13 @@ class DeepspeedBackend(StrategyBackend):
             )
         if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
             return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
-        if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
+        if scenario.lora and scenario.precision == "fp16":
+            return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
+        if scenario.lora and "shardinit" in layout.options:
+            return Unsupported("peft adds whole matrices to a model that zero.Init has cut; leave shardinit out")
+        if isinstance(lacking := adapter_support(scenario), Unsupported):
+            return lacking
+        if scenario.optimizer.frozen and not scenario.lora and scenario.precision in ("bf16", "fp16"):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in WHOLE_OUTPUTS:
             return Unsupported(

@@ -11,8 +11,8 @@ DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
 NEVER = 10**9  # steps
 
 
-# How AutoTP cuts linear layers and their adapters. Of itself it takes A and B for layers like others, and cuts both. The
-# other one of a pair, which meets the rank's numbers in between, is whole on every rank.
+# How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
+# rank. Of itself, AutoTP would cut both.
 ADAPTED = {
     "use_default_specs": False,
     "layer_specs": [

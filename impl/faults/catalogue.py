@@ -7,6 +7,9 @@ there means:
 ==================  ===================================================================================
 load_model          (trainable, path) -> model: whole model from a Hugging Face folder
 hugging_face_model  (path, ...) -> the model of transformers, before anything is cut
+load_adapter        (model, folder) -> the model with the adapter of a folder in peft's format
+trained_names       (model, optimizer's configuration) -> names of the parameters that are trained
+merge_adapter       (model, folder) -> weights by name, with the adapter of the folder added to them
 switch_off_dropout  (model): leaves no dropout in it, in whatever mode it runs
 collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
 step_totals         (context, functions, micro_batches) -> the objective's sums over the whole optimizer step, by name
@@ -78,6 +81,7 @@ from typing import Any
 import torch
 
 from conformance.faults.fault import Fault, Function
+from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
 from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
@@ -299,7 +303,9 @@ CATALOGUE = (
     *OVERFLOW_FAULTS,
     *RING_FAULTS,
     *ARCHITECTURE_FAULTS,
+    *ADAPTER_FAULTS,
     *MODEL_PARALLEL_FAULTS,
     *RL_FAULTS,
     *HANDOVER_FAULTS,
+    *MERGE_FAULTS,
 )

@@ -24,6 +24,7 @@ LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounde
 OF_HALF = "what it changes runs in half precision only"
 OF_FP16 = "only fp16 has a loss scale"
 NO_SCENARIO = "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO"
+BASE_ROUNDED = "DeepSpeed rounds a base without masters, so what was merged differs without a fault, too"
 FP16_ELSEWHERE = "fp16 is for what bf16 cannot show"
 
 IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half"}
@@ -68,6 +69,10 @@ _SFT = {
     "window-one-longer": _sft("sft-packed", "mistral", fsdp2="sp2", deepspeed="dp2.zero1", megatron="sp2"),
     "lost-qkv-biases": _sft("sft-packed", "qwen2", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
     "scores-not-capped": _sft("sft-packed", "gemma2", fsdp2="dp2", deepspeed="dp2.zero2"),
+    "adapter-scaled-twice": _sft("sft-lora", "llama", fsdp2="tp2", deepspeed="dp2.zero2"),
+    "adapter-counted-twice": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero1"),
+    "adapters-of-a-layer-frozen": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero3"),
+    "base-trained-too": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero2"),
     "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
     "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),
@@ -188,6 +193,13 @@ _HANDOVER = {
     "generators-of-first-rank": _handed("checkpoint"),
     "stale-shard": _handed("export"),
     "untied-export": _handed("export", model="qwen3"),
+    "merged-without-scale": Place(
+        scenario="sft-lora",
+        model="llama",
+        layouts={"fsdp2": "tp2", "deepspeed": "dp2.zero2"},
+        hands_over="merge",
+        blank={"bf16": BASE_ROUNDED, "fp16": BASE_ROUNDED},
+    ),
 }
 
 PLACES: Mapping[str, Place] = {**_SFT, **_RL, **_HANDOVER}

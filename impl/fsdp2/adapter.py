@@ -9,6 +9,7 @@ from conformance.scenario import Scenario
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.fsdp2.expected import EXPECTED
 from impl.fsdp2.tensor_parallel import LAYER_NORMS
+from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
 
@@ -37,6 +38,9 @@ class Fsdp2Backend(StrategyBackend):
         "outputs_of": "impl.fsdp2.trainable:outputs_of",
         "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
         "hugging_face_model": "impl.fsdp2.trainable:load_model",
+        "load_adapter": "impl.fsdp2.trainable:load_adapter",
+        "trained_names": "impl.optimizers:trained_names",
+        "merge_adapter": "impl.model_folder:merge_adapter",
         "switch_off_dropout": "impl.adapter:switch_off_dropout",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",
@@ -70,5 +74,12 @@ class Fsdp2Backend(StrategyBackend):
         if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{told}; leave it out, and the model's own is taken")
+        if scenario.lora and layout.tp > 1 and not explicit and scenario.lora.names_layers:
+            return Unsupported(
+                "the model's own tensor-parallel plan is one for all layers, and only some of them have adapters; add "
+                "the layout option 'plan'"
+            )
+        if isinstance(lacking := adapter_support(scenario), Unsupported):
+            return lacking
         lacking = model_support(scenario, layout, has_plan=bool(explicit))
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)

@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
-from conformance.validation import UsageError
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import NAME, is_adapted
 
@@ -207,11 +206,7 @@ def _with_adapter(model: PreTrainedModel, key: str, style: str) -> list[tuple[st
     named = _matching(model, key)
     if not any(map(is_adapted, named)):
         return [(key, style)]
-    if not all(map(is_adapted, named)):
-        raise UsageError(
-            f"the model's tensor-parallel plan cuts {key}, and some of these layers have an adapter and some have none; use "
-            f" the layout option 'plan', or adapters on all of them"
-        )
+    assert all(map(is_adapted, named)), "a plan is one for all layers"
     part = "lora_B" if "colwise" in style else "lora_A"
     return [(f"{key}.base_layer", style), (f"{key}.{part}.{NAME}", style)]
 
