@@ -11,7 +11,8 @@ from conftest import make_cell
 
 from conformance.backend import BackendEntry
 from conformance.inputs.documents import build_batches
-from conformance.inputs.prepare import check_frozen
+from conformance.inputs.prepare import check_trained
+from conformance.oracle.decoder import read_decoder
 from conformance.oracle.run import run_oracle
 from conformance.paths import FIXTURES, resolve
 from conformance.record.tensors import Record, read_record
@@ -78,15 +79,16 @@ def test_a_backend_that_trains_what_is_frozen_is_caught(session: Session, target
     [
         (
             ("model.embed_token.*",),
-            r"'model.embed_token.\*', which no parameter of llama matches; names look like model",
+            r"'model.embed_token.\*', which no parameter of llama that is trained matches; names look like model",
         ),
         (("*",), "leaves nothing of policy to train"),
     ],
 )
 def test_patterns_that_mean_nothing_or_everything_are_explained(frozen: tuple[str, ...], message: str) -> None:
+    decoder = read_decoder(resolve("models/llama"))
     with pytest.raises(UsageError, match=message):
-        check_frozen(scenario("llama", frozen))
-    check_frozen(scenario("llama"))
+        check_trained(scenario("llama", frozen), decoder)
+    check_trained(scenario("llama"), decoder)
 
 
 def test_a_part_of_what_megatron_holds_in_one_parameter_cannot_be_frozen() -> None:
