@@ -1,5 +1,5 @@
-"""What tests of adapters need beside cells: a task in ranks, which trains a step and exports the policy, with its adapter
-and merged; and a backend that knows of no adapters."""
+"""What tests of adapters need beside cells: a task in ranks, which trains a step and exports the policy as adapter and
+merged; and a backend that knows of no adapters."""
 
 from pathlib import Path
 from typing import Any

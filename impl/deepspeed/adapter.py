@@ -30,7 +30,7 @@ class DeepspeedBackend(StrategyBackend):
 
     info = BackendInfo(
         name="deepspeed",
-        packages=("torch", "transformers", "deepspeed", "ring-flash-attn"),
+        packages=("torch", "transformers", "deepspeed", "ring-flash-attn", "peft"),
         url="https://deepspeed.readthedocs.io/en/latest/zero3.html",
         default_zero=3,
     )

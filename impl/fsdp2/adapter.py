@@ -19,7 +19,7 @@ class Fsdp2Backend(StrategyBackend):
 
     info = BackendInfo(
         name="fsdp2",
-        packages=("torch", "transformers", "ring-flash-attn"),
+        packages=("torch", "transformers", "ring-flash-attn", "peft"),
         url="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
         default_zero=3,
     )
