@@ -44,7 +44,8 @@ def load_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: tor
     found = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in load_file(file).items()}
     if {name: tuple(tensor.shape) for name, tensor in found.items()} != dict(shapes):
         raise UsageError(f"{file} holds other tensors than the scenario's lora; prepare its inputs again")
-    return {name: found[name].to(dtype) for name in shapes}
+    # Copied, as the weights are (forward.py).
+    return {name: found[name].to(dtype, copy=True) for name in shapes}
 
 
 def adapted(module: Module, w: Weights, lora: Lora | None) -> Module:
