@@ -180,7 +180,7 @@ def test_a_program_that_does_not_fit_its_table_is_refused(
     [
         (
             'mine = [{ steps = 2, save = "pickle" }, {}]',
-            r"programs.mine.0.save: Input should be 'checkpoint', 'state' or 'exp",
+            r"programs.mine.0.save: Input should be 'checkpoint', 'state', 'exp",
         ),
         ("mine = [{ steps = -1 }, {}]", "programs.mine.0.steps: Input should be greater than or equal to 0"),
         ("mine = [{ step = 2 }, {}]", "programs.mine.0.step: there is no such key"),
