@@ -216,11 +216,16 @@ def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts
     assert {name for name in names if not is_adapter(name)} == {f"{target}.weight" for target in targets}
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", exhaustive("deepspeed")])
-def test_a_merge_without_its_scale_is_told_directly_after_loading(session: Session, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "backend"), [("exact", "fsdp2"), exhaustive("fp32", "fsdp2"), exhaustive("exact", "deepspeed")]
+)
+def test_a_merge_without_its_scale_is_told_directly_after_loading(
+    session: Session, precision: Precision, backend: str
+) -> None:
     (fault,) = MERGE_FAULTS
     before = PLACES[fault.name].layouts[backend]
-    verdict = session.run(program(f"{backend}-to-{backend}", f"{before}-to-{before}", "merge", fault.name)).verdict
+    asked = program(f"{backend}-to-{backend}", f"{before}-to-{before}", "merge", fault.name, precision=precision)
+    verdict = session.run(asked).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", fault.stage), verdict.reason
     first = [finding for finding in verdict.findings if (finding.stage, finding.step) == ("weights", 2)]
     assert verdict.findings[0] == first[0]
