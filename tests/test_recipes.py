@@ -89,6 +89,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_command_trains_as_written(tmp_path: Path) -> None:
     said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --logging log.jsonl --save_path trained"
     done = parity_train(*said.split(), cwd=tmp_path)
