@@ -109,14 +109,14 @@ def test_a_data_set_or_a_template_that_has_changed_is_tokenized_again(tmp_path: 
         model=str(model),
         precision="fp32",
         optimizer=OptimizerConfig(name="sgd", lr=0.1),
-        data=DataConfig(path=write(data, SAMPLES), rows=2),
+        data=DataConfig(path=write(data, [*SAMPLES, {"question": "Three?", "answer": "3"}]), rows=3),
     )
 
     def tokens() -> set[tuple[int, ...]]:
         return {document.tokens for batch in build_batches(scenario, model) for document in batch.documents}
 
     first = tokens()
-    write(data, SAMPLES[::-1][:1])
+    write(data, SAMPLES)
     assert tokens() < first
     template = model / "chat_template.jinja"
     template.write_text(template.read_text().replace("{{ eos_token }}", ""))
@@ -290,14 +290,14 @@ def test_a_dataset_with_several_splits_lists_them(tmp_path: Path) -> None:
 
 def test_a_length_without_room_for_a_target_names_one_that_has(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
-    with pytest.raises(UsageError, match=r"in 1 of 2 documents .* use data\.max_len=19 or more"):
+    with pytest.raises(UsageError, match=r"in 1 of 2 documents .* use --max_len 19 or more"):
         load_documents(DataConfig(path=path, max_len=18), tokenizer)
     assert load_documents(DataConfig(path=path, max_len=19), tokenizer)[1].targets[-1]
 
 
 def test_a_length_at_which_half_of_the_documents_stand_alone_names_one_at_which_fewer_do(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
-    with pytest.raises(UsageError, match=r"beside 1 of 2 documents; use data\.max_len=45 or more, or data\.packed=fal"):
+    with pytest.raises(UsageError, match=r"beside 1 of 2 documents; use --max_len 45 or more, or data\.packed=fal"):
         batches(path=path, packed=True, max_len=44)
     assert batches(path=path, packed=True, max_len=45)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +54,7 @@ def lengths(batches: list[Batch]) -> set[int]:
 
 
 def demanded(error: UsageError) -> int:
-    return int(str(error).partition("use data.max_len=")[2].split()[0])
+    return int(str(error).partition("use --max_len ")[2].split()[0].rstrip(","))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -64,7 +65,7 @@ def test_the_first_refusal_names_a_length_that_serves(
 ) -> None:
     """Also where most documents are cut, so that their lengths as cut say little, and the longest prompt comes last."""
     texts = [("how many " * (5 + 3 * n), f"{n} of them" * 9) for n in range(30)] if ragged else ()
-    with pytest.raises(UsageError, match=r"use data\.max_len=[0-9]+ or more") as refused:
+    with pytest.raises(UsageError, match=r"use --max_len [0-9]+ or more") as refused:
         build(texts, rows=24, packed=packed, max_len=20, too_long=too_long)
     needed = demanded(refused.value)
     assert build(texts, rows=24, packed=packed, max_len=needed, too_long=too_long)
@@ -76,21 +77,67 @@ def test_the_first_refusal_names_a_length_that_serves(
 def test_documents_that_are_too_long_are_left_out_or_cut_and_counted(
     build: Build, packed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    texts = [("short?", "yes"), ("long?", "no " * 60)] * 3
+    texts = [("short?", "yes"), ("less short?", "yes yes"), ("long?", "no " * 60)] * 2
     whole = lengths(build(texts, max_len=200))
-    assert min(whole) < 40 < max(whole)
+    short = whole - {max(whole)}
+    assert max(short) < 40 < max(whole)
     assert caplog.records == []
-    assert lengths(build(texts, max_len=40, too_long="drop", packed=packed)) == {min(whole)}
-    assert lengths(build(texts, max_len=40, packed=False)) == {min(whole), 40}
+    assert lengths(build(texts, max_len=40, too_long="drop", packed=packed)) == short
+    assert lengths(build(texts, max_len=40, packed=False)) == {*short, 40}
     said = [record.getMessage() for record in caplog.records]
-    assert "3 of the 6 documents that were tokenized have more than 40 tokens and were left out" in said[0]
+    assert "2 of the 6 documents that were tokenized have more than 40 tokens and were left out" in said[0]
     assert said[1].endswith("were cut at the end")
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_data_of_which_nothing_is_left_is_refused(build: Build, packed: bool) -> None:
-    with pytest.raises(UsageError, match=r"all documents of .* more than data\.max_len=4 tokens; use a larger --max_l"):
+    with pytest.raises(
+        UsageError, match=r"all 40 documents of .* more than --max_len 4 tokens .* keeps 0 of 40"
+    ) as why:
         build(max_len=4, too_long="drop", packed=packed)
+    assert build(max_len=demanded(why.value), too_long="drop", packed=packed)
+
+
+def spread() -> list[tuple[str, str]]:
+    """Short problems, longer ones, and one with a prompt that is longer than all of them together."""
+    return [(f"{n}?", "yes " * (2 + n % 7)) for n in range(20)] + [("how many " * 700, "ten")]
+
+
+def test_advice_to_leave_documents_out_names_what_is_kept_and_not_the_longest_prompt(build: Build) -> None:
+    with pytest.raises(UsageError, match=r"packs no second document .* keeps [0-9]+ of 21; use --max_len") as refused:
+        build(spread(), packed=True, max_len=26, too_long="drop")
+    needed = demanded(refused.value)
+    kept, everything = re.findall(r"--max_len ([0-9]+), which keeps", str(refused.value))
+    assert needed == int(kept) < 100
+    assert int(everything) > 1000
+    assert build(spread(), packed=True, max_len=needed, too_long="drop")
+    with pytest.raises(UsageError, match="packs no second document"):
+        build(spread(), packed=True, max_len=needed - 1, too_long="drop")
+
+
+def test_documents_that_are_left_out_do_not_decide_how_the_others_are_packed(build: Build) -> None:
+    texts = [("how many " * 90, "ten")] * 600 + spread()
+    assert max(lengths(build(texts, rows=3, packed=True, max_len=60, too_long="drop"))) <= 60
+    with pytest.raises(UsageError, match="packs no second document"):
+        build(texts, rows=3, packed=True, max_len=26, too_long="drop")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_single_document_is_no_data_to_judge_by(build: Build, packed: bool) -> None:
+    with pytest.raises(UsageError, match=r"all rows are the same document of .*; raise --max_samples"):
+        build(max_samples=1, max_len=2000, packed=packed)
+    texts = [("short?", "yes"), ("longer?", "no " * 60), ("long?", "no " * 90)]
+    with pytest.raises(UsageError, match=r"all rows are the same document .* keeps 1 of 3; use --max_len") as refused:
+        build(texts, max_len=60, packed=packed, too_long="drop")
+    assert build(texts, max_len=demanded(refused.value), packed=packed, too_long="drop")
+
+
+def test_documents_of_one_length_are_told(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    build([(f"{n}?", "no " * 60) for n in range(30)], max_len=40)
+    assert [record.getMessage() for record in caplog.records if "the same length" in record.getMessage()]
+    caplog.clear()
+    build(max_len=2000)
+    assert caplog.records == []
 
 
 def test_what_built_in_data_does_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

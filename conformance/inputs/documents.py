@@ -9,9 +9,11 @@ for every data set the following rows have no target token:
   no target token.
 """
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from conformance.scenario import DataConfig, Scenario
 from conformance.validation import UsageError
 
 LOOK_AHEAD = 1000  # documents; those that are looked at are tokenized
+
+logger = logging.getLogger(__name__)
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
@@ -47,12 +51,44 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     try:
         batches = [_batch(step, rows, data) for step in range(scenario.steps)]
     except StopIteration:
-        raise none_left(data) from None
+        raise documents.none_left() from None
     documents.tell()
+    _check_variety(batches, documents)
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
     check_vocabulary([document for batch in batches for document in batch.documents], model, size)
     return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variety:
+    """How many different documents, and different lengths of documents in tokens, batches have."""
+
+    documents: int
+    lengths: int
+
+
+def variety_of(batches: Sequence[Batch]) -> Variety:
+    different = {document.tokens for batch in batches for document in batch.documents}
+    return Variety(documents=len(different), lengths=len({len(tokens) for tokens in different}))
+
+
+def _check_variety(batches: Sequence[Batch], documents: Documents) -> None:
+    """Raises UsageError for batches of a single document: ranks may exchange or double their shares, and nothing
+    differs. Of documents of one length, whose mean of means is nearly the mean, the user is told."""
+    variety, config = variety_of(batches), documents.config
+    if variety.documents == 1:
+        left_out = config.too_long == "drop" and documents.advice()
+        raise UsageError(
+            f"all rows are the same document of {config.path}, so nothing would differ if ranks exchanged their shares "
+            f"or left them out; {left_out or 'raise --max_samples (data.max_samples), or give data with more samples'}"
+        )
+    if variety.lengths == 1:
+        logger.warning(
+            "%s: all %d documents that are trained on have the same length, so a mean of means is nearly right and "
+            "hardly told from the mean over tokens; raise --max_len, or give texts of several lengths",
+            *(config.path, variety.documents),
+        )
 
 
 def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
@@ -76,15 +112,8 @@ def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
     held = [document for index in range(len(documents)) if (document := documents[index])]
     documents.tell()
     if not held:
-        raise none_left(config)
+        raise documents.none_left()
     return held
-
-
-def none_left(config: DataConfig) -> UsageError:
-    return UsageError(
-        f"all documents of {config.path} have more than data.max_len={config.max_len} tokens; use a larger --max_len, "
-        f"or --too_long truncate"
-    )
 
 
 def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:

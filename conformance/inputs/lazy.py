@@ -7,6 +7,7 @@ many there were. A refusal names a length that suffices, so that there is no sec
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from statistics import median_high
 from typing import Any, NoReturn
 
@@ -37,8 +38,8 @@ class Documents:
     def __init__(
         self, samples: Sequence[tuple[int, str, str]], config: DataConfig, tokenizer: Any, *, likely: int
     ) -> None:
-        self._samples, self._config, self._tokenizer = samples, config, tokenizer
-        self._likely = range(min(likely, len(samples)))
+        self._samples, self.config, self._tokenizer = samples, config, tokenizer
+        self._likely = likely
         self._encoded: dict[int, Encoded] = {}
         self._tell_at = time.monotonic() + TELL_EVERY_S
 
@@ -50,34 +51,69 @@ class Documents:
 
         Raises UsageError for a document that is too long and can be neither, and for one that cannot be encoded.
         """
-        (tokens, prompt), limit = self._encode(index), self._config.max_len
-        if len(tokens) > limit and self._config.too_long == "drop":
+        (tokens, prompt), limit = self._encode(index), self.config.max_len
+        if len(tokens) > limit and self.config.too_long == "drop":
             return None
         if prompt >= limit:
             self._refuse("leaves no room for a target token in", lambda one: one[1] >= limit, instead="drop")
-        if len(tokens) > limit and self._config.too_long == "error":
+        if len(tokens) > limit and self.config.too_long == "error":
             self._refuse("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
         return Document(tokens[:limit], tuple(i >= prompt for i in range(len(tokens)))[:limit])
 
     def check_packing(self) -> None:
         """Raises UsageError if beside half of the documents that are likely to be asked for no second one fits."""
-        limit = self._config.max_len
-        held = [document for index in self._likely if (document := self[index])]
-        lengths = [len(document.tokens) for document in held]
-        alone = sum(length + min(lengths) > limit for length in lengths)
-        if held and 2 * alone >= len(lengths):
-            raise UsageError(
-                f"data.max_len={limit} packs no second document beside {alone} of {len(lengths)} documents; use "
-                f"data.max_len={self._sufficient()} or more, or data.packed=false; the option is --max_len"
-            )
+        limit, lengths = self.config.max_len, self._likely_lengths()
+        alone = _alone(lengths, limit)
+        if 2 * alone < len(lengths) or not lengths:
+            return
+        what = f"--max_len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
+        if self.config.too_long == "drop":
+            raise UsageError(f"{what}; {self.advice()}, or data.packed=false")
+        raise UsageError(f"{what}; use --max_len {self._sufficient()} or more, or data.packed=false")
+
+    def _likely_lengths(self) -> list[int]:
+        """The lengths of the first documents that are not left out, as many as are likely to be asked for."""
+        held = (document for index in range(len(self)) if (document := self[index]))
+        return [len(document.tokens) for document in islice(held, self._likely)]
+
+    def none_left(self) -> UsageError:
+        """For data of which every document is left out."""
+        return UsageError(
+            f"all {len(self)} documents of {self.config.path} have more than --max_len {self.config.max_len} tokens "
+            f"(data.max_len); {self.advice()}, or --too_long truncate"
+        )
+
+    def advice(self) -> str:
+        """Of documents that are left out where they are too long: the smallest length that serves, the one that keeps
+        all, and what is kept at each. Now every document is tokenized."""
+        every = [self._encode(index)[0] for index in range(len(self))]
+        kept = {limit: sum(len(tokens) <= limit for tokens in every) for limit in {len(tokens) for tokens in every}}
+        longest, needed = max(kept), self._smallest_that_serves(every)
+        now, then = (sum(len(tokens) <= limit for tokens in every) for limit in (self.config.max_len, needed))
+        told = f"it keeps {now} of {len(every)}; use --max_len {needed}, which keeps {then}"
+        return told if then == len(every) else f"{told}, or --max_len {longest}, which keeps all"
+
+    def _smallest_that_serves(self, every: Sequence[tuple[int, ...]]) -> int:
+        """The smallest ``max_len`` above the present one that keeps two documents that are not the same, and at which
+        they can be packed if they are to be."""
+        likely = [len(tokens) for tokens in every]
+        shortest = min(likely)
+        limits = {*likely, *(length + shortest for length in likely)} if self.config.packed else {*likely}
+        for limit in sorted(limit for limit in limits if limit > self.config.max_len):
+            kept = [tokens for tokens in every if len(tokens) <= limit]
+            lengths = [len(tokens) for tokens in kept[: self._likely]]
+            is_packed = not self.config.packed or 2 * _alone(lengths, limit) < len(lengths)
+            if len(set(kept)) > 1 and is_packed:
+                return limit
+        return max(limits)  # all documents are the same, or long enough already: nothing serves better
 
     def tell(self) -> None:
         """Tell how many of the documents so far were too long. What the built-in data does is meant, and not told."""
-        long = sum(len(tokens) > self._config.max_len for tokens, _ in self._encoded.values())
-        if long and not resolve(self._config.path).is_relative_to(FIXTURES):
+        long = sum(len(tokens) > self.config.max_len for tokens, _ in self._encoded.values())
+        if long and not resolve(self.config.path).is_relative_to(FIXTURES):
             logger.warning(
                 "%s: %d of the %d documents that were tokenized have more than %d tokens and %s",
-                *(self._config.path, long, len(self._encoded), self._config.max_len, _HAPPENS[self._config.too_long]),
+                *(self.config.path, long, len(self._encoded), self.config.max_len, _HAPPENS[self.config.too_long]),
             )
 
     def _encode(self, index: int) -> Encoded:
@@ -89,10 +125,10 @@ class Documents:
             except Exception as error:  # a user's template may raise anything
                 raise UsageError(
                     f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
-                    f"{self._config.path}: {one_line(error)}"
+                    f"{self.config.path}: {one_line(error)}"
                 ) from None
             if (now := time.monotonic()) > self._tell_at:
-                logger.warning("tokenizing %s: %d documents so far", self._config.path, len(self._encoded))
+                logger.warning("tokenizing %s: %d documents so far", self.config.path, len(self._encoded))
                 self._tell_at = now + TELL_EVERY_S
         return self._encoded[index]
 
@@ -101,18 +137,23 @@ class Documents:
         needed = self._sufficient()
         count = sum(map(is_wrong, self._encoded.values()))
         raise UsageError(
-            f"data.max_len={self._config.max_len} {what} {count} of {len(self)} documents of {self._config.path}; use "
-            f"data.max_len={needed} or more (--max_len {needed}), or --too_long {instead}"
+            f"--max_len {self.config.max_len} (data.max_len) {what} {count} of {len(self)} documents of "
+            f"{self.config.path}; use --max_len {needed} or more, or --too_long {instead}"
         )
 
     def _sufficient(self) -> int:
         """The smallest ``max_len`` that raises no UsageError here, for the data set as a whole."""
         every = [self._encode(index) for index in range(len(self))]
-        if self._config.too_long == "error":
+        if self.config.too_long == "error":
             needed = max(len(tokens) for tokens, _ in every)
         else:
             needed = max(prompt for _, prompt in every) + 1
-        if self._config.packed:
-            lengths = [len(every[index][0]) for index in self._likely]
+        if self.config.packed:
+            lengths = [len(tokens) for tokens, _ in every[: self._likely]]
             needed = max(needed, median_high(lengths) + min(lengths))
         return needed
+
+
+def _alone(lengths: Sequence[int], limit: int) -> int:
+    """Of how many documents a row of ``limit`` tokens has no room for the shortest one beside them."""
+    return sum(length + min(lengths) > limit for length in lengths)

@@ -99,8 +99,8 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
         raise UsageError(f"{place}: 'prompt_ids' is empty; a response needs at least one token to follow")
     if len(prompt) + len(completion) > max_len:
         raise UsageError(
-            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and data.max_len is {max_len}; "
-            f"raise it, or leave the response out (a response that is cut would have another reward)"
+            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max_len (data.max_len) "
+            f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
         )
     logprobs = record.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
@@ -194,7 +194,7 @@ def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list
         free[row] -= len(document.tokens)
     if min(free) < 0 or min(map(len, packed)) < 2:
         raise UsageError(
-            f"data.max_len={max_len} does not pack whole groups of {scenario.data.path} into {rows} rows with two "
-            f"responses or more in each; raise data.max_len, or use data.packed=false"
+            f"--max_len {max_len} (data.max_len) does not pack whole groups of {scenario.data.path} into {rows} rows "
+            f"with two responses or more in each; raise it, or use data.packed=false"
         )
     return [tuple(documents) for documents in packed]

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 import pandas as pd
 
 from conformance.batch import Batch, Row
-from conformance.inputs.documents import load_documents, load_tokenizer
+from conformance.inputs.documents import load_documents, load_tokenizer, variety_of
 from conformance.inputs.prepare import batches_of
 from conformance.oracle.decoder import Decoder, read_decoder
 from conformance.paths import resolve
@@ -28,6 +28,7 @@ WHOLE = 2**20  # tokens; longer than any document, so that none is cut
 class DocumentReach:
     """The documents of all steps of a scenario.
 
+    different, lengths: how many different documents there are, and how many different lengths of documents.
     longest: tokens of the longest document, after documents were cut to max_len.
     beyond_N: number of tokens at positions >= N.
     window: the shortest attention window of the model in tokens, 0 without one. beyond_window: number of documents
@@ -41,6 +42,8 @@ class DocumentReach:
     model: str
     steps: int
     documents: int
+    different: int
+    lengths: int
     longest: int
     beyond_256: int
     beyond_1024: int
@@ -143,12 +146,14 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
         whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
         cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
     window = decoder.window or 0
-    inputs, targets = _inputs(batches), _targets(batches)
+    inputs, targets, variety = _inputs(batches), _targets(batches), variety_of(batches)
     return DocumentReach(
         scenario=scenario.name,
         model=scenario.model_name,
         steps=len(batches),
         documents=len(documents),
+        different=variety.documents,
+        lengths=variety.lengths,
         longest=max(lengths),
         beyond_256=sum(max(0, length - 256) for length in lengths),
         beyond_1024=sum(max(0, length - 1024) for length in lengths),
