@@ -123,8 +123,9 @@ def _failure(cause: Cause) -> str:
         ]
         if len(found) > FINDINGS:
             lines += ["", f"... and {len(found) - FINDINGS} more findings."]
-        hints = {f.hint: f.tensor for f in reversed(found) if f.hint}
-        lines += ["", *(f"Hint: {code(tensor)}: {plain(hint)}\n" for hint, tensor in reversed(hints.items()))]
+        hints = {f.hint: f for f in reversed(found) if f.hint}
+        told_of = [f"Hint: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())]
+        lines += ["", *told_of]
     if cell.bisection:
         bisected = told(cell.bisection)
         lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]

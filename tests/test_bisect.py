@@ -286,6 +286,17 @@ CASES = {
         [([0, 1, 2], 0, RIGHT[3:]), ([3, 4, 5], 0, RIGHT[:3])],
         "tokens are in another order: token 0 has what token 3 should have",
     ),
+    "tokens of others, twice": (
+        [([0, 1, 2], 0, RIGHT[3:]), ([3, 4, 5], 0, RIGHT[3:])],
+        "tokens have what others should have, and these have it too: token 0 has what token 3 should have",
+    ),
+    "another order and noise": ([([0, 1, 2], 0, RIGHT[3:] + 1e-6), ([3, 4, 5], 0, RIGHT[:3])], ""),
+    "a sum and noise": ([(ALL, 0, RIGHT - 0.5 * RIGHT.flip(0) + 1e-6), (ALL, 0, 0.5 * RIGHT.flip(0))], ""),
+    "a factor and noise": ([(ALL, 0, 2 * RIGHT + 1e-6 * RIGHT.flip(0))], ""),
+    "a shard of another rank": (
+        [(ALL, 0, RIGHT[:, 2:]), (ALL, 2, RIGHT[:, 2:])],
+        "shards are those of other ranks: of the features, rank 0 has 2 to 3 instead of 0 to 1",
+    ),
     "another order of features": (
         [(ALL, 0, RIGHT[:, 2:]), (ALL, 2, RIGHT[:, :2])],
         "shards are in another order: of the features, rank 0 has 2 to 3 instead of 0 to 1, "

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from judge_sample import EQUAL, Change, Tensors, Values, scale, verdict_of, write
 
-from conformance.judge.hints import backward_place
+from conformance.judge.distance import number_off
+from conformance.judge.hints import Facts, backward_place, hint
 from conformance.judge.verdict import judge
+from conformance.layout import Layout
 from conformance.record.verdict import Quantity, Verdict
+from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig
 
 MAX_NORM = 1.0  # of the sample's optimizer
 HEAD, EMBEDDING = "score.weight", "model.embed_tokens.weight"  # which is not their order in the alphabet
@@ -39,14 +42,14 @@ def test_a_root_of_a_number_of_ranks_is_named(tmp_path: Path, factor: float, wor
 
 
 def test_a_gradient_that_was_read_after_clipping_is_named(tmp_path: Path) -> None:
-    found = first_of(tmp_path, scale("gradient/a", MAX_NORM / norm_of(tmp_path)))
+    found = first_of(tmp_path, scale("gradient/a", MAX_NORM / (norm_of(tmp_path) + 1e-6)))
     assert found.stage == "gradients"
     assert "which is the clip factor: clipped before it was read" in found.hint
 
 
 @pytest.mark.parametrize(("power", "words"), [(1, "the clip factor: clipped twice"), (-1, "it was not clipped")])
 def test_an_update_that_was_clipped_twice_or_not_at_all_is_named(tmp_path: Path, power: int, words: str) -> None:
-    factor, start = (MAX_NORM / norm_of(tmp_path)) ** power, write(tmp_path / "start").loaded.tensors()
+    factor, start = (MAX_NORM / (norm_of(tmp_path) + 1e-6)) ** power, write(tmp_path / "start").loaded.tensors()
 
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step == 0:
@@ -120,6 +123,78 @@ def test_a_loss_that_no_count_of_tokens_explains_has_no_such_hint(
     verdict = judge([write(tmp_path / "cell", scale("loss", factor), precision=precision)], oracle=oracle, noise=noise)
     found = next(f for f in verdict.findings if f.stage == "loss")
     assert found.hint.endswith("times the reference")
+
+
+@pytest.mark.parametrize("precision", ["exact", "fp32", "bf16"])
+def test_a_factor_that_leaves_more_than_noise_when_it_is_undone_is_no_hint(tmp_path: Path, precision: str) -> None:
+    """The scale is that of two ranks to the last digit, and half of the tensor is wrong beside it."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            gradient = tensors["gradient/a"]
+            across = gradient.flip(0)
+            across = across - (across * gradient).sum() / gradient.square().sum() * gradient
+            tensors["gradient/a"] = 2 * gradient + 0.5 * across
+
+    oracle = write(tmp_path / "oracle")
+    noise = [] if precision == "exact" else [write(tmp_path / "noise", precision=precision)]
+    cell = write(tmp_path / "cell", change, precision=precision)
+    found = judge([cell], oracle=oracle, noise=noise).findings
+    assert found[0].stage == "gradients"
+    assert [f.hint for f in found if f.tensor == "a" and f.stage == "gradients"] == [""]
+    assert "2 times the reference, which is dp" in first_of(tmp_path / "whole", scale("gradient/a", 2.0)).hint
+
+
+def test_log_probs_that_no_factor_explains_are_no_multiple_of_the_reference(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["logprob/7"] = tensors["logprob/7"].flip(0)
+
+    assert first_of(tmp_path, change).hint == ""
+    assert first_of(tmp_path / "2", twice).hint.startswith("2 times the reference, which is dp or tp")
+
+
+def twice(step: int, values: Values, tensors: Tensors) -> None:
+    if step == 0:
+        for key in ("logprob/0", "logprob/7"):
+            tensors[key] *= 2
+
+
+def test_what_is_at_a_right_angle_to_the_reference_is_not_zero(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        gradient = tensors.get("gradient/a")
+        if step == 0 and gradient is not None:
+            gradient.zero_()[0, 0] = 1.0
+
+    def reference(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["gradient/a"][0, 0] = 0.0
+
+    cell, oracle = write(tmp_path / "cell", change), write(tmp_path / "oracle", reference)
+    assert judge([cell], oracle=oracle, noise=()).findings[0].hint == ""
+
+
+def test_a_learning_rate_of_another_step_names_the_step_and_any_other_rate_has_no_hint() -> None:
+    schedule = ScheduleConfig(name="linear", warmup_steps=2, total_steps=10)
+    optimizer = OptimizerConfig(name="sgd", lr=0.1)
+    scenario = Scenario(name="x", model="m", precision="exact", optimizer=optimizer, schedule=schedule)
+    none: dict[str, float] = {}
+    facts = Facts(
+        scenario=scenario,
+        layout=Layout.parse("dp1"),
+        tokens=5,
+        clip=none,
+        gradients=frozenset(),
+        updates=frozenset(),
+    )
+
+    def said(rate: float) -> str:
+        m = number_off("learning rate", "lr", 4, rate, 0.1 * schedule.factor(4), unit=0.1, fixed=None)
+        return hint(m, facts, allowed=1e-11)
+
+    assert said(0.1 * schedule.factor(5)) == "the learning-rate schedule is at step 5"
+    assert said(0.0) == "the learning-rate schedule is at step 0"
+    assert said(0.0333) == ""
 
 
 def test_replicas_that_differ_are_told_with_the_gradients_of_the_same_step(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from side_sample import (
 )
 
 from conformance import cli
-from conformance.judge.compare import floor_of
+from conformance.judge.distance import floor_of
 from conformance.judge.tolerance import EXACT
 from conformance.objective import all_observables
 from conformance.observable import columns

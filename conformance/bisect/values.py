@@ -132,7 +132,7 @@ def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound
         return ""
     for word, kind in (("sum", torch.sum), ("mean", torch.mean)):
         together = [(kind(torch.stack([one.found for one in group]), dim=0), group[0].right) for group in concerned]
-        if all(_rms(found - right) <= bound * len(compared) for found, right in together):
+        if all(_rms(found - right) <= bound for found, right in together):
             ranks = _ranks(sorted({one.piece.rank for group in concerned for one in group}))
             lacks = "reduction is missing" if word == "sum" else "reduction is missing, or a mean was left out"
             return f"the {word} over {ranks} would be right: a {lacks}"
@@ -151,20 +151,33 @@ def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> st
             return _by_features(bad, right, bound)
         moved |= dict(zip(one.tokens[apart].tolist(), at.tolist(), strict=True))
     here, there = next(iter(moved.items()))
-    return f"tokens are in another order: token {here} has what token {there} should have"
+    # Tokens may have equal values; of those that do, one stands for all.
+    alike = {token: _first_alike(token, right, bound) for token in {*moved, *moved.values()}}
+    is_order = sorted(alike[token] for token in moved) == sorted(alike[token] for token in moved.values())
+    what = "tokens are in another order" if is_order else "tokens have what others should have, and these have it too"
+    return f"{what}: token {here} has what token {there} should have"
+
+
+def _first_alike(token: int, right: Tensor, bound: float) -> int:
+    """The first token that should have the same values as this one."""
+    return int((torch.cdist(right[token : token + 1], right, p=math.inf)[0] <= bound).nonzero()[0])
 
 
 def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
     told: list[str] = []
+    should_be, are = set[tuple[int, int]](), set[tuple[int, int]]()
     for one in bad:
         width = one.found.shape[1]
         firsts = range(0, right.shape[1] - width + 1, width)
         match = [first for first in firsts if _rms(one.found - right[one.tokens, first : first + width]) <= bound]
         if not match:
             return ""
+        should_be.add((one.piece.first_feature, width))
+        are.add((match[0], width))
         should, has = (f"{first} to {first + width - 1}" for first in (one.piece.first_feature, match[0]))
         told.append(f"rank {one.piece.rank} has {has} instead of {should}")
-    return f"shards are in another order: of the features, {', '.join(dict.fromkeys(told))}"
+    what = "shards are in another order" if should_be == are else "shards are those of other ranks"
+    return f"{what}: of the features, {', '.join(dict.fromkeys(told))}"
 
 
 def _by_vector(bad: Sequence[_Compared], bound: float) -> str:

@@ -6,29 +6,25 @@ enough is for conformance.judge.tolerance, what it means for conformance.judge.v
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
+from conformance.judge.distance import Tensors, finite, floor_of, number_off, tensor_off, worst_row
 from conformance.judge.handed import bound_of, end_of, generators
 from conformance.judge.strips import strip_of
 from conformance.judge.tolerance import (
-    FLOOR,
     NOISE_FACTOR,
     NORM_ROUNDINGS,
-    OF_ROWS,
     ROUNDING,
-    ROW_FLOOR,
     Measurement,
 )
 from conformance.layout import Layout
 from conformance.observable import AGAINST_REBUILT, Observable, unobserved_step
 from conformance.oracle.variant import UNNAMED_NORM
 from conformance.record.tensors import Record, StepRecord
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,64 +192,12 @@ def _tensors(observable: Observable, step: int, tensors: Tensors, reference: Ten
             shapes = f"{tuple(tensors[name].shape)} instead of {tuple(ref.shape)}"
             yield _infinite(stage, f"{name} (shape {shapes})", step)
         else:
-            found = _tensor(stage, name, step, tensors[name], ref, floor=floor)
+            found = tensor_off(stage, name, step, tensors[name], ref, floor=floor)
             yield replace(found, fixed=observable.exact_bound)
             if observable.rowwise:
-                yield _worst_row(stage, name, step, tensors[name], ref, floor=floor)
+                yield worst_row(stage, name, step, tensors[name], ref, floor=floor)
     for name in tensors.keys() - reference.keys():
         yield _infinite(stage, f"{name} (unexpected)", step)
-
-
-def floor_of(reference: Tensors) -> float:
-    """The least norm that an error of these tensors is relative to."""
-    squares = [t.double().square().sum().item() for t in reference.values()]
-    return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
-
-
-def _tensor(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
-    x, ref = x.double(), ref.double()
-    difference = (x - ref).abs()
-    norm = ref.norm().item()
-    at = int(difference.argmax()) if difference.numel() else 0
-    return Measurement(
-        stage=stage,
-        tensor=name,
-        step=step,
-        error=finite(difference.norm().item() / (max(norm, floor) or 1.0)),
-        max_abs=finite(difference.max().item() if difference.numel() else 0.0),
-        where=place(at, ref),
-        scale=((x * ref).sum() / ref.square().sum()).item() if norm else None,
-        broken=_broken(x),
-    )
-
-
-def _worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
-    """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
-
-    Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
-    not zero; of a vector, to that root mean square.
-    """
-    x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
-    off, norms = (x - ref).norm(dim=1), ref.norm(dim=1)
-    touched = norms[norms > 0]
-    typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
-    least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
-    least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
-    errors = off / norms.clamp(min=least)
-    at = int(errors.argmax()) if len(errors) else 0
-    scale = ((x[at] * ref[at]).sum() / norms[at].square()).item() if len(errors) and norms[at] else None
-    broken = _broken(x[at]) if len(errors) else ""
-    return Measurement(
-        stage=stage,
-        tensor=f"{name} {OF_ROWS}",
-        step=step,
-        error=finite(errors.max().item() if len(errors) else 0.0),
-        max_abs=finite((x[at] - ref[at]).abs().max().item() if x.numel() else 0.0),
-        where=f"row {at}",
-        of_row=True,
-        scale=scale,
-        broken=broken,
-    )
 
 
 def _rows(
@@ -272,11 +216,13 @@ def _rows(
         return
     order = sorted(reference, key=int)
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
-    found = _tensor(stage, key, step, x, ref, floor=0.0)
+    found = tensor_off(stage, key, step, x, ref, floor=0.0)
     norm = unit.norm().item() or 1.0
     strip = strip_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
     error = finite((x - ref).norm().item() / norm)
-    yield replace(found, error=error, scalar=True, where=strip.where, strip=strip)
+    by_unit = (ref.norm().item() or 1.0) / norm
+    left, size = found.residual * by_unit, found.size * by_unit
+    yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
 
 
 def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors) -> Iterator[Measurement]:
@@ -289,12 +235,12 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors
         return
     unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
-    yield _number(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
+    yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
     if normed:
         unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
         rebuilt = math.hypot(unnamed, *(tensor.double().norm().item() for tensor in normed.values()))
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
-        found = _number(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
+        found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
         # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
         yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
 
@@ -339,7 +285,7 @@ def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
         unit = (rows - explaining).var() / (rows.var() + 1e-5)
         rebuilt = 1 - unit
     bound = NORM_ROUNDINGS * ROUNDING
-    return _number(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+    return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
 def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
@@ -348,36 +294,8 @@ def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
     return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None
 
 
-def _number(stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None) -> Measurement:
-    return Measurement(
-        stage=stage,
-        tensor=name,
-        step=step,
-        error=finite(abs(x - ref) / (abs(unit) or 1.0)),
-        scalar=True,
-        fixed=fixed,
-        max_abs=finite(abs(x - ref)),
-        scale=x / ref if ref else None,
-        broken=_broken(torch.tensor(x, dtype=torch.float64)),
-    )
-
-
 def _infinite(stage: str, tensor: str, step: int) -> Measurement:
     return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
-
-
-def place(at: int, tensor: torch.Tensor) -> str:
-    """The index of an element, given its number in the flattened tensor."""
-    return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]) if tensor.ndim else ""
-
-
-def _broken(x: torch.Tensor) -> str:
-    return "NaN" if x.isnan().any() else "infinite numbers" if x.isinf().any() else ""
-
-
-def finite(error: float) -> float:
-    """NaN would pass every comparison; it is as wrong as can be."""
-    return math.inf if math.isnan(error) else error
 
 
 def named(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Hints: guesses at the cause of a finding, from what its number has in common with layout, clipping and token counts.
 
 They decide nothing: what is said here follows from quantities that were found wrong already. A hint that names a cause
-names one that would give this very number; a number that nothing explains gets none.
+names one that would give this very number: with the cause undone, what is left has to be within the tolerance. What
+nothing explains gets no hint.
 """
 
 import math
@@ -16,8 +17,9 @@ from conformance.record.tensors import Record
 from conformance.record.verdict import Quantity
 from conformance.scenario import Scenario
 
-CLOSE = 1e-3  # relative, of a scale to the factor that explains it
+CLOSE = 1e-3  # relative, of a scale to the factor that explains it, however much noise there is
 WHOLE = {"exact": 1e-6, "fp32": 1e-3}  # how near a count of tokens is to a whole number; half precision knows none
+MOST_STEPS = 100_000  # of a schedule that are searched
 MOST = 10  # times the target tokens: how many places a step may have
 
 # Modules of a layer in the order in which the backward pass comes to them.
@@ -78,26 +80,40 @@ def _clip(norm: float | None, max_norm: float | None) -> float | None:
     return max_norm / (norm + 1e-6) if norm and max_norm and norm > max_norm else None
 
 
-def hint(m: Measurement, facts: Facts) -> str:
-    """What a measurement that was found wrong has in common with a known cause; empty if nothing explains it."""
+def hint(m: Measurement, facts: Facts, *, allowed: float) -> str:
+    """What a measurement that was found wrong has in common with a known cause; empty if nothing explains it.
+
+    ``allowed``: its bound, which what is left without the cause may not exceed.
+    """
     if m.replica:
-        return "ranks that should hold the same numbers do not: a reduction over these ranks is missing"
+        return "ranks that should hold the same numbers do not"
     if m.broken:
         return f"it holds {m.broken}"
     name = m.tensor.rpartition(".")[2]
     if name == "lr":
-        return "the learning-rate schedule is at another step"
+        return _another_step(m, facts, allowed)
     if name == "token_count" and m.scale is not None:
         return f"{m.max_abs:.0f} targets {'are missing' if m.scale < 1 else 'too many'}"
     if m.scale is None or not math.isfinite(m.scale) or abs(m.scale - 1) < 1e-6:
         return ""
     if m.scale == 0:
-        return _zero(m, facts)
-    factors = _known_factors(m, facts)
+        return "" if m.residual else _zero(m, facts)
+    factors = _known_factors(m, facts, allowed)
     if factors:
         return f"{m.scale:.4g} times the reference, which is {' or '.join(factors)}"
-    factor = f"{m.scale:.4g}"
-    return f"{factor} times the reference" if m.scalar and factor != "1" else ""
+    factor, fits = f"{m.scale:.4g}", m.left_without(m.scale) <= allowed
+    return f"{factor} times the reference" if m.scalar and fits and factor != "1" else ""
+
+
+def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
+    """The step whose learning rate it is, the nearest one if there are several."""
+    schedule, rate = facts.scenario.schedule, facts.scenario.optimizer.lr
+    if m.value is None:
+        return ""
+    steps = range(max(schedule.total_steps, facts.scenario.steps) + 1) if schedule.total_steps < MOST_STEPS else ()
+    alike = [step for step in steps if abs(m.value - schedule.factor(step) * rate) <= allowed * rate]
+    nearest = min(alike, key=lambda step: (abs(step - m.step), step), default=None)
+    return "" if nearest in (None, m.step) else f"the learning-rate schedule is at step {nearest}"
 
 
 def _zero(m: Measurement, facts: Facts) -> str:
@@ -108,7 +124,7 @@ def _zero(m: Measurement, facts: Facts) -> str:
     return "it is zero"
 
 
-def _known_factors(m: Measurement, facts: Facts) -> list[str]:
+def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     assert m.scale is not None
     layout, accumulation, tokens = facts.layout, facts.scenario.accumulation, facts.tokens
     sizes: dict[str, float] = {
@@ -138,11 +154,12 @@ def _known_factors(m: Measurement, facts: Facts) -> list[str]:
     if clip := facts.clip.get(m.stage):
         again = "clipped before it was read" if m.stage in facts.gradients else "clipped twice"
         factors += [(f"the clip factor: {again}", clip), ("1/(the clip factor): it was not clipped", 1 / clip)]
-    known = [text for text, factor in factors if abs(m.scale / factor - 1) < CLOSE]
-    return known or _token_counts(m, facts)
+    near = ((text, factor) for text, factor in factors if abs(m.scale / factor - 1) < CLOSE)
+    known = [text for text, factor in near if m.left_without(factor) <= allowed]
+    return known or _token_counts(m, facts, allowed)
 
 
-def _token_counts(m: Measurement, facts: Facts) -> list[str]:
+def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     """Of a loss that was divided by another number of tokens, that number."""
     near = WHOLE.get(facts.scenario.precision)
     if near is None or not m.tensor.endswith("loss") or not m.scale:
@@ -150,6 +167,8 @@ def _token_counts(m: Measurement, facts: Facts) -> list[str]:
     count = facts.tokens / m.scale
     whole = round(count)
     if whole < 1 or abs(count - whole) > near or whole > MOST * facts.tokens:
+        return []
+    if not m.left_without(facts.tokens / whole) <= allowed:
         return []
     off = abs(whole - facts.tokens)
     what = "targets are left out of the count" if whole < facts.tokens else "places that are no targets are counted"

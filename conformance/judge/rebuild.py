@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence, Set
 
 import torch
 
-from conformance.judge.compare import Tensors, finite, named, place, unnamed_norm
+from conformance.judge.compare import named, unnamed_norm
+from conformance.judge.distance import Tensors, finite, place
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.observable import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.oracle.training import clip, global_norm, make_optimizer

@@ -44,9 +44,10 @@ class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
     norm of the stage's tensors); of a number or of rows it is relative to what their observable declares.
 
-    scalar: one number per step. of_row: the worst row of a tensor, not the whole. fixed: a bound that holds in every
-    precision, None where the rule decides. max_abs and where: the largest absolute difference and its index. scale:
-    <x, ref> / <ref, ref>. broken: in words, what x holds that is no number. replica: ranks were compared with each
+    scalar: one number per step, and value: this number. of_row: the worst row of a tensor, not the whole. fixed: a
+    bound that holds in every precision, None where the rule decides. max_abs and where: the largest absolute difference
+    and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, relative to what
+    ``error`` is. broken: in words, what x holds that is no number. replica: ranks were compared with each
     other, not with the oracle. typical: of a sum or a norm, what the errors of its parts make of it. strip: of rows,
     the errors of their tokens.
     """
@@ -56,11 +57,14 @@ class Measurement:
     step: int
     error: float
     scalar: bool = False
+    value: float | None = None
     of_row: bool = False
     fixed: float | None = None
     max_abs: float = 0.0
     where: str = ""
     scale: float | None = None
+    residual: float = 0.0
+    size: float = 0.0
     broken: str = ""
     replica: bool = False
     typical: float = 0.0
@@ -69,6 +73,11 @@ class Measurement:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.stage, self.tensor, self.step
+
+    def left_without(self, factor: float) -> float:
+        """The error that is left when ``factor``, which is not 0, is undone."""
+        apart = (self.scale or 0.0) - factor
+        return math.hypot(self.residual, apart * self.size) / abs(factor)
 
 
 def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:

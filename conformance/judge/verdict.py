@@ -118,7 +118,7 @@ def _judged(m: Measurement, allowed: float, facts: Facts) -> Quantity:
     quantity = Quantity(stage=m.stage, tensor=m.tensor, step=m.step, observed=m.error, allowed=allowed)
     if m.error <= allowed:
         return quantity
-    return replace(quantity, max_abs=m.max_abs, where=m.where, hint=hint(m, facts))
+    return replace(quantity, max_abs=m.max_abs, where=m.where, hint=hint(m, facts, allowed=allowed))
 
 
 def _difference(verdict: Verdict, more: Sequence[str]) -> str:

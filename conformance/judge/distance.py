@@ -1,0 +1,115 @@
+"""Distance: a tensor, its worst row, or a number, from the one that it should be, as a measurement.
+
+What is left of a difference when a factor is undone is measured with it, so that no factor is named that does not fit.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from conformance.judge.tolerance import FLOOR, OF_ROWS, ROW_FLOOR, Measurement
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def floor_of(reference: Tensors) -> float:
+    """The least norm that an error of these tensors is relative to."""
+    squares = [t.double().square().sum().item() for t in reference.values()]
+    return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
+
+
+def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+    x, ref = x.double(), ref.double()
+    difference = (x - ref).abs()
+    norm = ref.norm().item()
+    unit = max(norm, floor) or 1.0
+    scale, left = scale_of(x, ref)
+    at = int(difference.argmax()) if difference.numel() else 0
+    return Measurement(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=finite(difference.norm().item() / unit),
+        max_abs=finite(difference.max().item() if difference.numel() else 0.0),
+        where=place(at, ref),
+        scale=scale,
+        residual=left / unit,
+        size=norm / unit,
+        broken=_broken(x),
+    )
+
+
+def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
+    """The factor of ``ref`` that is nearest to ``x``, and the norm of what is left of ``x`` without it. None where
+    ``ref`` is zero."""
+    square = ref.square().sum()
+    if not square:
+        return None, math.inf
+    scale = (x * ref).sum() / square
+    return scale.item(), finite((x - scale * ref).norm().item())
+
+
+def worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+    """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
+
+    Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
+    not zero; of a vector, to that root mean square.
+    """
+    x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
+    off, norms = (x - ref).norm(dim=1), ref.norm(dim=1)
+    touched = norms[norms > 0]
+    typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
+    least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
+    least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
+    errors = off / norms.clamp(min=least)
+    at = int(errors.argmax()) if len(errors) else 0
+    unit = max(norms[at].item(), least) if len(errors) else 1.0
+    scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
+    broken = _broken(x[at]) if len(errors) else ""
+    return Measurement(
+        stage=stage,
+        tensor=f"{name} {OF_ROWS}",
+        step=step,
+        error=finite(errors.max().item() if len(errors) else 0.0),
+        max_abs=finite((x[at] - ref[at]).abs().max().item() if x.numel() else 0.0),
+        where=f"row {at}",
+        of_row=True,
+        scale=scale,
+        residual=left / unit,
+        size=norms[at].item() / unit if len(errors) else 0.0,
+        broken=broken,
+    )
+
+
+def number_off(
+    stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None
+) -> Measurement:
+    """``unit``: what the error is relative to."""
+    return Measurement(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=finite(abs(x - ref) / (abs(unit) or 1.0)),
+        scalar=True,
+        value=x,
+        fixed=fixed,
+        max_abs=finite(abs(x - ref)),
+        scale=x / ref if ref else None,
+        size=abs(ref) / (abs(unit) or 1.0),
+        broken=_broken(torch.tensor(x, dtype=torch.float64)),
+    )
+
+
+def place(at: int, tensor: torch.Tensor) -> str:
+    """The index of an element, given its number in the flattened tensor."""
+    return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]) if tensor.ndim else ""
+
+
+def _broken(x: torch.Tensor) -> str:
+    return "NaN" if x.isnan().any() else "infinite numbers" if x.isinf().any() else ""
+
+
+def finite(error: float) -> float:
+    """NaN would pass every comparison; it is as wrong as can be."""
+    return math.inf if math.isnan(error) else error
