@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from conformance.plan.profile import select_cells
 from conformance.plan.selection import Selection
 from conformance.record.bisection import BISECTION, read_bisection, write_bisection
 from conformance.record.cells import BelievedCell, read_cells
+from conformance.record.format import dumps
 from conformance.run.session import Session, SessionConfig
 from reports.load import read_report
 from reports.words import details
@@ -147,22 +150,87 @@ def test_a_bisection_that_fails_is_a_line_and_no_error(ended: tuple[Path, str], 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "of another cell": ({"cell": "a/b/c/d/exact"}, "of another run of the cell, or of another cell"),
     "of other records": ({"records": ["0" * 64]}, "of another run of the cell, or of another cell"),
-    "of another version": ({"schema": 2}, "not as the suite wrote it (schema"),
+    "of another version": ({"schema": 99}, "not as the suite wrote it (schema"),
     "without a result": ({"models": []}, "holds no result"),
     "with a wrong type": ({"step": "1"}, "not as the suite wrote it (step"),
     "with ranks that are none": ({"collectives": {"issued": [[]], "conforming": "", "there": []}}, "not as the suite"),
 }
 
 
+def rewrite(file: Path, change: Callable[[Any], None]) -> None:
+    """Change the values of a stored bisection, and its digest with them."""
+    values = json.loads(file.read_text())
+    del values["sha256"]
+    change(values)
+    digest = hashlib.sha256(dumps(values).encode()).hexdigest()
+    file.write_text(json.dumps({**values, "sha256": digest}))
+
+
+def test_a_stored_bisection_that_was_edited_is_not_believed(out: Path) -> None:
+    file = file_of(out, EXACT)
+    file.write_text(file.read_text().replace("model.layers.1.mlp", "model.layers.0.mlp"))
+    assert "was edited: its digest is another one" in told(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_stored_bisection_is_not_believed(damage: str, out: Path) -> None:
     changed, why = DAMAGE[damage]
-    file = file_of(out, EXACT)
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    rewrite(file_of(out, EXACT), lambda values: values.update(changed))
     found = cell(out, EXACT).bisection
     assert found
     assert why in told(found).answer
     assert found.models == ()
+
+
+def first(values: Any) -> Any:
+    return values["models"][0]["forward"]
+
+
+NO_MODULE = ["model.layers.9.mlp", "output"]
+FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a stage of no objective": (lambda v: v.update(stage="magic"), "names the stage 'magic', which this cell has not"),
+    "another stage": (lambda v: v.update(stage="loss"), "names the stage loss, and the verdict says that log-probs"),
+    "another step": (lambda v: v.update(step=1), "is of step 1, and the verdict says that step 0 differs first"),
+    "another cell": (lambda v: v.update(traced="tiny/llama/wrongmlp/dp1/exact"), "is of tiny/llama/wrongmlp/dp1/exact"),
+    "a module of no model": (
+        lambda v: first(v).update(
+            module="model.layers.9.mlp", wrong=first(v)["wrong"] | {"key": ["model.layers.9.mlp", "output"]}
+        ),
+        "names the module 'model.layers.9.mlp', which this model has not",
+    ),
+    "another module": (
+        lambda v: first(v).update(module="model.layers.0.mlp"),
+        "names the module model.layers.0.mlp, and",
+    ),
+    "a rank too many": (lambda v: first(v)["wrong"].update(ranks=[2], hold=[2]), "names ranks"),
+    "a row too many": (lambda v: first(v)["wrong"].update(places=[[10**6, 0]]), "names rows or tokens"),
+    "a gradient as the forward pass": (
+        lambda v: first(v)["wrong"].update(key=["model.layers.1.mlp", "gradient of the output"]),
+        "as what is wrong forward",
+    ),
+    "a parameter of no model": (lambda v: v["models"][0]["parameters"].update(bias=1.0), "names the parameter 'bias'"),
+    "another model": (lambda v: v["models"][0].update(model="critic"), "is of the models critic; trained are policy"),
+    "another layout": (
+        lambda v: v["collectives"].update(conforming="tiny/llama/wrongmlp/dp8/exact"),
+        "which does not conform in this run",
+    ),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_what_the_cell_cannot_have_is_not_told(forged: str, out: Path) -> None:
+    change, why = FORGED[forged]
+    rewrite(file_of(out, EXACT), change)
+    found = cell(out, EXACT).bisection
+    assert found
+    assert why in told(found).answer
+    assert told(found).answer.endswith(f"run: parity bisect {EXACT}")
+    assert found.models == ()
+
+
+def test_a_twin_that_is_another_cell_is_not_told(out: Path) -> None:
+    rewrite(file_of(out, FP32), lambda values: values.update(traced=FP32))
+    assert f"the exact tier of this cell is {EXACT}" in told(cell(out, FP32).bisection).answer  # type: ignore[arg-type]
 
 
 def test_a_stored_bisection_that_is_no_json_or_no_file_is_not_believed(out: Path) -> None:

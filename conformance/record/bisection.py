@@ -4,6 +4,7 @@ It changes no verdict. What follows from it, such as the place of the defect, is
 a file; a file that is of other records than the cell's is not told of (claim 9).
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from conformance.record.files import Unreadable, read_file
-from conformance.record.format import parse_strict_json
+from conformance.record.format import dumps, parse_strict_json
 from conformance.record.results import write_output_json
 from conformance.record.schema import Count, first_error
 
 BISECTION = "bisect.json"
-BISECTION_SCHEMA = 1
+BISECTION_SCHEMA = 2
 LONGEST = 2**24  # bytes; names of modules and parameters, no tensors
 
 Direction = Literal["forward", "backward"]
@@ -176,7 +177,10 @@ class Bisection:
 
 @dataclass(frozen=True, kw_only=True)
 class _File(Bisection):
+    """``sha256``: of all other values, in the order of the file."""
+
     schema: Annotated[int, Field(ge=BISECTION_SCHEMA, le=BISECTION_SCHEMA)]
+    sha256: str
 
 
 _FILE, _BISECTED = TypeAdapter(_File), TypeAdapter(tuple[Bisected, ...])
@@ -189,7 +193,20 @@ def bisected_from_json(values: Any) -> tuple[Bisected, ...]:
 
 def write_bisection(folder: Path, bisection: Bisection) -> None:
     """Write ``bisect.json`` of a cell. Raises Unwritable."""
-    write_output_json(folder / BISECTION, {"schema": BISECTION_SCHEMA, **asdict(bisection)}, indent=None)
+    values = {"schema": BISECTION_SCHEMA, **asdict(bisection)}
+    write_output_json(folder / BISECTION, {**values, "sha256": _digest(values)}, indent=None)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(
+        dumps({name: value for name, value in values.items() if name != "sha256"}).encode()
+    ).hexdigest()
+
+
+def not_told(cell: str, records: tuple[str, ...], why: str) -> Bisection:
+    """In place of a file that cannot be believed. ``why``: what follows the name of the file."""
+    again = f"run: parity bisect {cell}"
+    return Bisection(cell=cell, records=records, stage="", traced=cell, why_not=f"{BISECTION} {why}; {again}")
 
 
 def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bisection | None:
@@ -199,8 +216,7 @@ def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bise
     """
 
     def refused(why: str) -> Bisection:
-        again = f"run: parity bisect {cell}"
-        return Bisection(cell=cell, records=records, stage="", traced=cell, why_not=f"{BISECTION} {why}; {again}")
+        return not_told(cell, records, why)
 
     try:
         values = parse_strict_json(read_file(folder / BISECTION, limit=LONGEST))
@@ -213,9 +229,11 @@ def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bise
         return refused(f"is not as the suite wrote it ({first_error(error)})")
     except ValueError as error:
         return refused(f"is not valid JSON ({error})")
+    if found.sha256 != _digest(values):
+        return refused("was edited: its digest is another one")
     if (found.cell, found.records) != (cell, records):
         return refused("is of another run of the cell, or of another cell")
     if not found.models and not found.why_not:
         return refused("holds no result")
-    kept = {name: value for name, value in vars(found).items() if name != "schema"}
+    kept = {name: value for name, value in vars(found).items() if name not in ("schema", "sha256")}
     return Bisection(**kept)

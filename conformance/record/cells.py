@@ -5,17 +5,18 @@ oracle, or without quantities, is an infrastructure failure, whatever its file s
 both read cells with this module, so that the exit code and the report agree. No tensor is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
 from conformance.defect import defects_of
-from conformance.record.bisection import Bisection, read_bisection
+from conformance.record.bisection import Bisection, not_told, read_bisection
 from conformance.record.format import Line, Lines, RecordError, read_lines
 from conformance.record.identity import FLOAT64, check_cell, check_oracle, second_class
-from conformance.record.results import Entry, Run, inside, read_run
-from conformance.record.states import NO_FAULT, STATES
+from conformance.record.plausible import implausible
+from conformance.record.results import Entry, Run, inside, read_run, states_of
+from conformance.record.states import NO_FAULT, STATES, State
 from conformance.validation import UsageError
 
 ReadLines = Callable[[Path], tuple[Lines | None, str]]
@@ -47,10 +48,11 @@ def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
     """
     run, entries = read_run(out)
     oracle_lines = cache(_read_lines)  # many cells share an oracle
-    return run, [_believe(out, entry, oracle_lines) for entry in entries]
+    states = states_of(entries)
+    return run, [_believe(out, entry, oracle_lines, states) for entry in entries]
 
 
-def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
+def _believe(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> BelievedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
     found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
@@ -74,6 +76,8 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines) -> BelievedCell:
     if verdict.state == "differs":
         digests = tuple(lines.digest for lines in legs)
         bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
+        if bisection and legs and bisection.stage and (why := implausible(bisection, entry, legs[0].header, states)):
+            bisection = not_told(entry.cell, digests, why)
     return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem, bisection=bisection)
 
 
