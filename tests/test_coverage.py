@@ -5,7 +5,7 @@ import pytest
 from conformance.record.baseline import Outcome, RunFacts, make_baseline
 from conformance.record.coverage import Floor, claims
 from conformance.record.since import Kind, changes_between
-from conformance.record.states import STATES, State, overall
+from conformance.record.states import STATES, RunVerdict, State, overall
 
 ONE, TWO, CHAIN = "sft/llama/fsdp2/dp2/exact", "sft/llama/megatron/tp2/exact", "sft/llama/fsdp2-to-megatron/dp2/exact/x"
 
@@ -69,7 +69,9 @@ def test_nothing_is_demanded_by_default() -> None:
         ("differs", "conforms", "fixed", False),
         ("infrastructure", "partly_observed", "fixed", False),
         ("expected_difference", "conforms", "fixed", False),
-        ("conforms", "expected_difference", "declared", False),
+        ("conforms", "expected_difference", "declared", True),
+        ("differs", "expected_difference", "fixed", False),
+        ("partly_observed", "expected_difference", "declared", False),
         ("unsupported", "unsupported", None, False),
         ("unsupported", None, None, False),
         (None, "unsupported", None, False),
@@ -101,6 +103,48 @@ def test_coverage_is_held_against_the_last_run_that_passed() -> None:
     now: dict[str, State] = {ONE: "conforms", TWO: "unsupported"}
     assert Floor(baseline=make_baseline("old", [green, red])).unmet(now)
     assert not Floor(baseline=make_baseline("old", [red])).unmet(now)
+
+
+def run(verdict: RunVerdict, **states: State) -> RunFacts:
+    named = {"one": ONE, "two": TWO}
+    return "", verdict, {}, {named[name]: Outcome(state=state) for name, state in states.items()}
+
+
+def lost_after(*nights: RunFacts, one: State = "conforms", two: State | None) -> bool:
+    now: dict[str, State] = {ONE: one, **({TWO: two} if two else {})}
+    return bool(Floor(baseline=make_baseline("old", nights)).unmet(now))
+
+
+def test_a_loss_is_not_forgotten_where_no_run_was_green() -> None:
+    nights = [run("differs", one="differs", two="conforms"), run("differs", one="differs", two="unsupported")]
+    assert lost_after(*nights, two="unsupported")
+    assert not lost_after(*nights, two="conforms")
+
+
+def test_a_green_run_of_fewer_cells_says_nothing_of_the_others() -> None:
+    whole, narrow = run("conforms", one="conforms", two="conforms"), run("conforms", one="conforms")
+    assert lost_after(whole, narrow, two=None)
+    assert lost_after(whole, narrow, two="unsupported")
+    accepted = run("conforms", one="conforms", two="unsupported")
+    assert not lost_after(whole, accepted, two="unsupported")
+
+
+def test_what_a_run_after_the_last_green_one_showed_is_demanded_too() -> None:
+    nights = [run("conforms", one="conforms"), run("differs", one="differs", two="conforms")]
+    assert lost_after(*nights, two="unsupported")
+
+
+def test_a_defect_that_is_declared_is_a_loss_until_it_is_accepted() -> None:
+    before = run("conforms", one="conforms", two="conforms")
+    declared = run("incomplete", one="conforms", two="expected_difference")
+    assert lost_after(before, declared, two="expected_difference")
+    accepted = run("conforms", one="conforms", two="expected_difference")
+    assert not lost_after(before, declared, accepted, two="expected_difference")
+
+
+def test_a_history_without_an_earlier_run_is_no_baseline_in_silence() -> None:
+    (unmet,) = Floor(baseline=make_baseline("kept", [])).unmet({ONE: "conforms"})
+    assert unmet == "kept has no earlier run of what is selected here: it cannot be said what was lost"
 
 
 def test_a_sentence_names_some_cells_and_counts_the_rest() -> None:

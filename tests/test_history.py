@@ -124,6 +124,18 @@ def test_a_run_is_compared_with_one_folder_as_with_a_history(nightly: Path, tmp_
     assert [(change.kind, change.cell) for change in since.last.changes] == [("gone", CONFORMS)]
 
 
+@pytest.mark.parametrize("name", ["nohist", "empty", "one.json"])
+def test_a_baseline_that_is_not_there_says_what_to_do(name: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    given = str(tmp_path / name)
+    with pytest.raises(UsageError) as refused:
+        read_baseline(given, SELECTION)
+    said = str(refused.value)
+    assert said.startswith(f"--baseline {given}: there is no {given}")
+    assert f"parity history {given} --add OUT begins" in said
+    assert "leave it out of the first run" in said
+
+
 def test_other_selections_are_no_baseline(nightly: Path) -> None:
     baseline = read_baseline(str(nightly / "history"), "--profile quick")
     assert baseline.runs == ()

@@ -28,6 +28,13 @@ def read_baseline(path: str, selection: str) -> Baseline:
         told = [(run.started.isoformat(timespec="seconds"), run.verdict, run.versions, run.cells) for run in runs]
         return make_baseline(path, told)
     file = given / SUMMARY if given.is_dir() else given
+    if not os.path.lexists(file):
+        looked = f"{given / HISTORY} and no {file}" if given.is_dir() else str(given)
+        raise UsageError(
+            f"--baseline {path}: there is no {looked}; give the --out folder or the summary.json of an earlier run, or "
+            f"the folder of a history, which parity history {path} --add OUT begins with an earlier run; leave it out "
+            f"of the first run"
+        )
     found = make_baseline(path, [_facts(read_output_json(file), file)])
     try:
         return baseline_from_json(dataclasses.asdict(found))

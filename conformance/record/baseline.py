@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from conformance.record.schema import first_error
-from conformance.record.states import NO_FAULT, PASSES, RunVerdict, State
+from conformance.record.states import NO_FAULT, PASSES, RunVerdict, State, depth
 
 COMMIT = "commit"  # the name among the versions of the git commit of the suite
 CHANGED = "-changed"  # the end of a commit's name if files of the checkout were changed: the code has no name then
@@ -91,10 +91,24 @@ class Baseline:
 
     @property
     def demanded(self) -> dict[str, State]:
-        """The states of the cells of the run of which no coverage may be lost, by id: of the last green one, so that a
-        loss is not forgotten after a night; without one, of the last."""
-        run = self.green or self.last
-        return {cell: found.state for cell, found in self.outcomes(run).items()} if run else {}
+        """How each cell has to be covered at least, by id: as in the last green run that has it, or in a later run, so
+        that a loss is not forgotten after a night, nor in a green run of fewer cells. Where no green run has the cell,
+        all runs count."""
+        found: dict[str, State] = {}
+        settled: set[str] = set()
+        for run in reversed(self.runs):
+            states = {cell: ended.state for cell, ended in self.outcomes(run).items() if cell not in settled}
+            for cell, state in states.items():
+                if cell not in found or _covers(state) > _covers(found[cell]):
+                    found[cell] = state
+            if run.is_green:
+                settled |= states.keys()
+        return {cell: found[cell] for cell in self.cells if cell in found}
+
+
+def _covers(state: State) -> tuple[int, bool]:
+    """Sorts states by what they show of a cell; a cell that conforms has no declared defect."""
+    return depth(state), state == "conforms"
 
 
 RunFacts = tuple[str, RunVerdict | None, dict[str, str], Mapping[str, Outcome]]

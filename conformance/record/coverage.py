@@ -29,7 +29,7 @@ class Floor:
     require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
     min_judged: the number of cells that have to be judged.
     backends: names of backends; at least one cell of each has to be judged.
-    baseline: earlier runs; no cell may be covered less than in the last green one of them (or else the last).
+    baseline: earlier runs; no cell may be covered less than in the last green one that has it, or in a later one.
     shards: the parts of a run in several jobs that this folder holds, such as ``2/5``; empty for a run in one piece.
     planned: the ids of the cells of all parts. whole: False for one part alone: the demands are held against all parts
         together, by ``parity merge``.
@@ -71,6 +71,8 @@ class Floor:
             cells = {cell: state for cell, state in states.items() if name in backend_of(cell).split(TO)}
             if not any(state in ANSWERED for state in cells.values()):
                 yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
+        if self.baseline and not self.baseline.runs:
+            yield f"{self.baseline.path} has no earlier run of what is selected here: it cannot be said what was lost"
         if self.baseline and (lost := [c.cell for c in changes_between(self.baseline.demanded, states) if c.is_loss]):
             yield f"coverage lost since {self.baseline.path}: {_list_cells(lost, states)}"
 

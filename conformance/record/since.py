@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from conformance.record.baseline import CHANGED, COMMIT, Baseline, EarlierRun, Outcome
 from conformance.record.slower import Slower, slower_than
-from conformance.record.states import ANSWERED, FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State
+from conformance.record.states import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth
 
 Kind = Literal["new", "unjudged", "refused", "gone", "less", "declared", "fixed", "judged", "more"]
 # In the order in which a reader wants to see them.
@@ -62,8 +62,9 @@ class Change:
 
     @property
     def is_loss(self) -> bool:
-        """Whether less is known about the cell than before."""
-        return _depth(self.now) < _depth(self.before)
+        """Whether less is known about the cell than before, or a defect is declared where it had none."""
+        is_declared = (self.before, self.now) == ("conforms", "expected_difference")
+        return depth(self.now) < depth(self.before) or is_declared
 
     def __str__(self) -> str:
         return f"{_word(self.before)}, now {_word(self.now)}"
@@ -76,15 +77,6 @@ def changes_between(before: Mapping[str, State], now: Mapping[str, State]) -> tu
     return tuple(
         sorted((change for change in every if change.kind), key=lambda change: kinds.index(change.kind or "new"))
     )
-
-
-def _depth(state: State | None) -> int:
-    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
-    if state in (None, "unsupported"):
-        return 0
-    if state not in ANSWERED:
-        return 1
-    return 2 if state == "partly_observed" else 3
 
 
 def _word(state: State | None) -> str:

@@ -69,6 +69,15 @@ NO_FAULT: tuple[State, ...] = ("conforms", "partly_observed", "expected_differen
 PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
 
 
+def depth(state: State | None) -> int:
+    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
+    if state in (None, "unsupported"):
+        return 0
+    if state not in ANSWERED:
+        return 1
+    return 2 if state == "partly_observed" else 3
+
+
 def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
     """The verdict of a run from the states of its cells. A cell that could not be judged makes the run incomplete.
 
