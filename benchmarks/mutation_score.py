@@ -4,8 +4,9 @@ python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults 
                                     [--tiers TIER ...]
 
 A fault is planted in its place (impl/faults/places.py), with all steps and rows of the scenario. For the tier
-``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell of a place is also
-run without a fault. Workers are processes, each with its own session, which take one job after another.
+``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell is also run without
+a fault: one that does not conform then has caught nothing. Workers are processes, each with its own session, which
+take one job after another.
 OUT/mutation-score.md and .json are written at the end; cells with another result than predicted are kept in
 OUT/workers. The same command with the same OUT runs only the jobs that have not been run. A worker needs 1.5 cores and
 4 GiB of memory.
@@ -96,7 +97,7 @@ def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *
     ``models``: the folder in which models with dropout are made.
     """
     jobs = list(_planted(faults, backends, tiers, models))
-    honest = {str(cell.plain): cell.plain for job in jobs if job.row.tier != QUICK for cell in job.cells}
+    honest = {str(cell.plain): cell.plain for job in jobs for cell in job.cells}
     for name, cell in honest.items():
         row = Row(fault="", predicted="", backend=cell.backend, tier=cell.scenario.precision, cell=name, state="")
         jobs.append(Job(row=row, cells=(cell,)))
@@ -206,9 +207,13 @@ def run(session: Session, job: Job) -> Row:
         row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=said)
         if judged.completed and row.tier != QUICK:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
-        if row.state == "conforms" if not row.fault else row.as_predicted or row.tier == QUICK:
+        if (
+            row.state == "conforms"
+            if not row.fault
+            else (row.state == "differs" and row.stage == row.predicted) or row.tier == QUICK
+        ):
             shutil.rmtree(session.config.out / "cells" / cell.slug)
-        if row.caught:
+        if row.state == "differs":
             break
     return row
 

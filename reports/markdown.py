@@ -93,11 +93,11 @@ def _planted(score: planted.MutationScore) -> str:
         f"\n### Planted faults: {len(score.caught)} of {plural(len(score.told), 'pair')} of fault and backend caught\n"
     ]
     lines += [
-        "| fault | backend | caught | missed | no answer | found first at |",
-        "| :-- | :-- | --: | --: | --: | :-- |",
+        "| fault | backend | caught | nothing differs | differs without it, too | no answer | found first at |",
+        "| :-- | :-- | --: | --: | --: | --: | :-- |",
     ]
     for row in score.rows:
-        counts = " | ".join(str(len(cells)) for cells in (row.caught, row.missed, row.unanswered))
+        counts = " | ".join(str(len(cells)) for cells in (row.caught, row.silent, row.unproven, row.unanswered))
         lines.append(f"| {code(row.fault)} | {plain(row.backend)} | {counts} | {plain(', '.join(row.stages))} |")
     return "\n".join(lines) + "\n"
 

@@ -27,7 +27,8 @@ class Row:
     """One fault in one cell, or one cell without a fault (``fault`` is empty).
 
     predicted, stage: the stage at which the fault should be found first, and at which it was.
-    state: the state of the cell's verdict, or BLANK. reason: the reason of the verdict in one line, or why the fault
+    state: the state of the cell's verdict, or BLANK. A cell that differs has caught the fault only if the same cell
+        without it conforms (Score.caught). reason: the reason of the verdict in one line, or why the fault
         changes nothing.
     loss, norm: relative errors of the loss and of the gradient norm at the first and at the last step; the larger of
         policy and critic. None if they were not recorded.
@@ -43,14 +44,6 @@ class Row:
     reason: str = ""
     loss: tuple[float, float] | None = None
     norm: tuple[float, float] | None = None
-
-    @property
-    def caught(self) -> bool:
-        return self.state == "differs"
-
-    @property
-    def as_predicted(self) -> bool:
-        return self.caught and self.stage == self.predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +84,7 @@ class Score:
     def never_caught(self) -> list[tuple[str, str]]:
         """(fault, backend) pairs for which no tier catches the fault at the predicted stage."""
         pairs = dict.fromkeys((row.fault, row.backend) for row in self.in_tiers)
-        caught = {(row.fault, row.backend) for row in self.in_tiers if row.as_predicted}
+        caught = {(row.fault, row.backend) for row in self.in_tiers if self.as_predicted(row)}
         return [pair for pair in pairs if pair not in caught]
 
     @property
@@ -109,9 +102,20 @@ class Score:
         """Whether every fault is caught in some tier on every backend, and every cell without a fault conforms."""
         return self.is_complete and not self.never_caught and not self.false_alarms
 
+    def caught(self, row: Row) -> bool:
+        """Whether the cell with the fault differs, and the same cell without it conforms."""
+        honest = self._honest(row)
+        return row.state == "differs" and honest is not None and honest.state == "conforms"
+
+    def as_predicted(self, row: Row) -> bool:
+        return self.caught(row) and row.stage == row.predicted
+
+    def _honest(self, row: Row) -> Row | None:
+        return self.honest.get(row.cell.removesuffix(f"/fault-{row.fault}"))
+
     def sees(self, gate: Gate, row: Row) -> bool:
         """Whether the gate raises an alarm for the cell with the fault, and none for the same cell without it."""
-        honest = self.honest.get(row.cell.removesuffix(f"/fault-{row.fault}"))
+        honest = self._honest(row)
         return gate.alarms(row) and not (honest and gate.alarms(honest))
 
 
@@ -160,7 +164,7 @@ def _totals(score: Score) -> Iterator[str]:
         rows = [row for row in score.in_tiers if backend in (row.backend, "all") and tier in (row.tier, ANY)]
         if not rows:
             continue
-        counts = [_pairs(rows), _pairs(r for r in rows if r.caught), _pairs(r for r in rows if r.as_predicted)]
+        counts = [_pairs(rows), _pairs(filter(score.caught, rows)), _pairs(filter(score.as_predicted, rows))]
         seen = [_pairs(row for row in rows if score.sees(gate, row)) for gate in GATES]
         yield _line(backend, tier, *counts, *seen)
     yield ""
@@ -178,19 +182,21 @@ def _quick(score: Score) -> Iterator[str]:
     yield "## The quick profile\n"
     for backend in sorted({row.backend for row in rows}):
         own = [row for row in rows if row.backend == backend]
-        missed = [f"`{row.fault}`" for row in own if not row.caught]
+        missed = [f"`{row.fault}`" for row in own if not score.caught(row)]
         told = f"; missed: {', '.join(missed)}" if missed else ""
         yield f"* {backend}: {len(own) - len(missed)} of {len(own)} faults are caught by one of its cells{told}"
     yield ""
 
 
 def _missed(score: Score) -> Iterator[str]:
-    if all(row.as_predicted for row in score.in_tiers) and not score.false_alarms:
+    if all(map(score.as_predicted, score.in_tiers)) and not score.false_alarms:
         return
     yield "## Not as predicted\n"
     for row in score.in_tiers:
-        if not row.as_predicted:
-            yield f"* `{row.cell}`: {row.state}, {row.stage or row.reason}; predicted: {row.predicted}"
+        if not score.as_predicted(row):
+            alone = row.state == "differs" and not score.caught(row)
+            too = ", and the same cell without the fault does not conform" if alone else ""
+            yield f"* `{row.cell}`: {row.state}, {row.stage or row.reason}; predicted: {row.predicted}{too}"
     for row in score.false_alarms:
         yield f"* `{row.cell}`, without a fault: {row.state}, {row.reason}"
     yield ""
@@ -221,9 +227,9 @@ def _every_fault(score: Score) -> Iterator[str]:
         if row.state == BLANK:
             yield _line(*names, *"-" * (7 + len(GATES)))
         elif row.tier == QUICK:
-            yield _line(*names, _yes(row.caught), row.stage, row.predicted, *[""] * (4 + len(GATES)))
+            yield _line(*names, _yes(score.caught(row)), row.stage, row.predicted, *[""] * (4 + len(GATES)))
         else:
-            told = (_yes(row.caught), row.stage, row.predicted)
+            told = (_yes(score.caught(row)), row.stage, row.predicted)
             gates = [_yes(score.sees(gate, row)) for gate in GATES]
             yield _line(*names, *told, *_errors(row.loss), *_errors(row.norm), *gates)
 

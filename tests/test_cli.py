@@ -96,9 +96,10 @@ def test_the_reproduce_command_names_the_cell(out: Path) -> None:
 def test_a_planted_fault_makes_the_run_differ(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*PLAIN, "--profile", profile, "--faults", "inverted-clip", "--cells", CONFORMS, "--json"]
     assert cli.main(["run", *arguments, "--out", str(tmp_path / "out")]) == 1
-    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    cell, control = json.loads(capsys.readouterr().out)["cells"]
     assert cell["id"] == f"{CONFORMS}/fault-inverted-clip"
     assert cell["reason"].startswith("first difference at clipped update, step 0")
+    assert (control["id"], control["state"]) == (CONFORMS, "conforms")
 
 
 def test_a_model_and_data_set_of_the_users_own(profile: str, tmp_path: Path) -> None:

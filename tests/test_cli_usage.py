@@ -138,13 +138,15 @@ def test_list_and_run_refuse_a_cell_for_the_same_reason(
     rows = SCENARIO.replace("data.rows = 8", "data.rows = 600") if layout == "dp300" else SCENARIO
     chosen = [*PLAIN, "--profile", profile(tmp_path, scenario=rows, layouts=f'["{layout}"]'), *also, "--json"]
     assert cli.main(["list", *chosen]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)["cells"]
+    listed, *controls = json.loads(capsys.readouterr().out)["cells"]
+    assert len(controls) == (also == FAULT)
     assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 3
-    (ran,) = json.loads(capsys.readouterr().out)["cells"]
+    ran, *controls = json.loads(capsys.readouterr().out)["cells"]
     assert (ran["state"], listed["id"]) == (state, ran["id"])
     assert ran["reason"].startswith(reason)
     assert listed["refused"] == f"{'not here' if state == 'not_run' else state}: {ran['reason']}"
-    assert not list((tmp_path / "out").glob("cells/*/legs"))
+    assert [control["state"] for control in controls] == ["conforms"] * (also == FAULT)
+    assert len(list((tmp_path / "out").glob("cells/*/legs"))) == len(controls)
 
 
 # --- what an adapter is called ---------------------------------------------------------------------------------------

@@ -44,6 +44,13 @@ def test_of_a_backend_that_is_asked_for_by_name_a_cell_has_to_be_judged(states: 
     assert all("backend megatron" in sentence for sentence in unmet)
 
 
+@pytest.mark.parametrize(("state", "met"), [("differs", True), ("unsupported", False), ("infrastructure", False)])
+def test_controls_alone_are_no_run_with_a_fault(state: State, met: bool) -> None:
+    unmet = Floor().unmet({ONE: "conforms", f"{ONE}/fault-x": state})
+    assert (unmet == ()) == met
+    assert all(sentence.startswith("planted: no cell with a fault was judged") for sentence in unmet)
+
+
 def test_nothing_is_demanded_by_default() -> None:
     assert Floor().unmet({}) == ()
 

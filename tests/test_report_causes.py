@@ -9,6 +9,7 @@ import pytest
 from report_sample import CRASHED, DIFFERS, change, entries_of, entry_of, rewrite, sample_cell, write_sample
 
 from conformance.paths import CHECKOUT
+from conformance.record.states import State
 from conformance.record.verdict import Quantity
 from reports.causes import causes
 from reports.findings import MENTION, findings
@@ -85,30 +86,40 @@ def test_an_error_is_said_as_a_person_says_it(observed: float, allowed: float, t
     assert off(Quantity(stage="loss", tensor="loss", step=0, observed=observed, allowed=allowed)) == text
 
 
-def test_the_mutation_score_counts_each_fault_and_backend_once(tmp_path: Path) -> None:
+def test_the_mutation_score_counts_each_fault_and_backend_once_and_looks_at_the_controls(tmp_path: Path) -> None:
     out, rng = tmp_path / "out", random.Random(0)
-    states = {"dp2": "differs", "tp2": "conforms", "sp2": "unsupported"}
-    cells = [f"sft/pangu/fsdp2/{layout}/fp32/fault-lost-bias" for layout in states]
-    cells += ["sft/pangu/deepspeed/dp2/fp32/fault-lost-bias", "sft/pangu/deepspeed/dp2/fp32"]
-    entries = [sample_cell(out, cell, str(number), rng) for number, cell in enumerate(cells)]
-    for place, state in enumerate(states.values()):
-        if state == "differs":
-            worse = tuple(replace(q, observed=2 * q.allowed or 1.0) for q in entries[place].verdict.quantities)
-            verdict = replace(entries[place].verdict, state="differs", quantities=worse, strips=())
-        else:
-            verdict = replace(entries[place].verdict, state=state)  # type: ignore[arg-type]
-        entries[place] = replace(entries[place], verdict=verdict)
+    lost = "fault-lost-bias"
+    wrong: tuple[State, bool] = ("differs", True)
+    told: dict[str, tuple[State, bool]] = {
+        f"fsdp2/dp2/fp32/{lost}": wrong,
+        "fsdp2/dp2/fp32": ("conforms", False),
+        f"fsdp2/tp2/fp32/{lost}": ("infrastructure", False),  # was called, and nothing differs
+        f"fsdp2/sp2/fp32/{lost}": ("unsupported", False),
+        f"deepspeed/dp2/fp32/{lost}": wrong,
+        "deepspeed/dp2/fp32": wrong,
+        f"megatron/dp2/fp32/{lost}": wrong,
+        f"megatron/dp2/exact/{lost}": wrong,
+        "megatron/dp2/exact": ("expected_difference", False),
+    }
+    entries = []
+    for number, (cell, (state, is_wrong)) in enumerate(told.items()):
+        entry = sample_cell(out, f"sft/pangu/{cell}", str(number), rng)
+        quantities = entry.verdict.quantities if state != "unsupported" else ()
+        if is_wrong:
+            quantities = tuple(replace(q, observed=2 * q.allowed or 1.0) for q in quantities)
+        verdict = replace(entry.verdict, state=state, quantities=quantities, strips=())
+        entries.append(replace(entry, verdict=verdict))
     rewrite(out, entries)
     score = mutation_score(read_report(out))
     assert score
-    assert [(row.backend, len(row.caught), len(row.missed), len(row.unanswered)) for row in score.rows] == [
-        ("deepspeed", 0, 1, 0),
-        ("fsdp2", 1, 1, 1),
-    ]
-    assert score.rows[1].stages == (entries[0].stages[0],)
+    counted = {
+        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered)) for row in score.rows
+    }
+    assert counted == {"deepspeed": (0, 0, 1, 0), "megatron": (0, 0, 2, 0), "fsdp2": (1, 1, 0, 1)}
+    assert score.rows[-1].stages == (entries[0].stages[0],)
     page = write_html(out).read_text(encoding="utf-8")
-    assert 'Planted faults: <a href="#score-title">1 of 2 caught</a>' in page
-    assert "### Planted faults: 1 of 2 pairs of fault and backend caught" in write_markdown(out).read_text()
+    assert 'Planted faults: <a href="#score-title">1 of 3 caught</a>' in page
+    assert "### Planted faults: 1 of 3 pairs of fault and backend caught" in write_markdown(out).read_text()
 
 
 def test_without_planted_faults_there_is_no_score(out: Path) -> None:

@@ -33,13 +33,18 @@ def make_plan(selection: Selection, demands: Demands, portion: Portion, *, devic
 
     Raises UsageError for a selection without cells, a demand that it cannot meet, and a shard that is none.
     """
-    cells = select_cells(selection)
+    cells = with_controls(select_cells(selection))
     shard = parse_shard(portion.shard) if portion.shard else None
     return Plan(
         cells=tuple(split(cells, shard) if shard else cells),
         floor=floor_from_demands(demands, selection, cells, device=device, shard=str(shard or "")),
         digest=_digest(cells),
     )
+
+
+def with_controls(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and for those with a planted fault the same without it: what differs there as well was not caught."""
+    return list(dict.fromkeys([*cells, *(dataclasses.replace(cell, faults=()) for cell in cells)]))
 
 
 def _digest(cells: Sequence[Cell]) -> str:

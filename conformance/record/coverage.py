@@ -60,6 +60,9 @@ class Floor:
         if absent := [cell for cell in self.planned if cell not in states]:
             shards = f"shard {', '.join(self.missing_shards)} is missing" if self.missing_shards else "planned"
             yield f"{shards}: {len(absent)} of {len(self.planned)} cells, {_list_cells(absent, states)}"
+        planted = {cell: state for cell, state in states.items() if "/fault-" in cell}
+        if planted and not any(state in ANSWERED for state in planted.values()):
+            yield f"planted: no cell with a fault was judged: {_list_cells(list(planted), states)}"
         for pattern in self.require:
             cells = {cell: state for cell, state in states.items() if fnmatch.fnmatchcase(cell, pattern)}
             short = [cell for cell, state in cells.items() if state not in ("conforms", "expected_difference")]
