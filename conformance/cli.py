@@ -226,7 +226,7 @@ def _merge(options: argparse.Namespace, arguments: list[str]) -> int:
     out = output_folder(options.out)
     baseline = partial(read_baseline, options.baseline) if options.baseline else None
     merge(options.outs, out, command=shlex.join(["parity", "merge", *arguments]), baseline=baseline)
-    write_side_by_side(out)
+    write_side_by_side(out, parts=options.outs)
     if Kept.from_options(options).keep != "all":
         slim(out)
     return finish(out, as_json=options.json)

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_sample import edit
 from side_sample import MEMBERS, NAMES, cell_id, scaled, write_run
 
 from conformance import cli
@@ -106,6 +108,62 @@ def test_a_verdict_that_names_another_reference_than_the_oracles_record_is_not_b
     file = slimmed / "cells/01/verdict.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"second_class": "somebody's own"}))
     assert [cell.entry.verdict.state for cell in read_cells(slimmed)[1]][:2] == ["infrastructure", "conforms"]
+
+
+def rewritten(out: Path, keep: Callable[[dict[str, Any]], bool]) -> str:
+    """The verdict of the first cell without the quantities that ``keep`` does not keep, as it is believed."""
+    file = out / "cells/01/verdict.json"
+    told = json.loads(file.read_text())
+    told["strips"], table = [], told["quantities"]
+    table["data"] = [row for row in table["data"] if keep(dict(zip(table["columns"], row, strict=True)))]
+    file.write_text(json.dumps(told))
+    first = read_cells(out)[1][0].entry.verdict
+    assert first.state == "infrastructure"
+    return first.reason
+
+
+@pytest.mark.parametrize("stage", ["weights", "loss", "gradients", "clipped update", "weights after N steps"])
+@pytest.mark.parametrize("tensors", ["kept", "not kept"])
+def test_a_verdict_without_a_stage_that_its_record_demands_is_not_believed(
+    stage: str, tensors: str, whole: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    if tensors == "not kept":
+        slim(out)
+    reason = rewritten(out, lambda q: q["stage"] != stage)
+    assert f"that cannot be trusted: {stage} (" in reason
+    assert "was not judged, and its record demands it. Run it again." in reason
+
+
+def test_what_need_not_be_shown_makes_a_cell_conform_in_part_only(slimmed: Path) -> None:
+    reason = rewritten(slimmed, lambda q: q["stage"] != "log-probs")
+    assert "log-probs (logprob) was not judged, and the cell is said to conform in all" in reason
+
+
+def test_a_verdict_without_a_step_or_a_tensor_is_not_believed(slimmed: Path, whole: Path, tmp_path: Path) -> None:
+    reason = rewritten(slimmed, lambda q: (q["stage"], q["step"]) != ("loss", 1))
+    assert " of step 1 was not judged" in reason
+    out = Path(shutil.copytree(whole, tmp_path / "again"))
+    reason = rewritten(out, lambda q: (q["stage"], q["step"], q["tensor"]) != ("gradients", 0, NAMES[1]))
+    assert f"were not judged for the same tensors, such as {NAMES[1]}" in reason
+
+
+def test_folders_whose_tensors_are_gone_are_merged_with_all_that_was_found(whole: Path, tmp_path: Path) -> None:
+    """Two folders of the same cells, each slim."""
+    parts = []
+    for part in (1, 2):
+        out = Path(shutil.copytree(whole, tmp_path / str(part)))
+        slim(out)
+        edit(out / "summary.json", selected="same")
+        parts.append(str(out))
+    before = [entry.verdict for entry in read_run(whole)[1]]
+    merged = tmp_path / "merged"
+    assert cli.main(["merge", *parts, "--out", str(merged)]) == 0
+    assert list(merged.rglob("*.safetensors")) == []
+    found = read_cells(merged)[1]
+    assert [cell.entry.verdict for cell in found] == before
+    assert all(cell.entry.slim and not cell.problem for cell in found)
+    assert compared(merged)["groups"] == compared(whole)["groups"]
 
 
 def test_removing_twice_is_removing_once(slimmed: Path) -> None:

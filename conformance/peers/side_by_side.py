@@ -53,18 +53,18 @@ class _Observed:
     problem: str = ""
 
 
-def write_side_by_side(out: Path) -> None:
+def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
     """Compare the backends of the run in ``out`` with each other and write ``out/side_by_side.json``.
 
-    Where tensors were not kept, an earlier comparison of the same records counts. Raises UsageError for a folder that
-    is not a run's output.
+    Where tensors were not kept, an earlier comparison of the same records counts, of the run or of its ``parts``.
+    Raises UsageError for a folder that is not a run's output.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in read_run(out)[1]:
         if entry.verdict.state != "unsupported":
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
-    earlier = _read_earlier(out)
+    earlier = {key: found for folder in (*parts, out) for key, found in _read_earlier(folder).items()}
     values = [_group(out, name, entries, earlier) for name, entries in several.items()]
     write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from conformance.defect import defects_of
 from conformance.record.bisection import Bisection, not_told, read_bisection
 from conformance.record.format import Line, Lines, RecordError, read_lines
+from conformance.record.founded import why_unfounded
 from conformance.record.identity import FLOAT64, check_cell, check_oracle, second_class
 from conformance.record.plausible import implausible
 from conformance.record.results import Entry, Run, inside, read_run, states_of
@@ -69,7 +70,7 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[s
     verdict = entry.verdict
     if oracle and verdict.second_class != second_class(oracle.header):
         problem = problem or "it names another reference than the oracle's record"
-    if verdict.state in NO_FAULT and (damage := problem or _why_unfounded(entry)):
+    if verdict.state in NO_FAULT and (damage := problem or why_unfounded(entry, legs, oracle)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
     bisection = None
@@ -107,12 +108,3 @@ def _step_gap(legs: tuple[Lines, ...]) -> str:
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
         return ""
     return f"the steps of its legs, {steps}, do not follow one another. Run it again."
-
-
-def _why_unfounded(entry: Entry) -> str:
-    """Why a verdict that passes cannot be trusted, in words; empty if it can."""
-    if not entry.records:
-        return "there is no record of the cell. Run it again."
-    if not entry.completed:
-        return "the cell did not come to its end. Run it again."
-    return "" if entry.verdict.quantities else "nothing was compared. Judge it again."
