@@ -1,5 +1,4 @@
-"""The command line: parity list | plan | run | merge | judge | report | compare | history | bisect | doctor, and of
-packages.
+"""Runs the same training steps on several training backends and judges each of them by an independent reference.
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
@@ -29,6 +28,7 @@ from conformance.faults import catalogue
 from conformance.history.command import HISTORY_COMMAND
 from conformance.history.earlier import read_baseline
 from conformance.judge.again import rejudge
+from conformance.parser import Parser
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(prog="parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
     parser.add_argument(
         "--print-completion",
@@ -215,6 +215,7 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
     device: Device = options.device or "cpu"
+    check_device(device)
     portion = Portion.from_options(options)
     cells = make_plan(Selection.from_options(options), Demands(), portion, device=device).cells
     lines, fits = command.run(cells, options.out, device=device)

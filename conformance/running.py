@@ -43,7 +43,8 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     if again.resume and options.out:
         raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
-    earlier = read_earlier(out, plan, ranks.device) if again.resume else None
+    text = selection.text(ranks.device)
+    earlier = read_earlier(out, plan, ranks.device, selection=text) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
@@ -55,7 +56,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         fail_fast=options.fail_fast,
         floor=plan.floor,
         selected=plan.digest,
-        selection=selection.text(ranks.device),
+        selection=text,
         earlier=earlier,
     )
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)

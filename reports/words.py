@@ -4,32 +4,18 @@ import math
 import re
 
 from conformance.bisect.tell import told
+from conformance.record.said import number, off
 from conformance.record.states import NO_ANSWER, STATES
 from conformance.record.verdict import Quantity
 from reports.load import Cell
 
 FINDINGS = 50  # of a cell in a test report; the rest is in verdict.json
 WHOLE_RUN = "the whole run"
-MANY, PERCENT = 10, 1e-4  # relative errors that are said as a factor, and as percent
 
 
 def plural(count: int, word: str) -> str:
     """``1 cell``, ``2 cells``."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def number(value: float | None) -> str:
-    """An error in three significant digits: ``0``, ``1.2e-7``, ``0.0153``, ``NaN``."""
-    if value is None:
-        return ""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if value == 0:
-        return "0"
-    if 1e-3 <= abs(value) < 1e5:
-        return f"{float(f'{value:.3g}'):g}" if abs(value) < 1000 else f"{value:.0f}"
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def percent(value: float) -> str:
@@ -55,20 +41,6 @@ def ratio(value: float) -> str:
     if text == "1.0" and value != 1:
         return "<1" if value < 1 else ">1"
     return text
-
-
-def off(quantity: Quantity) -> str:
-    """An error and its bound as a person says them: ``88 % off, allowed 1e-11``."""
-    error, allowed = quantity.observed, number(quantity.allowed) if quantity.allowed > 0 else "nothing"
-    if math.isnan(error):
-        size = "not a number"
-    elif math.isinf(error):
-        size = "beyond any tolerance"
-    elif error >= MANY:
-        size = f"{float(f'{error:.2g}'):,.0f} times its size off"
-    else:
-        size = f"{float(f'{100 * error:.2g}'):g} % off" if error >= PERCENT else f"{number(error)} off"
-    return f"{size}, allowed {allowed}"
 
 
 def tensor_at_step(quantity: Quantity) -> str:
@@ -118,8 +90,7 @@ def details(cell: Cell) -> str:
     """What a test report says of a cell that did not pass: the reason, its first findings or the ends of its logs, and
     the command that runs it again."""
     lines = [
-        f"{f.stage}: {tensor_at_step(f)}: observed {number(f.observed)}, allowed {number(f.allowed)}, "
-        f"ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
+        f"{f.stage}: {tensor_at_step(f)}: {off(f)}, ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
         for f in cell.findings[:FINDINGS]
     ]
     if len(cell.findings) > FINDINGS:

@@ -86,6 +86,11 @@ def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, caps
         (["--budget", "0"], "--budget: '0' is no number"),
         (["--budget", "-1"], "--budget: '-1' is no number"),
         (["--ring_head_stride", "0"], "--ring_head_stride: '0' is no whole number from 1"),
+        (["--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295"),
+        (["--seed", "99999999999999999999"], "--seed: '99999999999999999999' is no whole number from 0"),
+        (["--max_len", "0"], "--max_len: '0' is no whole number from 1 to 1048576"),
+        (["--max_samples", "many"], "--max_samples: 'many' is no whole number from 1"),
+        (["--min_judged", "-5"], "--min_judged: '-5' is no whole number from 1"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
@@ -95,6 +100,44 @@ def test_numbers_that_mean_nothing_are_refused(
         cli.main(["run", *arguments])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lst"], "there is no command 'lst'; did you mean 'list'"),
+        (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
+        (["run", "--prof", "quick"], "there is no option --prof; "),
+        (["list", "--max-len=5"], "there is no option --max-len; did you mean '--max_len'"),
+        (["run", "--too_long", "drops"], "--too_long: 'drops' is none of its values; did you mean 'drop'"),
+        (["train", "sfft"], "did you mean 'sft'"),
+        (["run", "--quite"], "there is no option --quite; did you mean '--quiet'"),
+    ],
+)
+def test_a_command_or_an_option_that_is_nearly_right_is_told_the_right_one(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_help_says_first_what_the_program_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    usage, *told = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: parity")
+    assert told[0] == (
+        "Runs the same training steps on several training backends and judges each of them by an independent reference."
+    )
+
+
+def test_a_column_that_is_not_there_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    data = ["--data", str(tmp_path / "d.jsonl")]
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), *data, "--out", str(tmp_path / "out")]) == 2
+    assert "name the columns with --input_key and --output_key" in capsys.readouterr().err
 
 
 def test_an_option_that_changes_no_cell_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +156,8 @@ def test_a_machine_without_gpus_runs_nothing_on_them(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     chosen = [*PLAIN, "--profile", profile(tmp_path), "--device", "cuda"]
     assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 2
+    assert "--device cuda: no GPU is visible" in capsys.readouterr().err
+    assert cli.main(["plan", *chosen]) == 2
     assert "--device cuda: no GPU is visible" in capsys.readouterr().err
     assert cli.main(["list", *chosen]) == 0
     assert "dp2/fp32  [2 ranks] not here: needs 2 GPUs, 0 visible" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from report_sample import CRASHED, DIFFERS, change, entries_of, entry_of, rewrite, sample_cell, write_sample
 
 from conformance.paths import CHECKOUT
+from conformance.record.said import off
 from conformance.record.states import State
 from conformance.record.verdict import Quantity
 from reports.causes import causes
@@ -18,7 +19,6 @@ from reports.html import linked, write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
 from reports.planted import mutation_score
-from reports.words import off
 
 LARGER = DIFFERS.replace("dp2.tp2", "dp4.tp2.seqpar")
 SMALLER = DIFFERS.replace("dp2.tp2", "tp2")

@@ -322,7 +322,7 @@ def test_junit_has_one_case_per_cell_with_its_state(sample: Path) -> None:
     cases = {case.get("name"): case for case in suite.iter("testcase")}
     assert list(cases) == list(CELLS)
     assert [child.tag for child in cases[DIFFERS]] == ["failure"]
-    assert "gradients: model.layers.1.self_attn.o_proj.bias, at step 0: observed" in (cases[DIFFERS][0].text or "")
+    assert "gradients: model.layers.1.self_attn.o_proj.bias, at step 0: " in (cases[DIFFERS][0].text or "")
     assert [child.tag for child in cases[CRASHED]] == [child.tag for child in cases[NOT_RUN]] == ["error"]
     assert "NCCL communicator was aborted" in (cases[CRASHED][0].text or "")
     assert cases[UNSUPPORTED][0].tag == cases[EXPECTED][0].tag == "skipped"

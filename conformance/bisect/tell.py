@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.record.bisection import OUTSIDE, PARAMETERS, UNKNOWN, Bisected, Bisection, Collectives, First, Issued
+from conformance.record.said import size_off
 
 MOST = 4  # parameters that are listed one by one
 ALLOWED = "1e-11"  # conformance.judge.tolerance.EXACT
@@ -104,7 +105,7 @@ def _outside(found: Bisected, stage: str) -> str:
 
 def _of_value(first: First) -> list[tuple[str, str]]:
     wrong, (name, side) = first.wrong, first.wrong.key
-    off = f"is {_off(wrong.error)} (allowed {ALLOWED})" if wrong.ranks else "is not there"
+    off = f"is {size_off(wrong.error)}, allowed {ALLOWED}" if wrong.ranks else "is not there"
     facts = [("wrong", f"the {side} of {name} {off}")]
     if first.before:
         before, of = first.before
@@ -138,7 +139,7 @@ def _place(first: First) -> str:
 
 def _of_parameters(found: Bisected) -> str:
     worst = sorted(found.parameters, key=lambda name: -found.parameters[name])
-    some = ", ".join(f"{name} ({_off(found.parameters[name])})" for name in worst[:MOST])
+    some = ", ".join(f"{name} ({size_off(found.parameters[name])})" for name in worst[:MOST])
     more = f" and {len(worst) - MOST} more" if len(worst) > MOST else ""
     text = f"{len(worst)} of {found.gradients} are wrong: {some}{more}"
     return text if found.factor is None else f"{text}; all are {found.factor:.10g} times what they should be"
@@ -157,10 +158,6 @@ def issued(found: Sequence[Issued]) -> str:
         f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {_ranks(one.ranks)}"
         for one in found
     ) or ("none")
-
-
-def _off(error: float) -> str:
-    return f"{error:.1e} off"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -68,8 +68,10 @@ class Documents:
             return
         what = f"--max_len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
         if self.config.too_long == "drop":
-            raise UsageError(f"{what}; {self.advice()}, or data.packed=false")
-        raise UsageError(f"{what}; use --max_len {self._sufficient()} or more, or data.packed=false")
+            raise UsageError(f"{what}; {self.advice()}, or leave out --packing_samples (data.packed=false)")
+        raise UsageError(
+            f"{what}; use --max_len {self._sufficient()} or more, or leave out --packing_samples (data.packed=false)"
+        )
 
     def _likely_lengths(self) -> list[int]:
         """The lengths of the first documents that are not left out, as many as are likely to be asked for."""

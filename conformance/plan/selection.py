@@ -5,7 +5,7 @@ This module imports nothing slow, because pytest loads the plugin in every run w
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
@@ -24,11 +24,18 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _count(text: str) -> int:
-    """The type of an option: a whole number from 1."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option: a whole number between two bounds, which are those of a scenario's file."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+_count, _seed = _whole(1, 2**20), _whole(0, 2**32 - 1)
 
 
 def _option(help_text: str, *, default: Any = None, **arguments: Any) -> Any:
@@ -74,7 +81,7 @@ class Demands(Options):
         action="append",
         metavar="GLOB",
     )
-    min_judged: int = _option("how many cells have to be judged at least", default=0, type=int, metavar="N")
+    min_judged: int = _option("how many cells have to be judged at least", default=0, type=_count, metavar="N")
     baseline: str | None = _option(
         "an earlier run (its --out folder or summary.json), or a folder of parity history: the report says what has "
         "changed since, and no coverage may be lost",
@@ -155,15 +162,15 @@ class Selection(Options):
     data: str | None = _option("JSONL or Parquet file, or a Hugging Face dataset on disk")
     input_key: str | None = _option("column of the prompt")
     output_key: str | None = _option("column of the answer")
-    max_len: int | None = _option("longest row, in tokens", type=int)
+    max_len: int | None = _option("longest row, in tokens", type=_count, metavar="N")
     too_long: str | None = _option(
         "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",
         choices=("truncate", "drop", "error"),
     )
-    max_samples: int | None = _option("read only the first N samples of the data", type=int, metavar="N")
+    max_samples: int | None = _option("read only the first N samples of the data", type=_count, metavar="N")
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=_count, metavar="N")
-    seed: int | None = _option("another model and another order of the documents", type=int)
+    seed: int | None = _option("another model and another order of the documents", type=_seed, metavar="N")
     trust_remote_code: bool = _option(
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )

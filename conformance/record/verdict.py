@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from conformance.record.said import off
 from conformance.record.states import State
 
 BINS = 48  # most bins of a strip
@@ -39,8 +40,7 @@ class Quantity:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        size = f"{self.observed:.2e} off" if math.isfinite(self.observed) else "beyond any tolerance"
-        return f"{self.stage}, step {self.step}: {self.tensor} is {size}, allowed {self.allowed:.2e}{hint}"
+        return f"{self.stage}, step {self.step}: {self.tensor} is {off(self)}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)

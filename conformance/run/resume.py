@@ -4,6 +4,7 @@ A cell that is run again keeps its earlier state in its verdict (``Entry.before`
 come back is still told.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,14 @@ class Earlier:
     entries: tuple[Entry, ...]
 
 
-def read_earlier(out: Path, plan: Plan, device: str) -> Earlier:
+def read_earlier(out: Path, plan: Plan, device: str, *, selection: str) -> Earlier:
     """The run in ``out``, after a check that ``plan`` is a plan of the same cells, on the same device and versions.
 
-    Raises UsageError.
+    selection: what this run selects, as text. Raises UsageError.
     """
     earlier = read_part(out)
+    if earlier.run.selected != plan.digest and (told := _apart(earlier.run.selection, selection)):
+        raise UsageError(f"{out} is of other options than this run: {told}. {out} is of: {earlier.run.command}")
     wanted = Run(
         started="",
         finished=None,
@@ -54,6 +57,15 @@ def read_earlier(out: Path, plan: Plan, device: str) -> Earlier:
         if cell.entry != stored:
             write_entry(out, cell.entry)
     return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+
+
+def _apart(then: str, now: str) -> str:
+    """The options that only one of two selections has, in words; empty if they have the same."""
+    before, after = (re.findall(r"--\S+(?: (?!--)\S+)*", text) for text in (then, now))
+    only_then = [option for option in before if option not in after]
+    only_now = [option for option in after if option not in before]
+    told = (("it had", only_then), ("this one has", only_now)) if then else ()
+    return ", and ".join(f"{who} {' '.join(options)}" for who, options in told if options)
 
 
 def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
