@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conformance import cli
+from conformance.inputs.tokenizer import load_tokenizer
 from conformance.paths import FIXTURES
 from conformance.plan.selection import Ranks, Selection
 from conformance.pytest_plugin import merge
@@ -118,7 +119,8 @@ def run_pytest(folder: Path, *arguments: str) -> Run:
 
 
 def run_pytest_here(pytester: pytest.Pytester, *arguments: str) -> Run:
-    """In this process, which has torch: saves seconds."""
+    """In this process, which has torch: saves seconds. Pytester forgets modules that are first imported in it."""
+    load_tokenizer(FIXTURES / "models" / "llama")
     _fill(pytester.path)
     pytester.syspathinsert()
     done = pytester.runpytest_inprocess(*QUIET, *arguments, no_reraise_ctrlc=True)
@@ -276,6 +278,17 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_machine_without_room_for_the_cells_runs_none(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.room.check.available_memory", lambda: 1e6)
+    run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Odd", "--parity-cells", "*/dp2/*")
+    assert run.code == pytest.ExitCode.USAGE_ERROR
+    assert "GB of memory" in run.text
+    assert "0.0 GB are free" in run.text
+    assert not run.out.exists()
+
+
 def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester) -> None:
     chosen = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2.rep2/*")
     demanded = ("--parity-require", "*/dp2.rep2/*", "--parity-min-judged", "2")

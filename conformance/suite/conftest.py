@@ -4,14 +4,17 @@ All workers collect the same cells in the same order. Before the first cell runs
 output folder as not run (claim 8). Then each worker writes the verdicts of the cells that it runs.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
-from conformance.run.refusal import check_device
+from conformance.room.check import check_room
+from conformance.run.refusal import Refusals, check_device
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
@@ -44,6 +47,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
     if not cells or config.option.collectonly:
         return
+    try:
+        _check_room(cells, config)
+    except UsageError as error:
+        if not is_worker(config):
+            raise pytest.UsageError(str(error)) from None
+        session.items.clear()
+        config.workeroutput["parity_usage"] = str(error)  # type: ignore[attr-defined]
+        return
     if not is_worker(config):
         stop_at_sigterm(config)
     try:
@@ -52,6 +63,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     with Session(session_config(config)) as suite:
         suite.announce(cells)
+
+
+def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
+    """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does."""
+    refusals = Refusals(ranks(config).device)
+    able = [cell for cell in cells if not refusals.refusal(cell, resolve(cell.scenario.model))]
+    check_room(able, config.stash[OUT], warn=lambda said: warnings.warn(pytest.PytestWarning(said), stacklevel=2))
 
 
 def session_config(config: pytest.Config) -> SessionConfig:
