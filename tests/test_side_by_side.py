@@ -334,3 +334,13 @@ def test_the_command_prints_the_table_and_its_exit_code_says_whether_all_agree(
     assert cli.main(["compare", str(sample), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["groups"] == [group_of(sample)]
     assert cli.main(["compare", str(write_run(tmp_path / "out", {DEEPSPEED: WRONG}))]) == 1
+
+
+def test_a_reference_that_is_lent_is_told_with_who_agrees(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    for file in out.glob("cells/*/verdict.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"second_class": "transformers' own Phi"}))
+    write_side_by_side(out)
+    told = "The oracle is transformers' own Phi: errors that transformers itself makes are not seen."
+    assert json.loads((out / "side_by_side.json").read_text())["groups"][0]["text"].endswith(told)
+    assert told in to_markdown(out).replace("\\", "")

@@ -30,6 +30,7 @@ from conformance.record.results import (
     write_output_json,
 )
 from conformance.record.tensors import Record, read_record
+from conformance.record.verdict import NOT_SEEN
 from conformance.validation import UsageError
 
 # Two records, each by its cell and the digests of its legs, and how far they are apart, by column.
@@ -126,7 +127,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
         "group": name,
         "columns": list(shown),
         "state": found.state,
-        "text": found.text,
+        "text": " ".join([found.text, *_lent(entries)]),
         "families": {
             column: [["oracle" if n == ORACLE else cells[n] for n in family] for family in families]
             for column, families in found.families.items()
@@ -143,6 +144,12 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
         ],
         "pairs": [{"members": list(pair), "columns": _columns(worst)} for pair, worst in pairs.items()],
     }
+
+
+def _lent(entries: Sequence[Entry]) -> list[str]:
+    """A sentence on a reference that is not written from the papers."""
+    whose = sorted({entry.verdict.second_class for entry in entries} - {""})
+    return [f"The oracle is {' and '.join(whose)}: {NOT_SEEN}."] if whose else []
 
 
 def _is_of_a_defect(entry: Entry) -> bool:
