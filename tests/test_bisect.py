@@ -136,7 +136,9 @@ def test_a_defect_between_two_modules_is_told_as_one(steps: Steps, tmp_path: Pat
     assert backward.where == "between model.layers.1.input_layernorm and model.layers.0.mlp"
     lines = lines_of(backward)
     assert lines[0] == f"step 0: first wrong value, backward: {backward.where}"
-    assert lines[1].startswith("  wrong: the gradient of the output of model.layers.0.mlp is 1.01e-6 off, allowed 1e-11")
+    assert lines[1].startswith(
+        "  wrong: the gradient of the output of model.layers.0.mlp is 1.01e-6 off, allowed 1e-11"
+    )
     assert "  forward: all 50 inputs and outputs of modules are right, to 1e-11" in lines
 
 

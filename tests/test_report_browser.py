@@ -333,8 +333,7 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
 # How it looks
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1024, True), (1440, False)])
 def test_the_page_never_scrolls_sideways(browser: Browser, address: str, width: int, dark: bool) -> None:
     for cell in (DIFFERS, CRASHED, RESUMED, RL):
         open_cell(browser, address, cell, width=width, dark=dark)

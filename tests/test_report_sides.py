@@ -306,8 +306,7 @@ def test_of_several_groups_that_agree_each_is_drawn_when_it_is_opened(browser: B
     ]
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1024, True), (1440, False)])
 def test_the_page_never_scrolls_sideways(browser: Browser, wrong: Path, width: int, dark: bool) -> None:
     open_side(browser, wrong, width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
