@@ -1,6 +1,7 @@
 """Frozen inputs: what is written to disk for backends and oracle is what was built, columns included, and made once."""
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import toy_objectives
 from safetensors import safe_open
 
 from conformance.batch import Batch, Document, Row, read_batches, write_batches
+from conformance.inputs import model
 from conformance.inputs.documents import build_batches
-from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.inputs.model import prepare_model
+from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, prepare_inputs
 from conformance.objective import Objective, Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.paths import FIXTURES
+from conformance.rl import Ppo
 from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError
 
@@ -177,3 +181,26 @@ def test_a_data_set_that_cannot_be_used_leaves_no_file_behind(tmp_path: Path) ->
     with pytest.raises(UsageError, match="no column 'prompt'"):
         prepare_inputs(scenario(data={"rows": 6, "input_key": "prompt"}), tmp_path)
     assert not list(tmp_path.glob("inputs/batches*"))
+
+
+# --- what belongs to the user ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_through_the_links_to_the_users_weights(tmp_path: Path) -> None:
+    """Nor where an earlier attempt left links, or a caller would write where one is."""
+    source = Path(shutil.copytree(FIXTURES / "models" / "llama", tmp_path / "llama"))
+    before = {file: file.read_bytes() for file in source.rglob("*") if file.is_file()}
+    asked = scenario(Ppo(), model=str(source), data={"path": "data/rollouts.jsonl", "rows": 6})
+    of_role = {role.name: role for role in asked.objective.roles}
+    policy = prepare_model(asked, of_role["policy"], tmp_path / "policy")
+    (link,) = policy.glob("*.safetensors")
+    assert link.resolve() == source / "model.safetensors"
+    with complete_or_nothing(tmp_path / "made") as unfinished:
+        unfinished.mkdir()
+        (unfinished / link.name).symlink_to(link.resolve())
+    with complete_or_nothing(tmp_path / "critic") as unfinished:
+        prepare_model(asked, of_role["critic"], unfinished)
+    model._perturb(source / link.name, link, key="7", twins={}, head="value", rounded=False)
+    model._make_value_model(policy, key="7")
+    assert not link.is_symlink()
+    assert {file: file.read_bytes() for file in source.rglob("*") if file.is_file()} == before

@@ -91,7 +91,7 @@ def _make_value_model(folder: Path, *, key: str) -> None:
     shards = folder / INDEX
     name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
     held = {} if shards.is_file() else load_file(folder / name)
-    save_file({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
+    _write({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
     if shards.is_file():
         index = json.loads(shards.read_text(encoding="utf-8"))
         kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
@@ -189,7 +189,15 @@ def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], hea
         tensor = _tensor(source, name)
         tensor = tensor if key == "0" else _noisy(tensor, key=f"{key} {twins.get(name, name)}")
         changed[name] = tensor.bfloat16().to(tensor.dtype) if rounded and tensor.is_floating_point() else tensor
-    save_file(changed, target, metadata=metadata)
+    _write(changed, target, metadata=metadata)
+
+
+def _write(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str, str] | None) -> None:
+    """Write a file. A link is replaced, because it may lead to the user's own weights, and not every version of
+    safetensors writes a new file."""
+    if target.is_symlink():
+        target.unlink()
+    save_file(tensors, target, metadata=metadata)
 
 
 def _noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
