@@ -278,17 +278,6 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_machine_without_room_for_the_cells_runs_none(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("conformance.room.check.available_memory", lambda: 1e6)
-    run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Odd", "--parity-cells", "*/dp2/*")
-    assert run.code == pytest.ExitCode.USAGE_ERROR
-    assert "GB of memory" in run.text
-    assert "0.0 GB are free" in run.text
-    assert not run.out.exists()
-
-
 def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester) -> None:
     chosen = ("--parity-cells", "*/dp1/*", "--parity-cells", "*/dp2.rep2/*")
     demanded = ("--parity-require", "*/dp2.rep2/*", "--parity-min-judged", "2")
