@@ -3,6 +3,8 @@
 import pytest
 from test_pytest_plugin import MINE, run_pytest_here
 
+pytest_plugins = ["pytester"]
+
 
 def test_a_machine_without_room_for_the_cells_runs_none(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
