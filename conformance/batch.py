@@ -11,6 +11,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 Column = tuple[float, ...] | float
+OF_INPUTS = "token."  # begins the name of a column whose numbers belong to tokens as inputs, and not as targets
+
+
+def expert_column(layer: int, slot: int) -> str:
+    """The column with the number of the expert that a router chooses for each token: the router in the order of layers,
+    and which of the experts that it chooses."""
+    return f"{OF_INPUTS}expert.{layer}.{slot}"
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,8 @@ class Document:
 
     targets: ``targets[i]``: whether the loss counts the prediction of token i from tokens 0..i-1; targets[0] is False.
     columns: what an objective needs in advance (advantages, rewards, old log-probs), by name. A column is either one
-        number per token, where number i belongs to token i as a target, or one number for the whole document.
+        number per token, where number i belongs to token i as a target (with a name that begins with OF_INPUTS: as an
+        input), or one number for the whole document.
     """
 
     tokens: tuple[int, ...]

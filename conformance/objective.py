@@ -24,6 +24,7 @@ from conformance.observable import (
     TOKEN_COUNT,
     Observable,
     loaded_observables,
+    routing_observables,
     trained_observables,
 )
 from conformance.rl import Grpo, Ppo
@@ -103,13 +104,15 @@ def _weighted(batch: Batch, weight: float) -> Batch:
 BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
 
 
-def all_observables(objective: Objective, *, scaled: bool = False) -> tuple[Observable, ...]:
+def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:
     """All observables of a cell, in causal order: configuration, weights as loaded, random generators, the objective's
     own (outputs, losses), then gradients, norm and update of each trained model. ``scaled``: whether
-    the loss scale is judged (``Scenario.judged_loss_scale``)."""
+    the loss scale is judged (``Scenario.judged_loss_scale``). ``routed``: whether the models have routers that are
+    judged (``conformance.oracle.decoder.is_routed``)."""
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
-    return (CONFIGURATION, *loaded, GENERATORS, *objective.observables(), *trained)
+    routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
+    return (CONFIGURATION, *loaded, GENERATORS, *routers, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:

@@ -125,6 +125,9 @@ LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
+# Of a model with a mixture of experts, see routing_observables.
+ROUTING, ROUTER_LOSS = "routing", "router_loss"
+
 # Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
 # and the number of updates in a row since it last fell or grew.
 SKIPPED = "skipped"
@@ -164,6 +167,35 @@ def _handed_over(model: str, kind: str) -> Observable:
         when="handover",
         required=False,
         effect_at=_stage(model, "weights after N steps"),
+    )
+
+
+def routing_observables(model: str) -> tuple[Observable, ...]:
+    """The observables of a model's routers, where it has a mixture of experts. ``model`` is empty for the policy.
+
+    ``routing``: for every token, router and expert the factor of the expert's output, which is 0 where it is not
+    chosen: so choices and weights are one quantity. Below the exact tier, where rounding turns choices over, those of
+    the oracle are given (``expert_column``). ``router_loss``: the load-balancing loss of the step, without its factor.
+    """
+    stage = _stage(model, "routing")
+    return (
+        Observable(
+            key=model_key(model, ROUTING),
+            stage=stage,
+            kind="rows",
+            required=False,
+            effect_at=_stage(model, "gradients"),
+            replicated="holders",
+        ),
+        Observable(
+            key=model_key(model, ROUTER_LOSS),
+            stage=stage,
+            kind="scalar",
+            required=False,
+            effect_at=_stage(model, "gradients"),
+            replicated="all ranks",
+            drawn=True,
+        ),
     )
 
 

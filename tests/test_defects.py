@@ -25,7 +25,8 @@ from conformance.oracle.attention import hidden_keys
 from conformance.oracle.decoder import Written
 from conformance.oracle.defects import VARIANTS, variant_of
 from conformance.oracle.forward import Weights, forward
-from conformance.oracle.run import Model, Observed, observe, run_oracle
+from conformance.oracle.run import run_oracle
+from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM
 from conformance.record.tensors import Record, read_record
 from conformance.scenario import parse_scenario

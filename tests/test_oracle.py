@@ -2,6 +2,7 @@
 shares no code with what it judges. Serves claims 1, 2, 4 and 6."""
 
 import ast
+import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from conformance.oracle.architecture import read_architecture
 from conformance.oracle.decoder import Written
 from conformance.oracle.forward import Weights, load_weights
 from conformance.oracle.positions import frequencies
-from conformance.oracle.run import POLICIES, Model, Observed, PolicyName, observe
+from conformance.oracle.run import POLICIES, PolicyName
+from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.training import AdamW, Sgd, clip, global_norm
 from conformance.paths import FIXTURES
 from conformance.role import POLICY
@@ -28,7 +30,8 @@ from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
-FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")
+FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
 FLOAT64 = POLICIES["float64"]
@@ -62,12 +65,14 @@ def worst(gradients: Weights, reference: Weights) -> float:
 
 @dataclass(frozen=True)
 class Observation:
-    """Logits of each document, mean loss of BATCH and its gradients; what leaked when transformers computed it."""
+    """Logits of each document, mean loss of BATCH and its gradients; what leaked when transformers computed it; the
+    load-balancing loss, where it is in the loss."""
 
     logits: list[Tensor]
     loss: float
     gradients: Weights
     leaks: tuple[Leak, ...] = ()
+    balance: float | None = None
 
 
 def policy_model(family: str, *, precision: PolicyName = "float64") -> Model:
@@ -84,7 +89,8 @@ def observe_sft(batch: Batch, family: str) -> Observed:
 def oracle(family: str) -> Observation:
     model, observed = policy_model(family), observe_sft(BATCH, family)
     logits = [model.decoder.forward(torch.tensor(d.tokens), model.weights, FLOAT64) for d in DOCUMENTS]
-    return Observation(logits, observed.values["loss"], observed.gradients["policy"])
+    balance = observed.values["router_loss"] if model.decoder.router_loss else None
+    return Observation(logits, observed.values["loss"], observed.gradients["policy"], balance=balance)
 
 
 @cache
@@ -92,18 +98,41 @@ def transformers_model(family: str, *, exact: bool) -> Observation:
     """The same with transformers' model in float64, its own loss, and autograd; ``exact``: in the exact tier."""
     with exact_tier() if exact else nullcontext():
         model = AutoModelForCausalLM.from_pretrained(
-            folder(family), dtype=torch.float64, attn_implementation="eager", trust_remote_code=True
+            folder(family),
+            dtype=torch.float64,
+            attn_implementation="eager",
+            trust_remote_code=True,
+            **({"experts_implementation": "eager"} if family in ROUTED else {}),
         ).train()
-        logits, loss = [], 0.0
+        balanced = getattr(model.config, "output_router_logits", False)
+        model.config.output_router_logits = False  # of a document alone it is another loss
+        logits, loss, routers = [], 0.0, []
         with LeakWatch() as watch:
-            for d in DOCUMENTS:
+            for d in (*DOCUMENTS, UNTAUGHT) if family in ROUTED else DOCUMENTS:
                 tokens = torch.tensor([d.tokens])
                 labels = torch.where(torch.tensor([d.targets]), tokens, -100)
-                output = model(input_ids=tokens, labels=labels, num_items_in_batch=BATCH.target_count, use_cache=False)
-                output.loss.backward()
-                logits.append(output.logits[0].detach())
-                loss += output.loss.item()
-    return Observation(logits, loss, {name: p.grad for name, p in model.named_parameters()}, watch.leaks)
+                found = {"output_router_logits": True} if family in ROUTED else {}
+                output = model(input_ids=tokens, use_cache=False, **found)
+                if any(d.targets):
+                    count = BATCH.target_count
+                    own = model.loss_function(output.logits, labels, model.config.vocab_size, num_items_in_batch=count)
+                    own.backward(retain_graph=balanced)
+                    logits.append(output.logits[0].detach())
+                    loss += own.item()
+                if balanced:
+                    routers.append(output.router_logits)
+            if balanced:
+                balance = router_loss(model, routers)
+                (model.config.router_aux_loss_coef * balance).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return Observation(logits, loss, gradients, watch.leaks, balance.item() if balanced else None)
+
+
+def router_loss(model: torch.nn.Module, documents: list[tuple[Tensor, ...]]) -> Tensor:
+    """transformers' load-balancing loss, of all documents as one; ``documents``: the logits of each layer's router."""
+    layers = tuple(torch.cat(parts) for parts in zip(*documents, strict=True))
+    function = inspect.getmodule(type(model)).load_balancing_loss_func  # type: ignore[union-attr]
+    return function(layers, model.num_experts, model.num_experts_per_tok)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,6 +141,7 @@ def test_agrees_with_transformers_in_the_exact_tier(family: str) -> None:
     for logits, expected in zip(found.logits, reference.logits, strict=True):
         assert relative(logits, expected) < 1e-13
     assert found.loss == pytest.approx(reference.loss, rel=1e-14)
+    assert found.balance == (reference.balance and pytest.approx(reference.balance, rel=1e-14))
     assert found.gradients.keys() == reference.gradients.keys()
     assert worst(found.gradients, reference.gradients) < 1e-13
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from conformance.inputs.model import prepare_model
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
-from conformance.oracle.parts import Rotary
+from conformance.oracle.parts import GatedMlp, Rotary
 from conformance.oracle.position_config import FULL, SLIDING
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
@@ -142,6 +142,7 @@ def test_published_openpangu_configurations_are_understood() -> None:
         assert (attention.head_dim, attention.kv_heads, architecture.tied) == (128, kv_heads, tied)
         assert attention.rotary == Rotary(theta, 128)
         assert attention.biases == ("q", "k", "v", "o")
+        assert isinstance(architecture.layers[0].feed_forward, GatedMlp)
         assert not architecture.layers[0].feed_forward.bias
 
 

@@ -8,8 +8,10 @@ read next to the papers:
     architecture.py   config.json -> what the model is: a declaration per family; refuses what it does not know
     parts.py          what a declaration is made of
     positions.py, norm.py, attention.py, feed_forward.py, layer.py    what each part computes
+    routing.py        what routers choose for a document, and the loss that balances experts; experts.py: their names
     forward.py        tokens -> logits, or values
     term.py           what a document adds to a loss; objectives.py, rl.py: SFT, GRPO and PPO
     training.py       clipping, SGD, AdamW
+    step.py           forward and backward of an optimizer step, over documents
     run.py            a scenario -> a record
 """

@@ -17,6 +17,7 @@ from conformance.oracle.parts import (
     Attention,
     GatedMlp,
     Layer,
+    MixtureOfExperts,
     Norm,
     Placement,
     Projection,
@@ -89,6 +90,38 @@ def _qwen3(config: Config) -> Architecture:
     return _decoder(config, attention, _mlp(config), windows=_qwen_windows(config))
 
 
+def _mixtral(config: Config) -> Architecture:
+    """Mixtral: arXiv 2401.04088 section 2.1: Mistral with a mixture of experts in every layer."""
+    config.demand("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "sliding_window")
+    if config.take("router_jitter_noise", 0.0) != 0.0:
+        raise config.error("sets router_jitter_noise, which is random; set it to 0.0")
+    attention = _attention(config, window=config.size("sliding_window", None))
+    moe = _mixture(config, "num_local_experts", _mlp(config), normalised=True)
+    return replace(_decoder(config, attention, moe), router_loss=_router_loss(config))
+
+
+def _qwen2_moe(config: Config) -> Architecture:
+    """Qwen2-MoE: arXiv 2407.10671 section 2.2.2: routed experts and a shared one, which has a gate of its own."""
+    config.demand("num_key_value_heads", "shared_expert_intermediate_size")
+    config.must_be("use_sliding_window", False)
+    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("max_window_layers", None)
+    _windows(config, config.texts("layer_types", [FULL] * config.size("num_hidden_layers")), None)
+    attention = _attention(config, biases=("q", "k", "v") if config.flag("qkv_bias", True) else ())
+    shared = replace(_mlp(config), size=config.size("shared_expert_intermediate_size"))
+    return _with_experts(config, attention, shared=shared)
+
+
+def _qwen3_moe(config: Config) -> Architecture:
+    """Qwen3-MoE: arXiv 2505.09388 section 2: Qwen3 with routed experts and no shared one."""
+    config.demand("num_key_value_heads", "head_dim")
+    config.must_be("use_sliding_window", False)
+    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("max_window_layers", None)
+    biases = EVERY if config.flag("attention_bias", False) else ()
+    return _with_experts(config, replace(_attention(config, biases=biases), qk_norm="head"))
+
+
 def _phi3(config: Config) -> Architecture:
     """Phi-3: arXiv 2404.14219 section 2: Llama with fused matrices, a window, and positions on a part of each head.
 
@@ -148,6 +181,9 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
@@ -215,6 +251,42 @@ def _gated(config: Config, activation: Any, *, bias: bool = False) -> GatedMlp:
     return GatedMlp(size=config.size("intermediate_size"), activation=activation, bias=bias)
 
 
+def _with_experts(config: Config, attention: Attention, *, shared: GatedMlp | None = None) -> Architecture:
+    """Qwen's choice of layers: every ``decoder_sparse_step``-th has experts, except those in ``mlp_only_layers``."""
+    config.demand("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    mlp, step = _mlp(config), config.size("decoder_sparse_step", 1)
+    dense = config.take("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise config.error(f"sets mlp_only_layers={shown(dense)}; it has to be a list of numbers of layers")
+    expert = replace(mlp, size=config.size("moe_intermediate_size"))
+    moe = _mixture(config, "num_experts", expert, normalised=config.flag("norm_topk_prob"), shared=shared)
+    whole = _decoder(config, attention, mlp)
+    layers = tuple(
+        layer if number in dense or (number + 1) % step else replace(layer, feed_forward=moe)
+        for number, layer in enumerate(whole.layers)
+    )
+    return replace(whole, layers=layers, router_loss=_router_loss(config))
+
+
+def _mixture(
+    config: Config, count: str, expert: GatedMlp, *, normalised: bool, shared: GatedMlp | None = None
+) -> MixtureOfExperts:
+    """``count``: the key of the number of experts."""
+    experts, chosen = config.size(count), config.size("num_experts_per_tok")
+    if chosen > experts:
+        raise config.error(f"chooses {chosen} of {experts} experts; lower num_experts_per_tok")
+    return MixtureOfExperts(experts=experts, chosen=chosen, expert=expert, normalised=normalised, shared=shared)
+
+
+def _router_loss(config: Config) -> float:
+    """What the load-balancing loss is multiplied by; 0 where ``output_router_logits`` does not switch it on."""
+    factor = config.take("router_aux_loss_coef", None)
+    if not config.flag("output_router_logits", False):
+        return 0.0
+    config.demand("router_aux_loss_coef")
+    return float(config.positive(factor, "router_aux_loss_coef"))
+
+
 def _gemma(config: Config, attentions: Sequence[Attention]) -> Architecture:
     """What all Gemmas share (arXiv 2403.08295 section 2): tied, scaled embeddings, norms with 1 + weight."""
     mlp = _gated(config, config.take("hidden_activation", "gelu_pytorch_tanh"))
@@ -230,7 +302,7 @@ def _gemma(config: Config, attentions: Sequence[Attention]) -> Architecture:
 def _decoder(
     config: Config,
     attention: Attention,
-    mlp: GatedMlp,
+    mlp: GatedMlp | MixtureOfExperts,
     *,
     windows: Sequence[int | None] | None = None,
     norm: Norm | None = None,

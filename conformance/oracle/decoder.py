@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from conformance.batch import Document
 from conformance.inputs.model import weight_shapes
 from conformance.lora import LoraConfig
 from conformance.oracle.architecture import FAMILIES, Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, check_shapes, forward, load_weights, parameter_shapes
 from conformance.oracle.lora import adapter_shapes, load_adapter, lora_of, merged
+from conformance.oracle.routing import Routing, routing_of
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.reading import read_json
@@ -29,7 +31,8 @@ class Decoder(Protocol):
     """A causal decoder with a head for logits or, as a value model, for one number per token.
 
     vocab_size, padding_token: of its configuration. window: of the layers with the shortest one; None without any.
-    second_class: whose implementation it is; empty if it is written from the papers.
+    second_class: whose implementation it is; empty if it is written from the papers. router_loss: the factor of its
+    routers' load-balancing loss.
     """
 
     @property
@@ -43,6 +46,13 @@ class Decoder(Protocol):
 
     @property
     def second_class(self) -> str: ...
+
+    @property
+    def router_loss(self) -> float: ...
+
+    def routing(self, document: Document) -> Routing | None:
+        """For the forward pass of a document; None if nothing is known of its routers, or it has none."""
+        ...
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
         """The names of all parameters with this head, in the model's order, without those of adapters."""
@@ -74,7 +84,13 @@ class Decoder(Protocol):
         ...
 
     def forward(
-        self, tokens: Tensor, weights: Weights, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+        self,
+        tokens: Tensor,
+        weights: Weights,
+        policy: Policy,
+        variant: Variant = HONEST,
+        tap: Tap = NO_TAP,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``."""
         ...
@@ -134,10 +150,24 @@ class Written:
             weights |= {name: w.to(device) for name, w in load_adapter(folder, adapters, dtype).items()}
         return variant.loaded(weights, self.architecture, trained=trained)
 
+    @property
+    def router_loss(self) -> float:
+        return self.architecture.router_loss
+
+    def routing(self, document: Document) -> Routing | None:
+        routers = self.architecture.routers
+        return routing_of(document, len(routers), routers[0].chosen) if routers else None
+
     def forward(
-        self, tokens: Tensor, weights: Weights, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+        self,
+        tokens: Tensor,
+        weights: Weights,
+        policy: Policy,
+        variant: Variant = HONEST,
+        tap: Tap = NO_TAP,
+        routing: Routing | None = None,
     ) -> Tensor:
-        return forward(tokens, weights, self.architecture, policy, variant, tap)
+        return forward(tokens, weights, self.architecture, policy, variant, tap, routing)
 
     def described(self) -> dict[str, Any]:
         return asdict(self.architecture)
@@ -155,6 +185,11 @@ def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool =
     from conformance.oracle.transformers_decoder import TransformersDecoder
 
     return TransformersDecoder(folder, disable_dropout=disable_dropout, trusted=trusted)
+
+
+def is_routed(folder: Path) -> bool:
+    """Whether the model has routers that are judged: those of a mixture of experts that the oracle computes."""
+    return is_written(folder) and bool(read_architecture(folder, disable_dropout=True).routers)
 
 
 def is_written(folder: Path) -> bool:

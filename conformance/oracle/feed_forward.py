@@ -1,31 +1,97 @@
-"""The feed-forward of a layer."""
+"""The feed-forward of a layer: gated, or a mixture of experts."""
 
+from functools import partial
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.oracle.linear import linear
-from conformance.oracle.parts import GatedMlp
+from conformance.oracle.parts import GatedMlp, MixtureOfExperts
+from conformance.oracle.policy import Policy
+from conformance.oracle.routing import Routing
 from conformance.oracle.tap import Module
 from conformance.oracle.variant import Weights
 
 
-def feed_forward_shapes(mlp: GatedMlp, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
-    into = {"mlp.gate_up_proj": 2 * mlp.size} if mlp.fused else {"mlp.gate_proj": mlp.size, "mlp.up_proj": mlp.size}
-    sizes = {**{name: (rows, hidden) for name, rows in into.items()}, "mlp.down_proj": (hidden, mlp.size)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, size in sizes.items():
-        shapes[name + ".weight"] = size
-        if mlp.bias:
-            shapes[name + ".bias"] = size[:1]
+def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters; a Linear's weight is (out, in), and experts are stacked."""
+    if isinstance(part, GatedMlp):
+        return _gated_shapes(part, hidden, "mlp")
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.gate.weight": (part.experts, hidden),
+        "mlp.experts.gate_up_proj": (part.experts, 2 * part.expert.size, hidden),
+        "mlp.experts.down_proj": (part.experts, hidden, part.expert.size),
+    }
+    if part.shared:
+        shapes |= _gated_shapes(part.shared, hidden, "mlp.shared_expert")
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes
 
 
-def gated_mlp(x: Tensor, w: Weights, mlp: GatedMlp, module: Module) -> Tensor:
+def _gated_shapes(mlp: GatedMlp, hidden: int, name: str) -> dict[str, tuple[int, ...]]:
+    into = {"gate_up_proj": 2 * mlp.size} if mlp.fused else {"gate_proj": mlp.size, "up_proj": mlp.size}
+    sizes = {**{part: (rows, hidden) for part, rows in into.items()}, "down_proj": (hidden, mlp.size)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part, size in sizes.items():
+        shapes[f"{name}.{part}.weight"] = size
+        if mlp.bias:
+            shapes[f"{name}.{part}.bias"] = size[:1]
+    return shapes
+
+
+def feed_forward(
+    x: Tensor, w: Weights, part: GatedMlp | MixtureOfExperts, policy: Policy, module: Module, routing: Routing
+) -> Tensor:
+    """``x`` and the result: (T, D). ``w``: the layer's own weights."""
+    if isinstance(part, GatedMlp):
+        return gated_mlp(x, w, part, module)
+    return mixture_of_experts(x, w, part, policy, module, routing)
+
+
+def gated_mlp(x: Tensor, w: Weights, mlp: GatedMlp, module: Module, name: str = "mlp") -> Tensor:
     """down(act(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6); silu, or gelu in its tanh form (1606.08415 section 2)."""
     if mlp.fused:
-        gate_TF, up_TF = linear(x, w, "mlp.gate_up_proj", module).chunk(2, dim=-1)
+        gate_TF, up_TF = linear(x, w, f"{name}.gate_up_proj", module).chunk(2, dim=-1)
     else:
-        gate_TF, up_TF = (linear(x, w, f"mlp.{name}_proj", module) for name in ("gate", "up"))
-    gate_TF = F.silu(gate_TF) if mlp.activation == "silu" else F.gelu(gate_TF, approximate="tanh")
-    return linear(gate_TF * up_TF, w, "mlp.down_proj", module)
+        gate_TF, up_TF = (linear(x, w, f"{name}.{part}_proj", module) for part in ("gate", "up"))
+    return linear(activated(gate_TF, mlp) * up_TF, w, f"{name}.down_proj", module)
+
+
+def mixture_of_experts(
+    x: Tensor, w: Weights, moe: MixtureOfExperts, policy: Policy, module: Module, routing: Routing
+) -> Tensor:
+    """sum over the chosen experts i of g_i(x) E_i(x) (arXiv 1701.06538 eq. 1), and a shared expert (2401.06066 eq. 9).
+
+    g is a softmax over all experts of x W^T (2101.03961 eq. 1-2), of which the largest are kept; with ``normalised``
+    they are divided by their sum, which is a softmax over the chosen ones (2401.04088 section 2.1). The softmax is in
+    the stable dtype. No expert is full: every token goes to all that it has chosen.
+    """
+    logits_TX = F.linear(x, w["mlp.gate.weight"])
+    probabilities_TX = torch.softmax(logits_TX.to(policy.stable), dim=-1)
+    chosen_TK = routing.choose(probabilities_TX, moe.chosen)
+    gates_TK = probabilities_TX.gather(-1, chosen_TK)
+    if moe.normalised:
+        gates_TK = gates_TK / gates_TK.sum(dim=-1, keepdim=True)
+    routing.note(probabilities_TX, chosen_TK, gates_TK)
+    gates_TK = gates_TK.to(policy.compute)
+    y = torch.zeros_like(x)
+    for number in range(moe.experts):
+        token, place = torch.where(chosen_TK == number)
+        into, out = w["mlp.experts.gate_up_proj"][number], w["mlp.experts.down_proj"][number]
+        y = y.index_add(0, token, _expert(x[token], into, out, moe.expert) * gates_TK[token, place, None])
+    if moe.shared is None:
+        return y
+    run = partial(gated_mlp, w=w, mlp=moe.shared, module=module, name="mlp.shared_expert")
+    share_T1 = torch.sigmoid(linear(x, w, "mlp.shared_expert_gate", module))
+    return y + share_T1 * module("mlp.shared_expert", run, x)
+
+
+def _expert(x: Tensor, into: Tensor, out: Tensor, expert: GatedMlp) -> Tensor:
+    """A gated MLP; ``into`` (2F, D): rows of the gate, then of up. ``out``: (D, F)."""
+    gate_TF, up_TF = F.linear(x, into).chunk(2, dim=-1)
+    return F.linear(activated(gate_TF, expert) * up_TF, out)
+
+
+def activated(x: Tensor, mlp: GatedMlp) -> Tensor:
+    return F.silu(x) if mlp.activation == "silu" else F.gelu(x, approximate="tanh")

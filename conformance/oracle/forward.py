@@ -18,12 +18,14 @@ from torch.nn import functional as F
 
 from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.attention import hidden_keys
+from conformance.oracle.experts import stacked, stacked_shapes
 from conformance.oracle.layer import decoder_layer, layer_shapes
 from conformance.oracle.lora import adapted
 from conformance.oracle.norm import rms_norm
 from conformance.oracle.parts import Architecture
 from conformance.oracle.policy import Policy as Policy
 from conformance.oracle.positions import rotary_table
+from conformance.oracle.routing import Routing
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.oracle.variant import Weights as Weights
@@ -37,7 +39,7 @@ def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) ->
     Raises UsageError for a missing or broken file and for names or shapes that do not fit the architecture.
     """
     check_shapes(weight_shapes(model), architecture, str(model))
-    found = {name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()}
+    found = stacked({name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()})
     # Copies: where a file puts a tensor in memory decides the last bit of a product on some processors.
     return {name: found[name].to(dtype, copy=True) for name in parameter_shapes(architecture)}
 
@@ -45,9 +47,9 @@ def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) ->
 def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architecture, source: str) -> None:
     """Raises UsageError where tensors, by name and shape, are not the parameters of the architecture.
 
-    The head of a tied pair may be there or not.
+    The head of a tied pair may be there or not, and experts may be apart.
     """
-    expected = parameter_shapes(architecture)
+    expected, found = parameter_shapes(architecture), stacked_shapes(found)
     optional = {"lm_head.weight"} if architecture.tied else set()
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is not expected" for name in found if name not in expected and name not in optional]
@@ -74,7 +76,13 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def forward(
-    tokens: Tensor, weights: Weights, a: Architecture, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+    tokens: Tensor,
+    weights: Weights,
+    a: Architecture,
+    policy: Policy,
+    variant: Variant = HONEST,
+    tap: Tap = NO_TAP,
+    routing: Routing | None = None,
 ) -> Tensor:
     """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
 
@@ -82,7 +90,9 @@ def forward(
 
     The masters are cast here, inside autograd, so that their gradients come back in the master dtype. ``variant``: a
     known defect, if any. ``tap`` sees the modules, under the names that they have in the Hugging Face model.
+    ``routing``: of this document, where routers choose experts.
     """
+    routing = routing or Routing()
     w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
     embeddings_VD = w["model.embed_tokens.weight"]
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
@@ -100,7 +110,17 @@ def forward(
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
         table, hidden = tables[layer.attention.rotary], masks[layer.attention.window]
         module = adapted(tap.inside(prefix), own, a.lora)
-        x = decoder_layer(x, own, layer, a.norm, table=table, hidden=hidden, policy=policy, module=module)
+        x = decoder_layer(
+            x,
+            own,
+            layer,
+            a.norm,
+            table=table,
+            hidden=hidden,
+            policy=policy,
+            module=module,
+            routing=routing,
+        )
     x = tap.module("model.norm", partial(rms_norm, weight=w["model.norm.weight"], norm=a.norm, policy=policy), x)
     if a.value_head:
         return tap.module("score", lambda x: x @ w["score.weight"].T, x)

@@ -9,11 +9,12 @@ from functools import partial
 from torch import Tensor
 
 from conformance.oracle.attention import attention, attention_shapes
-from conformance.oracle.feed_forward import feed_forward_shapes, gated_mlp
+from conformance.oracle.feed_forward import feed_forward, feed_forward_shapes
 from conformance.oracle.norm import rms_norm
 from conformance.oracle.parts import Layer, Norm
 from conformance.oracle.policy import Policy
 from conformance.oracle.positions import Table
+from conformance.oracle.routing import Routing
 from conformance.oracle.tap import Module
 from conformance.oracle.variant import Weights
 
@@ -28,7 +29,16 @@ def layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def decoder_layer(
-    x: Tensor, w: Weights, layer: Layer, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
+    x: Tensor,
+    w: Weights,
+    layer: Layer,
+    norm: Norm,
+    *,
+    table: Table,
+    hidden: Tensor,
+    policy: Policy,
+    module: Module,
+    routing: Routing,
 ) -> Tensor:
     """``x`` and the result: (T, D). ``w``: the layer's own weights. ``hidden``: (T, T), the keys that are not seen."""
 
@@ -42,6 +52,6 @@ def decoder_layer(
     )
     y = module("self_attn", attend, normed(layer.norms.before_attention, x))
     x = x + normed(layer.norms.after_attention, y)
-    feed_forward = partial(gated_mlp, w=w, mlp=layer.feed_forward, module=module)
-    y = module("mlp", feed_forward, normed(layer.norms.before_feed_forward, x))
+    feed = partial(feed_forward, w=w, part=layer.feed_forward, policy=policy, module=module, routing=routing)
+    y = module("mlp", feed, normed(layer.norms.before_feed_forward, x))
     return x + normed(layer.norms.after_feed_forward, y)

@@ -92,6 +92,21 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """``chosen`` of so many ``experts`` for each token, each of them gated, weighted by a softmax over all experts.
+
+    normalised: the weights of the chosen experts are divided by their sum. shared: an expert that every token goes
+    through, weighted by a sigmoid of its own.
+    """
+
+    experts: int
+    chosen: int
+    expert: GatedMlp
+    normalised: bool
+    shared: GatedMlp | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lora:
     """Adapters: of each linear layer in ``targets``, by its name, two matrices of this ``rank``, whose product is added
     times ``scale``."""
@@ -131,10 +146,10 @@ SANDWICH = Placement(
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer. A feed-forward of another kind, such as a mixture of experts, is another class beside GatedMlp."""
+    """One layer. A feed-forward of another kind is another class beside these two."""
 
     attention: Attention
-    feed_forward: GatedMlp
+    feed_forward: GatedMlp | MixtureOfExperts
     norms: Placement = PRE
 
 
@@ -145,7 +160,8 @@ class Architecture:
     norm: of all norms of the model. embedding_scale multiplies the embeddings. final_softcap c: logits become
     c tanh(logits / c). As an input, padding_token gives no gradient to its embedding (torch.nn.Embedding's padding_idx,
     which transformers always sets). value_head: one number per token, by a linear without bias on the last hidden
-    state, instead of logits. lora: the adapters; None without any.
+    state, instead of logits. lora: the adapters; None without any. router_loss: what the load-balancing loss of all
+    routers is multiplied by, before it is added to the loss of an optimizer step (routing.py).
     """
 
     vocab_size: int
@@ -158,3 +174,9 @@ class Architecture:
     final_softcap: float | None = None
     value_head: bool = False
     lora: Lora | None = None
+    router_loss: float = 0.0
+
+    @property
+    def routers(self) -> tuple[MixtureOfExperts, ...]:
+        """The mixtures of experts, layer by layer; empty for a model without any."""
+        return tuple(u.feed_forward for u in self.layers if isinstance(u.feed_forward, MixtureOfExperts))

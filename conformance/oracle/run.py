@@ -8,29 +8,28 @@ backend is held against documents that cannot see each other.
 import contextlib
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import conformance
-from conformance.batch import Batch, Document, Row
+from conformance.batch import Batch, Document
 from conformance.defect import Defect, defects_to_json
 from conformance.objective import Objective, all_observables
 from conformance.observable import SKIPPED, model_key
-from conformance.oracle.decoder import Decoder, is_written, read_decoder
+from conformance.oracle.decoder import is_routed, is_written, read_decoder
 from conformance.oracle.defects import variant_of
 from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.loss_scale import LossScale
-from conformance.oracle.objectives import functions_of, rollout_functions_of
-from conformance.oracle.tap import NO_TAP, Tap
+from conformance.oracle.objectives import rollout_functions_of
+from conformance.oracle.step import Model, Observed, observe
+from conformance.oracle.tap import Tap
 from conformance.oracle.term import RolloutFunctions
-from conformance.oracle.training import AdamW, Sgd, clip, global_norm, make_optimizer
+from conformance.oracle.training import clip, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
@@ -49,43 +48,6 @@ POLICIES: dict[PolicyName, Policy] = {
     "bf16-plain": Policy(torch.bfloat16, torch.float32),
     "fp16-plain": Policy(torch.float16, torch.float32),
 }
-# Without it, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of two
-# adds no rounding; 4096 keeps a factor of 16 to float16's largest number below GradScaler's initial 65536.
-FP16_LOSS_SCALE = 2.0**12
-
-
-@dataclass(kw_only=True)
-class Model:
-    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any.
-
-    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted.
-    """
-
-    role: Role
-    decoder: Decoder
-    weights: Weights
-    trained: frozenset[str]
-    optimizer: Sgd | AdamW | None = None
-    loss_scale: LossScale | None = None
-    updates: int = 0
-
-    def scale(self, policy: Policy) -> float:
-        """What the loss is multiplied by before the backward pass: in fp16 the loss scale, else 1."""
-        if policy.compute != torch.float16:
-            return 1.0
-        return self.loss_scale.scale if self.loss_scale else FP16_LOSS_SCALE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observed:
-    """Forward and backward of one optimizer step: unclipped gradients by role, numbers and rows by observable.
-
-    ``rows[key][index]``: a tensor (targets,) of the row with this index.
-    """
-
-    gradients: dict[str, Weights]
-    values: dict[str, float]
-    rows: dict[str, dict[int, Tensor]]
 
 
 def run_oracle(
@@ -128,7 +90,11 @@ def run_oracle(
         writer = RecordWriter(
             out,
             _header(scenario, policy_name, loaded, defects),
-            observables=all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None),
+            observables=all_observables(
+                scenario.objective,
+                scaled=scenario.judged_loss_scale is not None,
+                routed=is_routed(models[roles[0].name]),
+            ),
         )
         _train(scenario, loaded, batches, writer, policy, variant, restarts, merges)
 
@@ -279,86 +245,6 @@ def look_ahead(
         if functions.looks(model.role.name)
     }
     return functions.annotate(batches, found, stable=policy.stable)
-
-
-def observe(
-    batch: Batch,
-    models: Sequence[Model],
-    objective: Objective,
-    policy: Policy,
-    variant: Variant = HONEST,
-    taps: Mapping[str, Tap] = MappingProxyType({}),
-) -> Observed:
-    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``taps``
-    see the modules of the models of these roles.
-
-    Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
-    overflows.
-    """
-    if batch.target_count == 0:
-        raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
-    functions = functions_of(objective)
-    totals = functions.totals(batch)
-    leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
-    values: dict[str, float] = defaultdict(float, totals)
-    highest: dict[str, float] = {}
-    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    # What a frozen model says of a roll-out stands in its columns.
-    running = [m for m in models if m.role.trained or objective.reads == "samples"]
-    for row in _rows(batch, leaves.values(), variant):
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        # A document without targets adds nothing to any loss, whatever it holds.
-        for at, document in enumerate(row.documents):
-            if not any(document.targets):
-                continue
-            for tap in taps.values():
-                tap.begins(row.index, at)
-            others: dict[str, Tensor] = {}
-            for model in running:
-                name = model.role.name
-                tokens = torch.tensor(document.tokens)
-                output = model.decoder.forward(tokens, leaves[name], policy, variant, taps.get(name, NO_TAP))
-                term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
-                if model.role.trained:
-                    assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
-                    (term.loss * model.scale(policy)).backward()
-                others[name] = output.detach()
-                for key, number in term.values.items():
-                    values[key] += number
-                for key, number in term.highest.items():
-                    highest[key] = max(number, highest.get(key, number))
-                for key, tensor in term.rows.items():
-                    parts[key].append(tensor.detach())
-        for key, tensors in parts.items():
-            rows[key][row.index] = torch.cat(tensors)
-    gradients = {
-        model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
-        for model in models
-        if model.trained
-    }
-    return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
-
-
-def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:
-    """The rows in the order of the variant, which may change what was added up so far between its micro-batches."""
-    for part in variant.micro_batches([batch.rows], batch):
-        for own in leaves:
-            for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
-                own[name].grad = gradient
-        yield from part
-
-
-def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
-    scale = model.scale(policy)
-    gradients = {name: leaf.grad / scale for name, leaf in leaves.items() if leaf.grad is not None}
-    assert gradients.keys() == model.trained
-    wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-    if wrong and not model.loss_scale:
-        raise ValueError(
-            f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
-            f"{policy.compute}; lower the learning rate, or use a precision with a wider range"
-        )
-    return gradients
 
 
 def _header(

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from conformance.batch import Document
 from conformance.inputs.folder import runs_code
 from conformance.inputs.model import weight_files
 from conformance.lora import LoraConfig
 from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.routing import Routing
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
 from conformance.reading import read_json
@@ -115,8 +117,19 @@ class TransformersDecoder:
             weights[SCORE] = _tensor(folder, SCORE).to(device, dtype)
         return variant.loaded(weights, None, trained=trained)
 
+    router_loss = 0.0
+
+    def routing(self, document: Document) -> None:
+        return None
+
     def forward(
-        self, tokens: Tensor, weights: Weights, policy: Policy, variant: Variant = HONEST, tap: Tap = NO_TAP
+        self,
+        tokens: Tensor,
+        weights: Weights,
+        policy: Policy,
+        variant: Variant = HONEST,
+        tap: Tap = NO_TAP,
+        routing: Routing | None = None,
     ) -> Tensor:
         w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
         output = self._module(policy, str(tokens.device))(tokens, w)

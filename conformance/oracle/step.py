@@ -1,0 +1,180 @@
+"""Step: forward and backward of one optimizer step, document by document, and what is recorded of it.
+
+Serves claim 6. Rows are never packed or padded here, and gradients are added up over documents.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from conformance.batch import Batch, Row
+from conformance.objective import Objective
+from conformance.observable import ROUTER_LOSS, ROUTING, model_key
+from conformance.oracle.decoder import Decoder
+from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.loss_scale import LossScale
+from conformance.oracle.objectives import functions_of
+from conformance.oracle.routing import Balance, Routing
+from conformance.oracle.tap import NO_TAP, Tap
+from conformance.oracle.training import AdamW, Sgd
+from conformance.oracle.variant import HONEST, Variant
+from conformance.role import Role
+
+# Without it, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of two
+# adds no rounding; 4096 keeps a factor of 16 to float16's largest number below GradScaler's initial 65536.
+FP16_LOSS_SCALE = 2.0**12
+
+
+@dataclass(kw_only=True)
+class Model:
+    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any.
+
+    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted.
+    """
+
+    role: Role
+    decoder: Decoder
+    weights: Weights
+    trained: frozenset[str]
+    optimizer: Sgd | AdamW | None = None
+    loss_scale: LossScale | None = None
+    updates: int = 0
+
+    def scale(self, policy: Policy) -> float:
+        """What the loss is multiplied by before the backward pass: in fp16 the loss scale, else 1."""
+        if policy.compute != torch.float16:
+            return 1.0
+        return self.loss_scale.scale if self.loss_scale else FP16_LOSS_SCALE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Forward and backward of one optimizer step: unclipped gradients by role, numbers and rows by observable.
+
+    ``rows[key][index]``: a tensor (targets,) of the row with this index.
+    """
+
+    gradients: dict[str, Weights]
+    values: dict[str, float]
+    rows: dict[str, dict[int, Tensor]]
+
+
+def observe(
+    batch: Batch,
+    models: Sequence[Model],
+    objective: Objective,
+    policy: Policy,
+    variant: Variant = HONEST,
+    taps: Mapping[str, Tap] = MappingProxyType({}),
+) -> Observed:
+    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``taps``
+    see the modules of the models of these roles.
+
+    Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
+    overflows.
+    """
+    if batch.target_count == 0:
+        raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
+    functions = functions_of(objective)
+    totals = functions.totals(batch)
+    leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
+    values: dict[str, float] = defaultdict(float, totals)
+    highest: dict[str, float] = {}
+    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    # What a frozen model says of a roll-out stands in its columns.
+    running = [m for m in models if m.role.trained or objective.reads == "samples"]
+    balances = {m.role.name: Balance() for m in running}
+    chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
+    for row in _rows(batch, leaves.values(), variant):
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for at, document in enumerate(row.documents):
+            taught = any(document.targets)
+            for tap in taps.values() if taught else ():
+                tap.begins(row.index, at)
+            others: dict[str, Tensor] = {}
+            for model in running:
+                name, routing = model.role.name, model.decoder.routing(document) if model.role.trained else None
+                # A document without targets adds nothing to any loss but that of routers, whatever it holds.
+                if not (taught or routing):
+                    continue
+                tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if taught else NO_TAP
+                output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
+                loss = torch.zeros((), dtype=policy.stable)
+                if routing:
+                    parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
+                    balances[name].add(routing)
+                    loss = loss + _router_share(model, routing, chosen[name])
+                if not taught:
+                    if loss.requires_grad:
+                        (loss * model.scale(policy)).backward()
+                    continue
+                term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
+                if model.role.trained:
+                    assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
+                    ((term.loss + loss) * model.scale(policy)).backward()
+                others[name] = output.detach()
+                for key, number in term.values.items():
+                    values[key] += number
+                for key, number in term.highest.items():
+                    highest[key] = max(number, highest.get(key, number))
+                for key, tensor in term.rows.items():
+                    parts[key].append(tensor.detach())
+        for key, tensors in parts.items():
+            rows[key][row.index] = torch.cat(tensors)
+    for model in running:
+        if (balance := balances[model.role.name]).probabilities is not None:
+            values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()
+    gradients = {
+        model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
+        for model in models
+        if model.trained
+    }
+    return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
+
+
+@torch.no_grad()
+def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Balance | None:
+    """The choices of all routers in the whole step; None if they are in no loss."""
+    if not (model.decoder.router_loss and model.role.trained):
+        return None
+    balance = Balance()
+    for document in batch.documents:
+        routing = model.decoder.routing(document)
+        assert routing is not None
+        model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
+        balance.add(routing)
+    return balance
+
+
+def _router_share(model: Model, routing: Routing, step: Balance | None) -> Tensor | float:
+    """What a document adds to the load-balancing loss, times its factor; 0 where that is in no loss."""
+    if step is None:
+        return 0.0
+    assert routing.probabilities is not None
+    return model.decoder.router_loss * step.loss(routing.probabilities)
+
+
+def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:
+    """The rows in the order of the variant, which may change what was added up so far between its micro-batches."""
+    for part in variant.micro_batches([batch.rows], batch):
+        for own in leaves:
+            for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():
+                own[name].grad = gradient
+        yield from part
+
+
+def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
+    scale = model.scale(policy)
+    gradients = {name: leaf.grad / scale for name, leaf in leaves.items() if leaf.grad is not None}
+    assert gradients.keys() == model.trained
+    wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    if wrong and not model.loss_scale:
+        raise ValueError(
+            f"step {step}: the gradient of {wrong[0]} and of {len(wrong) - 1} more is not finite in "
+            f"{policy.compute}; lower the learning rate, or use a precision with a wider range"
+        )
+    return gradients

@@ -1,0 +1,150 @@
+"""Mixtures of experts in the oracle: what routers choose, the loss that balances experts, and experts as published."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_oracle import BATCH, FLOAT64, LONG, ROUTED, folder, observe_sft, policy_model, relative
+
+from conformance.batch import Batch, Document, Row, expert_column
+from conformance.inputs.prepare import batches_of
+from conformance.objective import Sft
+from conformance.oracle.architecture import read_architecture
+from conformance.oracle.experts import stacked
+from conformance.oracle.forward import load_weights
+from conformance.oracle.parts import MixtureOfExperts
+from conformance.oracle.step import Observed, observe
+from conformance.scenario import load_scenario
+from conformance.validation import UsageError
+
+
+def routers(family: str) -> tuple[MixtureOfExperts, ...]:
+    return read_architecture(folder(family)).routers
+
+
+def weights_of_row(family: str, observed: Observed, row: int) -> torch.Tensor:
+    """(T, routers, X): the factor of each expert's output."""
+    return observed.rows["routing"][row].view(-1, len(routers(family)), routers(family)[0].experts)
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_every_token_has_its_experts_and_their_weights(family: str) -> None:
+    moe = routers(family)[0]
+    weights = weights_of_row(family, observe_sft(BATCH, family), 0)
+    assert weights.shape[0] == len(LONG.tokens), "prompts too"
+    assert bool(((weights > 0).sum(dim=-1) == moe.chosen).all())
+    sums = weights.sum(dim=-1)
+    assert bool((sums - 1).abs().max() < 1e-15) if moe.normalised else bool((sums < 0.999).all())
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_data_reach_every_expert_of_every_router(family: str) -> None:
+    scenario = load_scenario(
+        folder("").parent / "scenarios" / "sft-packed.toml", model=f"models/{family}", precision="exact", steps=1
+    )
+    batch = batches_of(scenario, folder(family))[0]
+    observed = observe_sft(batch, family)
+    chosen = sum((weights_of_row(family, observed, row.index) > 0).sum(dim=0) for row in batch.rows)
+    assert int(chosen.min()) > 20  # type: ignore[union-attr]
+
+
+def test_families_differ_in_what_is_normalised_shared_and_dense() -> None:
+    qwen3, qwen2, mixtral = (read_architecture(folder(family)) for family in ("qwen3-moe", "qwen2-moe", "mixtral"))
+    assert [isinstance(u.feed_forward, MixtureOfExperts) for u in qwen3.layers] == [True, False, True]
+    assert [isinstance(u.feed_forward, MixtureOfExperts) for u in qwen2.layers] == [False, True]
+    assert [isinstance(u.feed_forward, MixtureOfExperts) for u in mixtral.layers] == [True, True]
+    assert [a.routers[0].normalised for a in (qwen3, qwen2, mixtral)] == [True, False, True]
+    assert [bool(a.routers[0].shared) for a in (qwen3, qwen2, mixtral)] == [False, True, False]
+    assert [a.router_loss for a in (qwen3, qwen2, mixtral)] == [0.2, 0.0, 0.2]
+
+
+def test_the_loss_that_balances_is_of_the_step_and_not_of_how_it_is_cut() -> None:
+    """Of each document alone it is another number, whose mean is not that of the step."""
+    packed = Batch(step=0, max_len=64, rows=(Row(0, tuple(d for row in BATCH.rows for d in row.documents)),))
+    together, apart = observe_sft(packed, "qwen3-moe"), observe_sft(BATCH, "qwen3-moe")
+    assert together.values["router_loss"] == pytest.approx(apart.values["router_loss"], rel=1e-15)
+    name = "model.layers.0.mlp.gate.weight"
+    assert relative(together.gradients["policy"][name], apart.gradients["policy"][name]) < 1e-14
+    alone = [replace(BATCH, rows=(row,)) for row in BATCH.rows if row.target_count]
+    losses = [observe_sft(batch, "qwen3-moe").values["router_loss"] for batch in alone]
+    assert abs(sum(losses) / len(losses) - apart.values["router_loss"]) > 1e-2
+
+
+def test_a_document_without_targets_is_routed_and_balanced_too() -> None:
+    without = replace(BATCH, rows=BATCH.rows[:-1])
+    assert not BATCH.rows[-1].target_count
+    assert set(observe_sft(BATCH, "qwen3-moe").rows["routing"]) == {0, 1, 2, 3}
+    found, other = observe_sft(BATCH, "qwen3-moe"), observe_sft(without, "qwen3-moe")
+    assert found.values["loss"] == pytest.approx(other.values["loss"], rel=1e-15)
+    assert abs(found.values["router_loss"] - other.values["router_loss"]) > 1e-4
+
+
+def replayed(document: Document, chosen: torch.Tensor) -> Document:
+    """The document with choices (T, routers, K) in its columns."""
+    columns = {
+        expert_column(layer, slot): tuple(float(number) for number in chosen[:, layer, slot])
+        for layer in range(chosen.shape[1])
+        for slot in range(chosen.shape[2])
+    }
+    return replace(document, columns={**document.columns, **columns})
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_choices_that_are_given_take_the_place_of_the_routers_own(family: str) -> None:
+    moe, own = routers(family)[0], observe_sft(BATCH, family)
+    as_chosen = [weights_of_row(family, own, row.index).topk(moe.chosen, dim=-1).indices for row in BATCH.rows]
+
+    def run(chosen: list[torch.Tensor]) -> Observed:
+        rows = [replace(row, documents=(replayed(row.documents[0], chosen[row.index]),)) for row in BATCH.rows]
+        return observe(replace(BATCH, rows=tuple(rows)), [policy_model(family)], Sft(), FLOAT64)
+
+    same = run(as_chosen)
+    assert max(relative(same.rows["routing"][r], own.rows["routing"][r]) for r in range(4)) < 1e-15
+    assert same.values["loss"] == pytest.approx(own.values["loss"], rel=1e-14)
+    others = run([(indices + 1) % moe.experts for indices in as_chosen])
+    assert abs(others.values["loss"] - own.values["loss"]) > 1e-3
+    assert all(name in others.gradients["policy"] for name in own.gradients["policy"])
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_experts_may_be_apart_or_stacked(tmp_path: Path, family: str) -> None:
+    architecture = read_architecture(folder(family))
+    published = load_file(folder(family) / "model.safetensors")
+    (tmp_path / "stacked").mkdir()
+    save_file(stacked(published), tmp_path / "stacked" / "model.safetensors")
+    own, other = (load_weights(at, architecture, torch.float64) for at in (folder(family), tmp_path / "stacked"))
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.parametrize("lost", ["experts.3.up_proj", "experts.7.down_proj"])
+def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
+    tensors = load_file(folder("qwen3-moe") / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if f"layers.2.mlp.{lost}." not in n}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"layers\.2\.mlp\.experts\.(gate_up_proj|down_proj) (is missing|has shape)"):
+        load_weights(tmp_path, read_architecture(folder("qwen3-moe")), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
+        ("qwen3-moe", {"mlp_only_layers": "1"}, "has to be a list of numbers of layers"),
+        ("qwen3-moe", {"norm_topk_prob": None}, "does not say 'norm_topk_prob'"),
+        ("qwen3-moe", {"router_aux_loss_coef": None}, "does not say 'router_aux_loss_coef'"),
+        ("qwen3-moe", {"num_experts": 0}, "num_experts=0"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": None}, "does not say 'shared_expert_intermediate_size'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise, which is random"),
+    ],
+)
+def test_what_a_configuration_lacks_is_told(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+    shutil.copy(folder(family) / "config.json", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UsageError, match=message):
+        read_architecture(tmp_path)
