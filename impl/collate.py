@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from conformance.batch import Row
+from conformance.batch import OF_INPUTS, Row
 
 NO_TARGET = -100  # the label that torch's cross-entropy ignores
 
@@ -19,7 +19,8 @@ class MicroBatch:
     positions: int64; they restart at 0 in every document, which is how transformers tells packed documents apart if it
         gets neither an attention mask nor a cache. The padding of a row counts as a document of its own.
     real: bool; False in padding.
-    columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts.
+    columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts,
+        or, if the name begins with OF_INPUTS, to the token at position i.
         They are 0 in padding. A column with a single number for a document has that number at all its positions.
     """
 
@@ -57,6 +58,9 @@ def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
             labels[r, start : end - 1] = tokens[r, start + 1 : end].where(targets, NO_TARGET)
             positions[r, start:end] = torch.arange(end - start)
             for name, column in document.columns.items():
+                if name.startswith(OF_INPUTS):
+                    columns[name][r, start:end] = torch.tensor(column)
+                    continue
                 numbers = column if isinstance(column, float) else torch.tensor(column[1:], dtype=torch.float64)
                 columns[name][r, start : end - 1] = numbers
             start = end

@@ -9,10 +9,15 @@ import torch.distributed as dist
 
 def all_reduce_number(value: float, *, groups: Iterable[dist.ProcessGroup], device: str) -> float:
     """The sum of ``value`` over the ranks of all ``groups``, which are the axes of a mesh, in float64."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    return all_reduce_over(torch.tensor(value, dtype=torch.float64, device=device), groups=groups).item()
+
+
+def all_reduce_over(tensor: torch.Tensor, *, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """The sum of ``tensor`` over the ranks of all ``groups``."""
+    total = tensor.clone()
     for group in groups:
-        dist.all_reduce(tensor, group=group)
-    return tensor.item()
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def all_gather_value(value: Any) -> list[Any]:

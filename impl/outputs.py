@@ -29,7 +29,7 @@ WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The requested outputs of a micro-batch, each (rows, length) in float32 or wider; None if not requested.
+    """The requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not requested.
 
     All ranks that share the micro-batch have the same numbers.
 
@@ -38,12 +38,16 @@ class Outputs:
     values: the value head's number at each position; 0 in padding.
     targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
         padding and sharding, so its sum is the number of targets that the loss really covers.
+    routing, probabilities: (rows, length, routers, experts), of a model with a mixture of experts, whatever was
+        requested: the weight of each expert's output, 0 where it is not chosen, and the router's softmax.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     targets: Tensor | None = None
+    routing: Tensor | None = None
+    probabilities: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
         """A copy with ``function`` applied to each output that is not None."""

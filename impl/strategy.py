@@ -84,6 +84,11 @@ class Trainable(Protocol):
         """
         ...
 
+    @property
+    def router_loss_factor(self) -> float:
+        """What the load-balancing loss of its routers is multiplied by; 0 where it has none."""
+        ...
+
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         """Which modules this rank runs in an optimizer step, for `parity bisect`.
 
@@ -204,6 +209,10 @@ class Context(Protocol):
 
     def all_reduce(self, value: float) -> float:
         """Sum of a number over the data-parallel ranks."""
+        ...
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        """Sum of a tensor over the data-parallel ranks."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -9,13 +9,14 @@ import torch
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
 from conformance.objective import Objective
-from conformance.observable import model_key
+from conformance.observable import ROUTER_LOSS, ROUTING, model_key
 from conformance.role import Role
 from impl.collate import MicroBatch, collate
 from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
+from impl.routing import balance_of, router_loss, routing_rows, step_balance
 from impl.strategy import Context, Trainable
 
 
@@ -37,16 +38,20 @@ def train_step(
     values = totals | functions.summary(batch)
     found: list[Evaluation] = []
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
+    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for role in objective.roles:
         if not functions.wants(role.name):
             continue
         trainable = models[role.name]
-        found += _run(trainable, functions, role, inputs, totals, others)
+        found += _run(context, trainable, functions, role, inputs, totals, others)
         if role.trained:
+            outputs = [known[role.name] for known in others]
+            routed_values, routed_rows = _routing(context, role, micro_batches, inputs, outputs)
+            values |= routed_values
+            rows |= routed_rows
             values |= _update(trainable, role, on_gradients)
     # Numbers are read after the last update is on its way, because reading one waits for the device.
     sums, highest = defaultdict[str, float](float), dict[str, float]()
-    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for index, evaluation in enumerate(found):
         micro_batch = index % len(inputs)
         for key, value in evaluation.values.items():
@@ -94,6 +99,7 @@ def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) 
 
 
 def _run(
+    context: Context,
     trainable: Trainable,
     functions: ObjectiveFunctions,
     role: Role,
@@ -106,10 +112,14 @@ def _run(
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
 
+    balance = step_balance(context, trainable, inputs) if role.trained else None
+
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
         value = evaluate(index, outputs).loss
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
-        return value
+        if balance is None:
+            return value
+        return value + router_loss(trainable.router_loss_factor, balance, inputs[index], outputs)
 
     asked: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
@@ -121,6 +131,23 @@ def _run(
     for known, outputs in zip(others, found, strict=True):
         known[role.name] = outputs
     return evaluations
+
+
+def _routing(
+    context: Context,
+    role: Role,
+    micro_batches: Sequence[Sequence[Row]],
+    inputs: Sequence[MicroBatch],
+    found: Sequence[Outputs],
+) -> tuple[dict[str, float], dict[str, dict[int, torch.Tensor]]]:
+    """What is recorded of a model's routers: values and rows; nothing of a model without any."""
+    if found[0].routing is None:
+        return {}, {}
+    rows: dict[int, torch.Tensor] = {}
+    for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
+        rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
+    loss = balance_of(context, inputs, found).loss.item()
+    return {model_key(role.prefix, ROUTER_LOSS): loss}, {model_key(role.prefix, ROUTING): rows}
 
 
 def _update(trainable: Trainable, role: Role, on_gradients: Callable[[str], None]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from conformance.defect import Defect
 from conformance.judge.compare import is_lost
 from conformance.layout import Layout
 from conformance.objective import all_observables
-from conformance.observable import Observable
+from conformance.observable import ROUTING, Observable
 from conformance.plan.cell import TO
 from conformance.record.format import AGAIN, RecordError
 from conformance.record.identity import FLOAT64, check_cell, check_oracle, noise_runs, second_class
@@ -58,9 +58,13 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
         _check_leg(record, is_first=record is records[0])
     for before, after in pairwise(records):
         _check_handover(before, after)
+    reference = _read_oracle(oracle, FLOAT64, scenarios[0], defects)
+    for record in records:
+        if record.observables != reference.observables:
+            raise RecordError(f"{record.path} observes something else than its oracle {reference.path}; {AGAIN}")
     return Records(
         legs=records,
-        oracle=(reference := _read_oracle(oracle, FLOAT64, scenarios[0], defects)),
+        oracle=reference,
         noise=_read_noise(oracle, scenarios[0], reference, defects),
     )
 
@@ -69,7 +73,9 @@ def _scenario(record: Record) -> Scenario:
     """The scenario in the header; the record has to be of all that it declares, and of nothing else."""
     try:
         scenario = parse_scenario(record.header["scenario"])
-        declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None)
+        # Which model it was is in no header, but read_records holds the cell's observables against the oracle's.
+        routed = any(o.key.rpartition(".")[2] == ROUTING for o in record.observables)
+        declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed)
     except Exception as error:  # the objective may be a class of somebody else, and a header may name anything
         raise RecordError(f"the scenario of {record.path} cannot be read ({error}); {AGAIN}") from None
     if record.observables != declared:

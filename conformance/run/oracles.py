@@ -32,6 +32,7 @@ from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
 from conformance.record.identity import FLOAT64, noise_runs
 from conformance.record.tensors import read_record
+from conformance.run.replay import is_replayed, with_choices
 from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
@@ -74,6 +75,13 @@ class Oracles:
         """Wait for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
         return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
 
+    def replayed(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
+        """The inputs of the cell's ranks: with the choices of the oracle's routers, where they are given. Waits for the
+        float64 run then, and gives the inputs as they are if it failed, which ``wait`` tells."""
+        if not is_replayed(cell.scenario, inputs) or self._wait(cell, (FLOAT64,), ()):
+            return inputs
+        return with_choices(inputs, self.folder(cell) / FLOAT64)
+
     def more_noise(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> bool:
         """Make the further noise runs of a cell. Returns whether there are any more, and none failed."""
         further = noise_runs(cell.scenario.precision)[1:]
@@ -81,18 +89,25 @@ class Oracles:
         return bool(further) and not self._wait(cell, further, defects)
 
     def _start(self, cell: Cell, inputs: FrozenInputs, policies: Sequence[str], defects: Defects) -> None:
-        for has in {(), defects}:
+        for has in dict.fromkeys(((), defects)):
             for policy in policies:
                 out = self.folder(cell, has) / policy
                 if out not in self._runs:
                     self._runs[out] = self._thread.submit(self._run, cell, inputs, out, cast(PolicyName, policy), has)
 
     def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
-        runs = [self._runs[self.folder(cell, has) / policy] for has in {(), defects} for policy in policies]
+        runs = [
+            self._runs[self.folder(cell, has) / policy] for has in dict.fromkeys(((), defects)) for policy in policies
+        ]
         return "; ".join(filter(None, (run.result() for run in runs)))
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
         device = "cpu" if policy == "float64" else self._device
+        if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
+            reference = self.folder(cell) / FLOAT64  # which was run before, in the same thread
+            if not _is_whole(reference):
+                return "the oracle's choices of experts are missing, because its float64 run failed"
+            inputs = with_choices(inputs, reference)
         cached = self._cache / _cache_key(cell, inputs, policy, device, defects)
         with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
             if _is_whole(out):

@@ -23,7 +23,10 @@ from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both, told_of
 from conformance.objective import all_observables
+from conformance.observable import Observable
+from conformance.oracle.decoder import is_routed
 from conformance.oracle.objectives import functions_of
+from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.record.bisection import BISECTION, Bisected
 from conformance.record.coverage import Floor
@@ -211,6 +214,8 @@ class Session:
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
+        self._doing = "waiting for the oracle's choices of experts"
+        inputs = self._oracles.replayed(cell, inputs)
         self._doing = "starting fresh ranks" if fresh else "starting ranks"
         ended = run_legs(self._pool, cell, inputs, legs, device=device, budget_s=budget_s, fresh=fresh)
         paths = [legs / str(number) / "record" for number in range(len(cell.legs))]
@@ -240,9 +245,7 @@ class Session:
                 oracle=self._oracles.folder(cell),
                 known=known,
                 defective=self._defective(cell, known),
-                observables=all_observables(
-                    cell.scenario.objective, scaled=cell.scenario.judged_loss_scale is not None
-                ),
+                observables=self._observables(cell),
             )
 
         verdict = judged()
@@ -250,6 +253,10 @@ class Session:
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, defects_of(known)):
             return judged()
         return verdict
+
+    def _observables(self, cell: Cell) -> tuple[Observable, ...]:
+        scaled = cell.scenario.judged_loss_scale is not None
+        return all_observables(cell.scenario.objective, scaled=scaled, routed=is_routed(resolve(cell.scenario.model)))
 
     def activity(self) -> Activity | None:
         """What the session does at the moment; None between cells. For another thread, to show it."""
@@ -265,14 +272,14 @@ class Session:
 
         Returns the folder. Raises TraceFailed.
         """
-        inputs, folder = prepare_inputs(cell.scenario, self.config.out), self.folder(cell) / TRACED
+        inputs, folder = self._oracles.replayed(cell, self._request(cell)), self.folder(cell) / TRACED
         device, budget_s = self.config.device, self.config.budget_s
         run_traced(self._pool, cell, inputs, folder, step=step, device=device, budget_s=budget_s)
         return folder
 
     def compare_traced(self, cell: Cell, step: int) -> tuple[Bisected, ...]:
         """Hold what ``trace`` has captured of a cell against the oracle's. Raises TraceFailed."""
-        inputs = self._request(cell)
+        inputs = self._oracles.replayed(cell, self._request(cell))
         if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
             raise TraceFailed(missing)
         oracle, traced = self._oracles.folder(cell) / FLOAT64, self.folder(cell) / TRACED
@@ -320,7 +327,7 @@ class Session:
             expected=known,
             defective=os.path.relpath(defective, folder) if defective else None,
             reproduce=shlex.join(["parity", "run", *self.config.arguments, "--cells", str(cell)]),
-            observables=all_observables(cell.scenario.objective, scaled=cell.scenario.judged_loss_scale is not None),
+            observables=self._observables(cell),
             verdict=judged.verdict,
             other=judged.other,
             before=before(self._earlier.get(str(cell))),

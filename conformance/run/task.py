@@ -25,6 +25,7 @@ from conformance.layout import Layout
 from conformance.lora import ADAPTER
 from conformance.objective import all_observables
 from conformance.observable import STATE_KINDS, Observable, model_key, unobserved_step
+from conformance.oracle.decoder import is_routed
 from conformance.plan.cell import Handover
 from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
@@ -66,7 +67,8 @@ def run_leg(
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
         begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
-        observer = _Observer(rank, config, begins, Path(record), first_step)
+        routed = is_routed(Path(next(iter(models.values()))))
+        observer = _Observer(rank, config, begins, Path(record), first_step, routed=routed)
         # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
         seed_generators(config.seed, rank.rank, first_step)
@@ -160,12 +162,21 @@ class _Observer:
     """Reads the backend's numbers on all ranks, compares the ranks, and writes the record on rank 0."""
 
     def __init__(
-        self, rank: RankContext, scenario: Scenario, header: dict[str, Any], path: Path, first_step: int
+        self,
+        rank: RankContext,
+        scenario: Scenario,
+        header: dict[str, Any],
+        path: Path,
+        first_step: int,
+        *,
+        routed: bool,
     ) -> None:
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.precision == "exact", scenario.seed
         self.roles = scenario.objective.roles
-        self.observables = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None)
+        self.observables = all_observables(
+            scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed
+        )
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
         self.pieces: dict[str, dict[str, list[int]]] = {}

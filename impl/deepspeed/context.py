@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number
+from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
 from impl.deepspeed import process
 from impl.deepspeed.trainable import DeepspeedTrainable
 from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
@@ -60,8 +61,15 @@ class DeepspeedContext:
         )
 
     def all_reduce(self, value: float) -> float:
-        groups = [self.mesh.get_group("dp")]  # ranks that share rows have the same number
-        return all_reduce_number(value, groups=groups, device=self.config.device)
+        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        return all_reduce_over(tensor, groups=self._data_groups)
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """The axes of ranks with different rows."""
+        return [self.mesh.get_group("dp")]  # ranks that share rows have the same number
 
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)

@@ -46,6 +46,7 @@ from impl.optimizers import (
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
+from impl.routing import Routers, routers_of
 from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
 
@@ -64,6 +65,7 @@ class DeepspeedTrainable:
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
     skipped: bool = False
+    routers: Routers | None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "DeepspeedContext", head: Head) -> None:
@@ -89,6 +91,7 @@ class DeepspeedTrainable:
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
+        self.routers = routers_of(model)
         if optimizer is None:
             self._prepare_frozen(model)
             return
@@ -191,8 +194,11 @@ class DeepspeedTrainable:
 
     def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        if self.routers:
+            self.routers.begin(inputs)
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
-        return outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
+        outputs = outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
+        return self.routers.added(outputs, inputs) if self.routers else outputs
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
@@ -230,6 +236,10 @@ class DeepspeedTrainable:
             forget_overflow(self.engine.optimizer)
         reported = self.engine.get_global_grad_norm()
         return None if reported is None else float(reported) / scale
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.routers.loss_factor if self.routers else 0.0
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         tp, ring = self.context.config.layout.tp, self.context.ring

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number
+from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
 from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
 from impl.strategy import ContextConfig
@@ -68,8 +68,15 @@ class Fsdp2Context:
         )
 
     def all_reduce(self, value: float) -> float:
-        groups = [self.mesh.get_group(axis) for axis in ("rep", "dp")]  # ranks of a ring have the same number already
-        return all_reduce_number(value, groups=groups, device=self.config.device)
+        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        return all_reduce_over(tensor, groups=self._data_groups)
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """The axes of ranks with different rows."""
+        return [self.mesh.get_group(axis) for axis in ("rep", "dp")]  # ranks of a ring have the same number already
 
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)

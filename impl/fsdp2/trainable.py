@@ -45,6 +45,7 @@ from impl.optimizers import (
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
+from impl.routing import Routers, routers_of
 from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
 
@@ -65,6 +66,7 @@ class Fsdp2Trainable:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
     skipped: bool = False
+    routers: Routers | None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
@@ -94,6 +96,7 @@ class Fsdp2Trainable:
     ) -> None:
         model.to(self.context.config.device)
         self.model, self.trained = model, optimizer is not None
+        self.routers = routers_of(model)
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.context.config.layout.tp > 1:
@@ -163,11 +166,13 @@ class Fsdp2Trainable:
 
     def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        if self.routers:
+            self.routers.begin(inputs)
         logits: Tensor = self.model(
             input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
         ).logits
         held = vocabulary_shard(logits)
-        return outputs_of(
+        outputs = outputs_of(
             held.logits,
             inputs,
             head=self.head,
@@ -176,6 +181,7 @@ class Fsdp2Trainable:
             group=held.group,
             vocab_start=held.start,
         )
+        return self.routers.added(outputs, inputs) if self.routers else outputs
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss * self.gradient_scale()).backward()
@@ -199,6 +205,10 @@ class Fsdp2Trainable:
             self.advance_schedule()
         self.optimizer.zero_grad()
         return total.item()  # not earlier, because it waits for the device
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.routers.loss_factor if self.routers else 0.0
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         layout, ring = self.context.config.layout, self.context.ring

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from conformance.batch import Batch, Row
 from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number
+from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
 from impl.megatron.placement import placed
 from impl.megatron.process import MODEL_PARALLEL
 from impl.megatron.trainable import MegatronTrainable
@@ -61,8 +62,15 @@ class MegatronContext:
         )
 
     def all_reduce(self, value: float) -> float:
-        groups = [parallel_state.get_data_parallel_group()]  # the other ranks have the same number
-        return all_reduce_number(value, groups=groups, device=self.config.device)
+        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        return all_reduce_over(tensor, groups=self._data_groups)
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """The axes of ranks with different rows."""
+        return [parallel_state.get_data_parallel_group()]  # the other ranks have the same number
 
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)

@@ -78,6 +78,7 @@ class MegatronTrainable:
     optimizer: Any
     scheduler: Any
     skipped: bool = False
+    router_loss_factor = 0.0  # no family with routers is built in
 
     def __init__(self, context: "MegatronContext", head: Head) -> None:
         self.context, self.head = context, head

@@ -93,8 +93,8 @@ def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
 def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
     """Put the parts of all ranks back into the order of the micro-batch: (rows, length), 0 where no rank has a token.
 
-    ``parts``, ``source``: (size, rows, length), by rank.
+    ``parts``, ``source``: (size, rows, length), by rank; ``parts`` and the result may have further dimensions.
     """
-    placed = source >= 0
-    whole = parts.new_zeros(rows * length)
-    return whole.index_put((source[placed],), parts[placed]).view(rows, length)
+    placed, further = source >= 0, parts.shape[3:]
+    whole = parts.new_zeros(rows * length, *further)
+    return whole.index_put((source[placed],), parts[placed]).view(rows, length, *further)

@@ -1,0 +1,165 @@
+"""Routers of a Hugging Face model with a mixture of experts: what they choose, choices that are given, the loss.
+
+A router's module takes tokens (N, D) and returns logits, the weights of the chosen experts and their numbers. Its
+forward function is wrapped, so hooks of FSDP2 and DeepSpeed stay around it. What the routers did in a forward pass
+travels with its outputs (``Outputs.routing``, ``Outputs.probabilities``), over rings as well.
+
+The load-balancing loss is that of the whole optimizer step (docs/mixture-of-experts.md): experts are counted in forward
+passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from conformance.batch import expert_column
+from impl.collate import MicroBatch
+from impl.outputs import Outputs
+from impl.strategy import Context, Trainable
+
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")  # model types whose routers are known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen, and their probabilities
+    (N, X), with a gradient."""
+
+    weights: Tensor
+    probabilities: Tensor
+
+
+class Routers:
+    """The routers of a model, in the order of its layers. ``loss_factor``: 0 where they add nothing to the loss."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        config = model.config
+        balanced = getattr(config, "output_router_logits", False)
+        self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
+        self._replayed: list[Tensor] = []
+        self._seen: dict[int, Choice] = {}
+        gates = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        for number, gate in enumerate(gates):
+            self._wrap(number, gate)
+        self._slots = [int(gate.top_k) for gate in gates]
+
+    def _wrap(self, number: int, gate: Any) -> None:
+        inner = gate.forward
+        # Mixtral's have no such switch, and always divide by the sum.
+        normalised = getattr(gate, "norm_topk_prob", True)
+
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, chosen = inner(hidden)
+            probabilities = router_probabilities(logits)
+            if self._replayed:
+                chosen = self._replayed[number]
+                weights = weights_of(probabilities, chosen, normalised=normalised).to(weights.dtype)
+            dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
+            self._seen[number] = Choice(weights=dense, probabilities=probabilities)
+            return logits, weights, chosen
+
+        gate.forward = forward
+
+    def begin(self, inputs: MicroBatch) -> None:
+        """Before a forward pass over ``inputs``: choices in its columns take the place of the routers' own."""
+        self._seen.clear()
+        given = expert_column(0, 0) in inputs.columns
+        self._replayed = [replayed_choice(inputs, n, count) for n, count in enumerate(self._slots)] if given else []
+
+    def added(self, outputs: Outputs, inputs: MicroBatch) -> Outputs:
+        """The outputs of this forward pass, with what the routers did."""
+        seen = [self._seen[number] for number in range(len(self._slots))]
+        shape = (*inputs.tokens.shape, len(seen), -1)
+        weights, probabilities = (
+            torch.stack(parts, dim=1).view(shape)
+            for parts in ([choice.weights for choice in seen], [choice.probabilities for choice in seen])
+        )
+        return replace(outputs, routing=weights, probabilities=probabilities)
+
+
+def routers_of(model: transformers.PreTrainedModel) -> Routers | None:
+    """None for a model without routers that are known."""
+    return Routers(model) if model.config.model_type in KINDS else None
+
+
+def router_probabilities(logits: Tensor) -> Tensor:
+    """softmax over all experts, in float32 or wider."""
+    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Tensor:
+    """The weights (N, K) of ``chosen`` experts."""
+    weights = probabilities.gather(-1, chosen)
+    return weights / weights.sum(dim=-1, keepdim=True) if normalised else weights
+
+
+def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
+    """The choices that are given for a router: int64 (N, K). In padding it is expert 0."""
+    columns = [inputs.columns[expert_column(router, slot)].flatten() for slot in range(slots)]
+    return torch.stack(columns, dim=1).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Sums over the tokens and routers of all data ranks and micro-batches of a step, in the dtype of probabilities.
+
+    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    choosers: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """X sum_x f_x P_x (arXiv 2101.03961, equation 4), of the whole step."""
+        return self.share(self.probabilities)
+
+    def share(self, probabilities: Tensor) -> Tensor:
+        """The part of the loss that these sums of probabilities (X,) have; the parts add up to ``loss``."""
+        return len(self.counts) * (self.counts @ probabilities) / self.choosers**2
+
+
+def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> Balance:
+    """From the outputs of all micro-batches of this rank; collective over data ranks."""
+    sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
+    total = context.all_reduce_tensor(sums)
+    experts = (len(total) - 1) // 2
+    return Balance(counts=total[:experts], probabilities=total[experts:-1], choosers=total[-1])
+
+
+def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
+    assert outputs.routing is not None
+    chosen = outputs.routing[inputs.real] > 0  # (tokens, routers, X)
+    probabilities = probability_sums(inputs, outputs).detach()
+    counts = chosen.sum(dim=(0, 1)).to(probabilities.dtype)
+    return counts, probabilities, counts.new_tensor([chosen.shape[0] * chosen.shape[1]])
+
+
+def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """(X,), over all real tokens of a micro-batch and all routers."""
+    assert outputs.probabilities is not None
+    return outputs.probabilities[inputs.real].sum(dim=(0, 1))
+
+
+def step_balance(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> Balance | None:
+    """The counts of a step before its first backward pass, by forward passes; None where no loss needs them."""
+    if not trainable.router_loss_factor:
+        return None
+    found = trainable.forward_backward(inputs, want=frozenset(), loss=None)
+    return balance_of(context, inputs, found)
+
+
+def router_loss(factor: float, balance: Balance, inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """What a micro-batch adds to the loss of the step for its routers."""
+    return factor * balance.share(probability_sums(inputs, outputs))
+
+
+def routing_rows(inputs: MicroBatch, outputs: Outputs, indices: Sequence[int]) -> dict[int, Tensor]:
+    """The experts' weights of all tokens of each row, by the row's index: (tokens x routers x X,), CPU."""
+    assert outputs.routing is not None
+    return {index: outputs.routing[r][inputs.real[r]].flatten().cpu() for r, index in enumerate(indices)}
