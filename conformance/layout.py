@@ -13,6 +13,7 @@ from conformance.validation import UsageError, shown
 AXES = {
     "dp": "data-parallel ranks (replicas x shards)",
     "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
+    "ep": "expert-parallel ranks: each has rows of its own, and experts of its own in every layer",
     "tp": "tensor-parallel ranks",
     "sp": "ring (context) parallel ranks",
     "ulysses": "ranks that exchange sequence slices for attention heads (DeepSpeed-Ulysses)",
@@ -43,7 +44,8 @@ MOST_RANKS = 2**16  # no machine has more ranks; a larger number is a typing err
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes, a ZeRO stage, and a sorted tuple of OPTIONS. World size = dp x tp x sp x ulysses x pp.
+    """Sizes of the mesh axes, a ZeRO stage, and a sorted tuple of OPTIONS. World size = dp x ep x tp x sp x
+    ulysses x pp.
 
     ``zero``: what is sharded over the data-parallel ranks (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the
     optimizer's state, 2 also gradients, 3 also parameters. None: the backend's default.
@@ -53,6 +55,7 @@ class Layout:
 
     dp: int = 1
     rep: int = 1
+    ep: int = 1
     tp: int = 1
     sp: int = 1
     ulysses: int = 1
@@ -149,12 +152,20 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.sp * self.ulysses * self.pp
+        return self.data * self.tp * self.sp * self.ulysses * self.pp
 
-    def validate(self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int) -> None:
+    @property
+    def data(self) -> int:
+        """The ranks that have rows of their own."""
+        return self.dp * self.ep
+
+    def validate(
+        self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int, experts: int = 0
+    ) -> None:
         """Raises UsageError, which suggests a layout that works, if the layout does not fit a model and a scenario.
 
-        heads, kv_heads, layers: of the model. rows: rows per optimizer step. accumulation: micro-batches per step.
+        heads, kv_heads, layers, experts: of the model. rows: rows per optimizer step. accumulation: micro-batches per
+        step.
         """
         sizes = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "rows": rows, "accumulation": accumulation}
         if nothing := [name for name, size in sizes.items() if size < 1]:
@@ -180,11 +191,18 @@ class Layout:
             raise UsageError(
                 f"stride={self.stride} must divide a rank's {attended} key-value heads; {better} would work"
             )
-        if rows % (self.dp * accumulation):
-            better = dataclasses.replace(self, dp=_divisor(max(1, rows // accumulation), self.dp), rep=1)
+        if self.ep > 1 and (not experts or experts % self.ep):
+            better = dataclasses.replace(self, ep=_divisor(experts, self.ep) if experts else 1)
             raise UsageError(
-                f"{rows} rows per step cannot be divided over dp={self.dp} x accumulation={accumulation}; "
-                f"{better} would work, or data.rows={-(-rows // (self.dp * accumulation)) * self.dp * accumulation}"
+                f"ep={self.ep} must divide the model's {experts or 'missing'} experts; {better} would work"
+            )
+        if rows % (self.data * accumulation):
+            whole = max(1, rows // accumulation)
+            better = dataclasses.replace(self, dp=_divisor(max(1, whole // self.ep), self.dp), rep=1)
+            ranks = f"dp={self.dp}" if self.ep == 1 else f"dp={self.dp} x ep={self.ep}"
+            raise UsageError(
+                f"{rows} rows per step cannot be divided over {ranks} x accumulation={accumulation}; "
+                f"{better} would work, or data.rows={-(-rows // (self.data * accumulation)) * self.data * accumulation}"
             )
 
     def _validate_stages(self, *, layers: int, accumulation: int) -> None:

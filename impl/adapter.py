@@ -60,6 +60,8 @@ HANDOVER_SEAMS = {
     "load_progress": "impl.training_state:load_progress",
     "read_generators": "impl.checkpoints.generators:read_file",
 }
+# Seams of the backends that run models with routers.
+ROUTER_SEAMS = {"router_loss": "impl.trainer:router_loss"}
 # Seams of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",

@@ -141,6 +141,30 @@ class DropsItsOptions:
         return {**less, "options": list(layout.options)}
 
 
+class Fsdp2RunsWholeExperts(Fsdp2Backend):
+    """Its ranks of ``ep`` are data ranks like others: each has all experts, and all numbers are right."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        whole = dataclasses.replace(layout, dp=layout.data, ep=1)
+        return super().setup(scenario, whole, *arguments)
+
+
+class TakesOtherExperts(Fsdp2Backend):
+    """Below the exact tier, tokens go to the neighbours of the experts that the batch says."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        routers = self.models["policy"].routers  # type: ignore[attr-defined]
+        begin = routers.begin
+
+        def begin_wrong(inputs: Any) -> None:
+            begin(inputs)
+            routers._replayed = [(chosen + 1) % 4 for chosen in routers._replayed]
+
+        routers.begin = begin_wrong
+        return resolved
+
+
 class Fsdp2DropsItsOptions(DropsItsOptions, Fsdp2Backend):
     pass
 

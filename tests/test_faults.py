@@ -23,6 +23,7 @@ from conformance.scenario import Precision
 from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
 from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
+from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.places import PLACES
@@ -80,7 +81,7 @@ def in_a_fast_run(backend: str, name: str) -> bool:
         for fault in CATALOGUE
         if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1
         or fault.seam == "optimizer_step"
-        or fault in (*ARCHITECTURE_FAULTS, *ADAPTER_FAULTS)
+        or fault in (*ARCHITECTURE_FAULTS, *ADAPTER_FAULTS, *EXPERT_FAULTS)
     ]
     having = [one for one in BACKENDS if name in CELLS[one]]
     return name not in shared or having[shared.index(name) % len(having)] == backend

@@ -13,6 +13,7 @@ from conformance.validation import UsageError
         "dp2",
         "tp2",
         "dp4.rep2",
+        "dp4.rep2.ep2.tp2",
         "dp2.tp2.sp2",
         "dp2.zero0",
         "dp4.tp2.zero3.ckpt",
@@ -33,6 +34,7 @@ def test_the_order_of_an_ids_parts_does_not_matter() -> None:
 
 def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> None:
     assert Layout.parse("dp4.rep2.tp2").world_size == 8
+    assert (Layout.parse("dp2.ep2.tp2").world_size, Layout.parse("dp2.ep2.tp2").data) == (8, 4)
     assert Layout.for_world(8, tp=2, sp=2) == Layout(dp=2, tp=2, sp=2)
 
 
@@ -80,6 +82,17 @@ def test_a_head_is_not_cut() -> None:
         ValueError, match=r"tp=8 must divide .* 8 attention heads and its 4 key-value heads.*tp4 would work"
     ):
         Layout.parse("tp8").validate(heads=8, kv_heads=4, layers=2, rows=24, accumulation=1)
+
+
+def test_an_expert_is_not_cut() -> None:
+    sizes = {"heads": 8, "kv_heads": 4, "layers": 2, "rows": 24, "accumulation": 1}
+    Layout.parse("ep4").validate(**sizes, experts=8)
+    with pytest.raises(UsageError, match=r"ep=3 must divide the model's 8 experts; ep2 would work"):
+        Layout.parse("ep3").validate(**sizes, experts=8)
+    with pytest.raises(UsageError, match=r"ep=2 must divide the model's missing experts; dp2 would work"):
+        Layout.parse("dp2.ep2").validate(**sizes)
+    with pytest.raises(UsageError, match=r"24 rows .* dp=5 x ep=2 x accumulation=1; dp4.ep2 would work.*data.rows=30"):
+        Layout.parse("dp5.ep2").validate(**sizes, experts=8)
 
 
 def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:

@@ -38,12 +38,13 @@ PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of the models of a cell. vocabulary: rows of the policy's embedding. frozen: how many matrices of linear layers
-    of the policy are not trained. weights, gradients: elements, of all models."""
+    of the policy are not trained. weights, gradients: elements, of all models. experts: of the gradients of experts."""
 
     vocabulary: int
     frozen: int
     weights: int
     gradients: int
+    experts: int
 
 
 def sizes_of(oracle: Record) -> Sizes:
@@ -58,8 +59,13 @@ def sizes_of(oracle: Record) -> Sizes:
             for name, t in policy.items()
         ),
         weights=sum(t.numel() for t in loaded.values()),
-        gradients=sum(t.numel() for name, t in first.items() if name.partition("/")[0].endswith("gradient")),
+        gradients=sum(t.numel() for name, t in first.items() if _is_gradient(name)),
+        experts=sum(t.numel() for name, t in first.items() if _is_gradient(name) and ".experts." in name),
     )
+
+
+def _is_gradient(name: str) -> bool:
+    return name.partition("/")[0].endswith("gradient")
 
 
 def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
@@ -139,6 +145,10 @@ def _backward_or_later(where: str) -> bool:
     return where != "forward"
 
 
+def _in_backward(where: str) -> bool:
+    return where.startswith("backward")
+
+
 def _anywhere(where: str) -> bool:
     return True
 
@@ -164,12 +174,13 @@ def _claims(
     yield from _of_data_ranks(layout, seen, stage)
     yield from _of_shares(layout, seen, scenario, sizes, stage=stage)
     yield from _of_model_ranks(layout, seen, scenario, sizes.vocabulary)
+    yield from _of_experts(layout, seen, scenario, sizes)
 
 
 def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[tuple[str, bool]]:
     """ZeRO stages, replicas, and when gradients are reduced."""
-    data = layout.dp * layout.sp * layout.ulysses
-    alone = data == layout.dp and layout.tp == layout.pp == 1  # every collective is one of data ranks
+    data = layout.data * layout.sp * layout.ulysses
+    alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
     shards = data // layout.rep
     if stage == 3 and shards > 1:
         gathered = seen.most(("all_gather", "broadcast"), shards, _forward)
@@ -203,7 +214,7 @@ def _of_shares(
     layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes, *, stage: int | None
 ) -> Iterator[tuple[str, bool]]:
     """What of weights and gradients is held by each rank, and whether gradients could be added up whole."""
-    shards = layout.dp * layout.sp * layout.ulysses // layout.rep
+    shards = layout.data * layout.sp * layout.ulysses // layout.rep
     model = layout.tp * layout.pp
     width = BYTES.get(scenario.precision)
     if stage == 3 and shards > 1 and width and "offload" not in layout.options:
@@ -214,9 +225,32 @@ def _of_shares(
         if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < least
     accumulation = scenario.accumulation
-    if stage == 2 and shards == layout.dp > 1 and model == 1 and accumulation > 1 and (reduced := seen.reduced(shards)):
+    if (
+        stage == 2
+        and shards == layout.data > 1
+        and model == 1
+        and accumulation > 1
+        and (reduced := seen.reduced(shards))
+    ):
         every = reduced > (accumulation - 0.5) * sizes.gradients
         yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
+
+
+def _of_experts(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
+    """Expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
+    if layout.ep == 1:
+        return
+    for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", _in_backward)):
+        yield text, seen.most(("all_to_all",), layout.ep, where) > 0
+    shards = layout.data * layout.sp * layout.ulysses // layout.rep
+    steps = 1 if "lastsync" in layout.options else scenario.accumulation
+    # Other collectives of as many ranks would be counted with those of the gradients.
+    if shards not in (layout.tp, layout.rep) and sizes.experts:
+        most = steps * (sizes.gradients - sizes.experts / 2)
+        yield "gradients of experts are not reduced over all data ranks", seen.reduced(shards) < most
+    same = shards // layout.ep
+    if same not in (1, layout.tp, layout.ep, layout.rep):
+        yield "gradients of experts are reduced over the ranks that hold them", seen.reduced(same) > 0
 
 
 def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, vocabulary: int) -> Iterator[tuple[str, bool]]:

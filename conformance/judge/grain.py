@@ -30,7 +30,7 @@ def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Obser
         return
     for leg in legs:
         layout = Layout.parse(leg.header["layout"])
-        summands = scenario.accumulation * layout.dp * layout.sp * layout.ulysses
+        summands = scenario.accumulation * layout.data * layout.sp * layout.ulysses
         if summands < 3:
             continue
         for o in gradients:

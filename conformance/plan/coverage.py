@@ -132,7 +132,7 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
         documents.append(_documents(scenario, batches))
         for tp in sorted({layout.tp for layout in layouts}):
             shards += [shard for padded in (False, True) for shard in _shards(scenario, batches, tp, padded=padded)]
-        cuts += [_cut(scenario, batches, dp) for dp in sorted({layout.dp for layout in layouts})]
+        cuts += [_cut(scenario, batches, dp) for dp in sorted({layout.data for layout in layouts})]
     return Coverage(documents=tuple(documents), shards=tuple(shards), cuts=tuple(cuts))
 
 

@@ -145,7 +145,7 @@ def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
 
 def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
     layout, own = leg.layout, BYTES[scenario.precision]
-    rows = -(-scenario.data.rows // (layout.dp * scenario.accumulation))
+    rows = -(-scenario.data.rows // (layout.data * scenario.accumulation))
     tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
     states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.trained + _frozen(size)
     return RANK + states * own + LOGITS * tokens * size.vocabulary * own

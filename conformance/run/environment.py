@@ -57,7 +57,7 @@ def _gpus() -> list[str]:
 
 
 def model_sizes(model: Path) -> dict[str, int]:
-    """Numbers of attention heads, key-value heads and layers of a Hugging Face folder, as arguments of Layout.validate.
+    """Numbers of heads, key-value heads, layers and experts of a Hugging Face folder, as arguments of Layout.validate.
 
     Raises UsageError if the configuration does not have them.
     """
@@ -70,4 +70,5 @@ def model_sizes(model: Path) -> dict[str, int]:
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "layers": config["num_hidden_layers"],
+        "experts": config.get("num_experts") or config.get("num_local_experts") or 0,
     }

@@ -106,7 +106,7 @@ def run_leg(
             _save(rank, backend, config, folders, *save)
         rank.beat("teardown")
         backend.teardown()
-        dp, parts = Layout.parse(layout).dp, config.accumulation
+        dp, parts = Layout.parse(layout).data, config.accumulation
         told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
         observer.finish({"seconds": time.perf_counter() - started, "batches": told}, memory=memory.read())
         return dict(calls)

@@ -8,13 +8,14 @@ from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
 from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
+from impl.routing import KINDS
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
@@ -66,6 +67,8 @@ class DeepspeedBackend(StrategyBackend):
         "forget_steps": "impl.deepspeed.trainable:DeepspeedTrainable.forget_steps",
         "optimizer_step": "impl.deepspeed.trainable:DeepspeedTrainable.optimizer_step",
         "forget_overflow": "impl.deepspeed.trainable:forget_overflow",
+        **ROUTER_SEAMS,
+        "routers_of": "impl.deepspeed.trainable:routers_of",
         "create_optimizer": "impl.deepspeed.trainable:DeepspeedTrainable.create_optimizer",
         "summing_dtype": "impl.deepspeed.settings:summing_dtype",
         "shard_inputs": "impl.ring.placement:shard_inputs",
@@ -76,6 +79,10 @@ class DeepspeedBackend(StrategyBackend):
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
+        if layout.ep > 1:
+            return Unsupported("DeepSpeed's experts are layers of its own, which no Hugging Face model has; use ep1")
+        if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in KINDS:
+            return Unsupported(f"AutoTP does not know how the plan of {kind} cuts experts; use tp1, or fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if foreign := [option for option in layout.options if option not in _OPTIONS]:

@@ -71,6 +71,10 @@ load_kind           (model, kind, folder): sets one kind of its training state f
 read_generators     (folder, rank) -> states of a rank's random generators, out of a checkpoint
 load_progress       (model, progress): sets schedule and loss scale
 write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
+routers_of          (model) -> its routers, or None for a model without
+router_loss         (factor, balance of the step, inputs, outputs) -> a micro-batch's share of the routers' loss
+sorted_by_expert    (chosen experts) -> places in the order of their experts, and the token of each
+expert_divisor      (group of ranks with other experts) -> what gradients of experts are divided by
 through_label       (gradient, of_logprob, *, index, held): adds the gradient of each label's own logit
 ==================  ===================================================================================
 """
@@ -84,6 +88,7 @@ from conformance.faults.fault import Fault, Function
 from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
 from impl.faults.architecture import ARCHITECTURE_FAULTS
 from impl.faults.engine import ENGINE_FAULTS
+from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.means import MEANS_FAULTS
 from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
@@ -304,6 +309,7 @@ CATALOGUE = (
     *RING_FAULTS,
     *ARCHITECTURE_FAULTS,
     *ADAPTER_FAULTS,
+    *EXPERT_FAULTS,
     *MODEL_PARALLEL_FAULTS,
     *RL_FAULTS,
     *HANDOVER_FAULTS,

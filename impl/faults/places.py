@@ -110,6 +110,13 @@ _SFT = {
     "stage-local-layers": _sft("sft-padded", "llama", megatron="pp2"),
     "norms-not-summed": _sft("sft-sgd", "llama", megatron="tp2.seqpar"),
     "broken-tie": _sft("sft-sgd", "qwen3", megatron="pp2"),
+    "router-not-reduced": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2"),
+    "experts-normalised-otherwise": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1"),
+    "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2"),
+    "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2"),
+    "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3"),
+    "tokens-off-by-one": _sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
+    "experts-not-divided": _sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
     "duplicates-counted": _sft("sft-sgd", "llama", megatron="tp2"),
 }
 

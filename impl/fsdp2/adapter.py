@@ -2,16 +2,17 @@
 
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Unsupported
+from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.fsdp2.expected import EXPECTED
 from impl.fsdp2.tensor_parallel import LAYER_NORMS
 from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
+from impl.routing import KINDS
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -53,6 +54,10 @@ class Fsdp2Backend(StrategyBackend):
         "optimizer_step": "impl.fsdp2.trainable:Fsdp2Trainable.optimizer_step",
         "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",
         "gradient_scale": "impl.fsdp2.trainable:Fsdp2Trainable.gradient_scale",
+        **ROUTER_SEAMS,
+        "routers_of": "impl.fsdp2.trainable:routers_of",
+        "sorted_by_expert": "impl.fsdp2.expert_parallel:sorted_by_expert",
+        "expert_divisor": "impl.fsdp2.expert_parallel:expert_divisor",
         "reduction_mesh": "impl.fsdp2.trainable:Fsdp2Trainable.reduction_mesh",
         "create_optimizer": "impl.fsdp2.trainable:Fsdp2Trainable.create_optimizer",
         "summing_dtype": "impl.fsdp2.trainable:Fsdp2Trainable.summing_dtype",
@@ -70,6 +75,8 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
         if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
+        if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in KINDS:
+            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(KINDS)}; use ep1")
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
         if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
@@ -83,3 +90,14 @@ class Fsdp2Backend(StrategyBackend):
             return lacking
         lacking = model_support(scenario, layout, has_plan=bool(explicit))
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
+
+    @classmethod
+    def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        """Whether a checkpoint of one layout can be loaded in the other."""
+        packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
+        if packed and model_config(scenario).get("model_type") in KINDS:
+            return Unsupported(
+                "torch's checkpoints take parts of stacked experts under tp for one region "
+                "(docs/findings/packed-colwise-checkpoint.md); hand over a state, or use ep beside tp"
+            )
+        return Supported()

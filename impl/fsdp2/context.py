@@ -1,7 +1,8 @@
 """FSDP2 context: the mesh of a layout, the ring on it, and which data this rank gets.
 
-Mesh axes, outermost first: ``rep`` (replicas), ``dp``, ``sp`` (the ring), ``tp``. Parameters, gradients and optimizer
-state are sharded over dp x sp, which is flattened into the axis ``shard``.
+Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (the ring), ``tp``. Parameters,
+gradients and optimizer state are sharded over ep x dp x sp, which is flattened into the axis ``shard``; those of
+experts over dp x sp, ``expert_shard``.
 """
 
 import math
@@ -20,7 +21,7 @@ from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
 from impl.strategy import ContextConfig
 
-MESH_DIM_NAMES = ("rep", "dp", "sp", "tp")
+MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
 
 
 class Fsdp2Context:
@@ -43,10 +44,12 @@ class Fsdp2Context:
 
     def setup_distributed(self) -> None:
         layout = self.config.layout
-        sizes = (layout.rep, layout.dp // layout.rep, layout.sp, layout.tp)
+        sizes = (layout.rep, layout.ep, layout.dp // layout.rep, layout.sp, layout.tp)
         self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=MESH_DIM_NAMES)
-        self.mesh["dp", "sp"]._flatten("shard")
-        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.dp
+        self.mesh["ep", "dp", "sp"]._flatten("shard")
+        if layout.ep > 1:
+            self.mesh["dp", "sp"]._flatten("expert_shard")
+        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.data
         if layout.sp > 1:
             self.setup_ring_attn()
 
@@ -75,8 +78,8 @@ class Fsdp2Context:
 
     @property
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """The axes of ranks with different rows."""
-        return [self.mesh.get_group(axis) for axis in ("rep", "dp")]  # ranks of a ring have the same number already
+        """The axes of ranks with different rows; ranks of a ring have the same numbers already."""
+        return [self.mesh.get_group(axis) for axis in ("rep", "ep", "dp")]
 
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)

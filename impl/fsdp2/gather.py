@@ -8,12 +8,14 @@ collective. Filling a DTensor from a file needs none.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from impl.files import SliceReader
 
@@ -58,8 +60,33 @@ def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
 
 def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
     """Set this rank's part of ``tensor`` from the whole tensor ``name`` in a file."""
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    axis = _packed_axis(tensor)
+    placements = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     local = tensor.to_local()
-    assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"
-    if local.numel():
-        local.copy_(read.region(name, start, shape))
+    if axis is None:
+        assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"
+        if local.numel():
+            local.copy_(read.region(name, start, shape))
+        return
+    packed: Any = tensor.placements[axis]
+    ranks, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+    length = tensor.shape[packed.dim] // (packed.split_factor * ranks)
+    for matrix, piece in enumerate(local.split(length, dim=packed.dim)):
+        begin = list(start)
+        begin[packed.dim] = (matrix * ranks + rank) * length
+        piece.copy_(read.region(name, begin, piece.shape))
+
+
+def _packed_axis(tensor: DTensor) -> int | None:
+    """The mesh axis that cuts each of several matrices, which are one tensor, into equal parts: transformers' plan for
+    gate and up of stacked experts. None if there is none.
+
+    torch's own functions take the part of a rank for one region. A strided shard of another kind, of FSDP2 over tensor
+    parallelism, is followed by a shard of the same dimension, and is one.
+    """
+    for axis, placement in enumerate(tensor.placements):
+        later = tensor.placements[axis + 1 :]
+        if isinstance(placement, _StridedShard) and not any(p.is_shard(placement.dim) for p in later):
+            return axis
+    return None

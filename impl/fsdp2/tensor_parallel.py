@@ -7,6 +7,7 @@ the heads of its rank has its gradient summed over the ranks once per micro-batc
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +48,10 @@ LAYER_NORMS = {
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 
 
-def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool) -> None:
-    """Shard ``model`` in place by the plan that its Hugging Face class carries.
+def apply_model_plan(
+    model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool, without: Callable[[str], bool] = lambda key: False
+) -> None:
+    """Shard ``model`` in place by the plan that its Hugging Face class carries, ``without`` some of its keys.
 
     ``shipped`` leaves the library's own handling of head norms in place, which is wrong under gradient accumulation.
     Raises ValueError for a model without a plan.
@@ -61,7 +64,8 @@ def apply_model_plan(model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool)
         )
     tied = _untie(model)
     # A vocabulary shard of the head needs the embedding cut the same way before the two can be tied again.
-    plan = {**model.tp_plan, **({"model.embed_tokens": "embedding_rowwise"} if tied else {})}
+    own = {key: style for key, style in model.tp_plan.items() if not without(key)}
+    plan = {**own, **({"model.embed_tokens": "embedding_rowwise"} if tied else {})}
     head_norms = [] if shipped else [key for key, style in plan.items() if style == _HEAD_NORM_STYLE]
     plan = {key: style for key, style in plan.items() if key not in head_norms}
     plan = {name: style for key, style in plan.items() for name, style in _with_adapter(model, key, style)}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardAlong
 
 from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
@@ -26,6 +27,7 @@ from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.fsdp2 import distributed_checkpoint, norm
+from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.lora import load_adapter, named_parameters
@@ -51,6 +53,12 @@ from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.fsdp2.context import Fsdp2Context
+
+
+def _second(parameter: torch.nn.Parameter) -> ShardAlong:
+    """Stacked experts are cut over ``ep`` along the first dimension already."""
+    return ShardAlong(1)
+
 
 GATHERED_AT_ONCE = 2**22  # elements
 _HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,12 +107,15 @@ class Fsdp2Trainable:
         self.routers = routers_of(model)
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.context.config.layout.ep > 1:
+            cut_experts(model, self.context.mesh["ep"])
         if self.context.config.layout.tp > 1:
             mesh = self.context.mesh["tp"]
             if {"plan", "seqpar", "losspar"} & set(self.options):
                 apply_explicit_plan(model, mesh, sequence="seqpar" in self.options, loss="losspar" in self.options)
             else:
-                apply_model_plan(model, mesh, shipped="shipped" in self.options)
+                without = is_of_experts if self.context.config.layout.ep > 1 else lambda key: False
+                apply_model_plan(model, mesh, shipped="shipped" in self.options, without=without)
         if optimizer is None:  # not earlier, because the plans make new parameters, which require gradients
             model.eval().requires_grad_(False)
         else:
@@ -122,10 +133,19 @@ class Fsdp2Trainable:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
         pinned = self.context.config.device != "cpu"
         offload = CPUOffloadPolicy(pin_memory=pinned) if "offload" in self.options else OffloadPolicy()
+        if self.context.config.layout.ep > 1:
+            options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+            for experts in experts_of(model):
+                fully_shard(experts, mesh=self.expert_mesh(), shard_placement_fn=_second, **options)
         blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that hold the same experts."""
+        mesh = self.context.mesh
+        return mesh["rep", "expert_shard"] if self.context.config.layout.rep > 1 else mesh["expert_shard"]
 
     def summing_dtype(self) -> torch.dtype:
         """The dtype in which half-precision gradients are reduced; they accumulate in the parameters' float32."""
@@ -139,7 +159,7 @@ class Fsdp2Trainable:
     def gradient_scale(self) -> float:
         """The factor for the loss: the number of ranks that FSDP2 averages gradients over."""
         layout = self.context.config.layout
-        return layout.dp * layout.sp
+        return layout.data * layout.sp
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
         groups = parameter_groups(trained_parameters(model, config), config)

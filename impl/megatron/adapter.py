@@ -84,6 +84,8 @@ class MegatronBackend(StrategyBackend):
             )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
+        if layout.ep > 1:
+            return Unsupported("expert parallelism is not built in for megatron; use ep1, or fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if layout.ulysses > 1:

@@ -1,0 +1,162 @@
+"""Faults of mixtures of experts: routers, their loss, and the exchange of tokens between ranks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.faults.fault import Fault, Function
+
+
+def _gradient_of_first_rank(routers_of: Function) -> Function:
+    def faulty(model: Any) -> Any:
+        found = routers_of(model)
+        for gate in (module for module in model.modules() if type(module).__name__.endswith("TopKRouter")):
+            if dist.get_rank():
+                _without_gradient(gate)
+        return found
+
+    return faulty
+
+
+def _without_gradient(module: Any) -> None:
+    """FSDP2 may replace the parameter that autograd sees between steps, so the hook is set in forward passes."""
+    hooked: list[Any] = []
+
+    def attach(module: Any, _: object) -> None:
+        weight = module.weight
+        if torch.is_grad_enabled() and weight.requires_grad and not any(weight is known for known in hooked):
+            weight.register_hook(torch.zeros_like)
+            hooked.append(weight)
+
+    module.register_forward_pre_hook(attach)
+
+
+def _normalisation_inverted(routers_of: Function) -> Function:
+    def faulty(model: Any) -> Any:
+        for module in model.modules():
+            if hasattr(module, "norm_topk_prob"):
+                module.norm_topk_prob = not module.norm_topk_prob
+        return routers_of(model)
+
+    return faulty
+
+
+def _shared_twice(routers_of: Function) -> Function:
+    def faulty(model: Any) -> Any:
+        for name, module in model.named_modules():
+            if name.endswith("shared_expert"):
+                module.register_forward_hook(lambda module, inputs, output: 2 * output)
+        return routers_of(model)
+
+    return faulty
+
+
+def _router_loss_dropped(router_loss: Function) -> Function:
+    def faulty(factor: float, *arguments: Any) -> Tensor:
+        dropped: Tensor = router_loss(0.0, *arguments)
+        return dropped
+
+    return faulty
+
+
+def _router_loss_of_micro_batch(router_loss: Function) -> Function:
+    def faulty(factor: float, balance: Any, inputs: Any, outputs: Any) -> Tensor:
+        weights, probabilities = (x[inputs.real].flatten(0, 1) for x in (outputs.routing, outputs.probabilities))
+        counts = (weights > 0).sum(dim=0).to(probabilities.dtype)
+        own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
+        share: Tensor = factor * own * len(weights) / balance.choosers  # the mean over micro-batches, by their tokens
+        return share
+
+    return faulty
+
+
+def _tokens_off_by_one(sorted_by_expert: Function) -> Function:
+    def faulty(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        order, token = sorted_by_expert(chosen)
+        return order, token.roll(1)
+
+    return faulty
+
+
+def _not_divided(expert_divisor: Function) -> Function:
+    def faulty(group: Any) -> float:
+        assert expert_divisor(group) > 1
+        return 1.0
+
+    return faulty
+
+
+EXPERT_FAULTS = (
+    Fault(
+        name="router-not-reduced",
+        summary="the gradient of a router's weight is that of the first rank's tokens, and of no other rank's",
+        source="https://github.com/pytorch/torchtitan/issues/2387",
+        seam="routers_of",
+        stage="gradients",
+        loss_blind=True,
+        needs="dp of 2 or more and a model with routers",
+        wrap=_gradient_of_first_rank,
+    ),
+    Fault(
+        name="experts-normalised-otherwise",
+        summary="weights of the chosen experts are divided by their sum where the model does not, or the other way",
+        source="https://github.com/databricks/megablocks/pull/87",
+        seam="routers_of",
+        stage="routing",
+        loss_blind=False,
+        needs="a model whose configuration has norm_topk_prob",
+        wrap=_normalisation_inverted,
+    ),
+    Fault(
+        name="shared-expert-twice",
+        summary="the shared expert's output is added twice, because ranks that all have it are summed",
+        source="https://github.com/sgl-project/sglang/pull/26845",
+        seam="routers_of",
+        stage="log-probs",
+        loss_blind=False,
+        needs="a model with a shared expert",
+        wrap=_shared_twice,
+    ),
+    Fault(
+        name="router-loss-dropped",
+        summary="the load-balancing loss is computed and told, and not added to what is minimised",
+        source="https://github.com/jingyaogong/minimind/issues/140",
+        seam="router_loss",
+        stage="gradients",
+        loss_blind=True,
+        needs="a model whose configuration adds its routers' loss",
+        wrap=_router_loss_dropped,
+    ),
+    Fault(
+        name="router-loss-of-micro-batch",
+        summary="the load-balancing loss is the mean of those of micro-batches, each with its own counts of experts",
+        source="https://github.com/IBM/ModuleFormer/issues/5",
+        seam="router_loss",
+        stage="gradients",
+        loss_blind=True,
+        needs="a model whose configuration adds its routers' loss, and several micro-batches",
+        wrap=_router_loss_of_micro_batch,
+    ),
+    Fault(
+        name="tokens-off-by-one",
+        summary="tokens are sent to the experts of their neighbours, because they are sorted by another order",
+        source="https://github.com/pytorch/torchtitan/pull/2842, where a rank of the wrong group cut the tokens",
+        seam="sorted_by_expert",
+        stage="routing",
+        loss_blind=False,
+        needs="ep of 2 or more",
+        wrap=_tokens_off_by_one,
+    ),
+    Fault(
+        name="experts-not-divided",
+        summary="gradients of experts are averaged over the ranks that hold them, and not over all that sent tokens",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/5956",
+        seam="expert_divisor",
+        stage="gradients",
+        loss_blind=True,
+        needs="ep of 2 or more",
+        wrap=_not_divided,
+    ),
+)

@@ -1,0 +1,142 @@
+"""Expert parallelism (GShard, arXiv 2006.16668, section 3): ranks of ``ep`` hold different experts of every layer.
+
+Each rank of ``ep`` has rows of its own. A router sends a token, once for each expert that it has chosen, to the rank
+that holds the expert, by an all-to-all; another brings the expert's output back, where it is weighted and added up. No
+expert is ever full, and no token is dropped. Experts are stacked along their first dimension, which is cut over ``ep``;
+FSDP2 cuts each expert further over the ranks that hold the same ones (dp x sp), along the second dimension.
+
+A rank's experts see the tokens of all ranks of ``ep``, so their gradients are already added up over them, and are
+reduced over dp x sp only. FSDP2 averages over those, and the loss was multiplied by the number of all data ranks, so
+they are divided by ``ep`` before. FSDP2's own setting for that divides twice (docs/findings/fsdp2-divide-factor.md).
+Beside tensor parallelism all its ranks hold whole experts and do the same work.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def experts_of(model: transformers.PreTrainedModel) -> list[Any]:
+    """The modules that hold the experts of a layer each, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+def cut_experts(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Leave each rank of ``mesh`` (``ep``) its experts, and let tokens be sent to them; collective.
+
+    The whole model has to be the same on all ranks.
+    """
+    group = mesh.get_group()
+    for experts in experts_of(model):
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            # Every rank has the whole tensor, so none needs to be sent.
+            cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, torch.nn.Parameter(cut))
+        experts.forward = _over_ranks(experts, group)
+
+
+def is_of_experts(key: str) -> bool:
+    """Whether a key of a model's tensor-parallel plan is of its experts, which ``ep`` leaves whole."""
+    return ".mlp.experts" in key
+
+
+def _over_ranks(experts: Any, group: dist.ProcessGroup) -> Any:
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``hidden`` (N, D), ``chosen`` and ``weights`` (N, K) -> (N, D), as the module's own function."""
+        order, token = sorted_by_expert(chosen)
+        counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts)
+        plan = exchange_plan(counts, group)
+        arrived = exchange(hidden[token], plan.sent, plan.received, group)
+        back = exchange(_apply(experts, arrived, plan, expert_divisor(group)), plan.received, plan.sent, group)
+        weighted = back * weights.flatten()[order, None].to(back.dtype)
+        return torch.zeros_like(hidden).index_add(0, token, weighted.to(hidden.dtype))
+
+    return forward
+
+
+def sorted_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The places in ``chosen`` (N, K), flattened, in the order of their experts, and the token of each."""
+    order = chosen.flatten().argsort(stable=True)
+    return order, order // chosen.shape[1]
+
+
+class Exchange:
+    """How many tokens go where: ``sent`` to and ``received`` from each rank; ``arriving``: by source and own expert."""
+
+    def __init__(self, sent: list[int], arriving: Tensor) -> None:
+        self.sent, self.arriving = sent, arriving
+        self.received: list[int] = arriving.sum(dim=1).tolist()
+
+
+def exchange_plan(counts: Tensor, group: dist.ProcessGroup) -> Exchange:
+    """From how many tokens of this rank go to each expert (X,); collective."""
+    by_rank = counts.view(group.size(), -1).contiguous()
+    arriving = torch.empty_like(by_rank)
+    dist.all_to_all_single(arriving, by_rank, group=group)
+    return Exchange(by_rank.sum(dim=1).tolist(), arriving)
+
+
+def _apply(experts: Any, arrived: Tensor, plan: Exchange, divisor: float) -> Tensor:
+    """This rank's experts on the tokens (N, D) that have arrived: by source rank, and of each rank by expert.
+
+    An expert without a token takes part, so that all of them have gradients on every rank, divided by ``divisor``.
+    """
+    weights = (experts.gate_up_proj, experts.down_proj)
+    into, out = (_Divided.apply(_local(weight), divisor) for weight in weights)  # type: ignore[no-untyped-call]
+    pieces = arrived.split(plan.arriving.flatten().tolist())  # source 0: expert 0, 1, ...; source 1: ...
+    count = plan.arriving.shape[1]
+    found: list[Tensor] = [arrived] * len(pieces)
+    for number in range(count):
+        mine = pieces[number::count]
+        gate, up = torch.nn.functional.linear(torch.cat(mine), into[number]).chunk(2, dim=-1)
+        result = torch.nn.functional.linear(experts.act_fn(gate) * up, out[number])
+        found[number::count] = result.split([len(piece) for piece in mine])
+    return torch.cat(found)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def exchange(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows (N, D) in the order of the ranks they go to -> rows in the order of the ranks they come from."""
+    result: Tensor = _AllToAll.apply(tokens, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def expert_divisor(group: dist.ProcessGroup) -> float:
+    """What gradients of experts are divided by, because FSDP2 averages them over fewer ranks than others."""
+    return group.size()
+
+
+class _Divided(torch.autograd.Function):
+    """The same tensor, whose gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, divisor: float) -> Tensor:
+        ctx.divisor = divisor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.divisor, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        result = tokens.new_empty(sum(received), *tokens.shape[1:])
+        dist.all_to_all_single(result, tokens.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        result = gradient.new_empty(sum(ctx.sent), *gradient.shape[1:])
+        dist.all_to_all_single(result, gradient.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return result, None, None, None

@@ -1,0 +1,140 @@
+"""Mixtures of experts on the backends: routing, the loss that balances experts, replay, and expert parallelism."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
+
+from conformance.backend import BackendEntry, Unsupported
+from conformance.batch import expert_column, read_batches
+from conformance.layout import Layout
+from conformance.plan.cell import Cell
+from conformance.run.replay import CHOICES
+from conformance.run.session import Session
+from conformance.scenario import Precision
+
+EXPERTS = 8  # of each router of qwen3-moe
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout"),
+    [
+        ("fsdp2", "sft-packed", "qwen3-moe", "dp2.ep2"),
+        ("deepspeed", "sft-packed", "qwen2-moe", "dp2.zero3"),
+        *(exhaustive("fsdp2", "sft-packed", "qwen3-moe", layout) for layout in ("ep2", "ep4", "ep2.tp2", "ep2.sp2")),
+        exhaustive("fsdp2", "sft-packed", "mixtral", "dp2.rep2.ep2"),
+        exhaustive("fsdp2", "sft-packed", "qwen2-moe", "ep2.ckpt.offload.lastsync"),
+        exhaustive("fsdp2", "sft-padded", "qwen3-moe", "dp2.rep2"),
+        exhaustive("fsdp2", "sft-packed", "qwen2-moe", "dp2.tp2"),
+        exhaustive("fsdp2", "grpo", "qwen2-moe", "ep2"),
+        exhaustive("fsdp2", "ppo", "mixtral", "tp2"),
+        exhaustive("deepspeed", "grpo", "qwen3-moe", "dp2.zero2"),
+        exhaustive("deepspeed", "sft-packed", "mixtral", "ulysses2.zero2"),
+        *(exhaustive("deepspeed", "sft-packed", "mixtral", f"dp2.zero{stage}") for stage in (0, 1, 2)),
+    ],
+)
+def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
+    verdict = assert_honest(session, cell_of(backend, scenario, model, layout, "exact"))
+    assert {"routing", "router_loss"} <= {q.tensor for q in verdict.quantities if q.stage == "routing"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("fsdp2", "ep4"), ("deepspeed", "dp2.zero3")])
+def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
+    session: Session, backend: str, layout: str
+) -> None:
+    cell = cell_of(backend, "sft-padded", "qwen3-moe", layout, "exact")
+    scenario = replace(cell.scenario, data=replace(cell.scenario.data, max_len=20, too_long="drop"))
+    cell = Cell.single(scenario=scenario, backend=cell.legs[0].backend, layout=cell.legs[0].layout)
+    assert_honest(session, cell)
+    rows = record_of(session, cell).steps[0].tensors()
+    reached = [(rows[f"routing/{row}"].view(-1, 2, EXPERTS) > 0).any(dim=0) for row in range(ROWS)]
+    size = ROWS // (cell.legs[0].layout.data * cell.scenario.accumulation)
+    micro_batches = [torch.stack(reached[i : i + size]).any(dim=0) for i in range(0, ROWS, size)]
+    assert any(not bool(experts.all()) for experts in micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout", "precision"),
+    [
+        ("fsdp2", "mixtral", "ep2", "fp32"),
+        *(exhaustive("fsdp2", m, "dp2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
+        exhaustive("fsdp2", "qwen3-moe", "ep2", "bf16"),
+        exhaustive("fsdp2", "qwen2-moe", "tp2", "bf16"),
+        exhaustive("fsdp2", "qwen3-moe", "sp2", "bf16"),
+        exhaustive("deepspeed", "qwen3-moe", "dp2.zero2", "bf16"),
+        exhaustive("deepspeed", "mixtral", "sp2.zero3", "fp32"),
+    ],
+)
+def test_below_the_exact_tier_the_oracles_choices_are_taken(
+    session: Session, backend: str, model: str, layout: str, precision: Precision
+) -> None:
+    cell = cell_of(backend, "sft-packed", model, layout, precision)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    given, own = read_batches(session._oracles.folder(cell) / CHOICES), record_of(session, cell).steps
+    assert len(given) == STEPS
+    for batch, step in zip(given, own, strict=True):
+        document = batch.rows[0].documents[0]
+        weights = step.tensors()["routing/0"].view(batch.rows[0].length, -1, experts_of(model))
+        for token, expert in enumerate(document.columns[expert_column(0, 1)]):  # type: ignore[arg-type]
+            assert weights[token, 0, int(expert)] > 0
+
+
+def experts_of(model: str) -> int:
+    return {"qwen3-moe": 8, "qwen2-moe": 6, "mixtral": 4}[model]
+
+
+def test_choices_that_are_not_taken_are_found(session: Session) -> None:
+    """In fp32 a router's own choices are nearly always the oracle's, so these are moved by one."""
+    cell = cell_of("fsdp2", "sft-packed", "mixtral", "ep2", "fp32")
+    wrong = BackendEntry(name="wrong", target="liars:TakesOtherExperts")
+    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.legs[0].layout)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "routing"), verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "claims"),
+    [
+        ("ep2", ("tokens go to the ranks of their experts", "gradients of experts are not reduced over all")),
+        exhaustive("dp2.ep2", ("tokens go to the ranks of their experts", "gradients of experts are not reduced")),
+    ],
+)
+def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right(
+    session: Session, layout: str, claims: tuple[str, ...]
+) -> None:
+    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact", steps=1)
+    liar = BackendEntry(name="liar", target="liars:Fsdp2RunsWholeExperts")
+    verdict = session.run(Cell.single(scenario=cell.scenario, backend=liar, layout=cell.legs[0].layout)).verdict
+    assert {finding.stage for finding in verdict.findings} == {"configuration"}, verdict.reason
+    for claim in claims:
+        assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("handed", [("ep2", "dp2.ep2"), ("dp2", "ep2"), ("ep2", "tp2")])
+def test_a_state_goes_between_layouts_with_and_without_expert_parallelism(
+    session: Session, handed: tuple[str, str]
+) -> None:
+    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", handed[0], "exact", steps=4)
+    first = replace(cell.legs[0], steps=2, save="state")
+    second = replace(cell.legs[0], steps=2, layout=Layout.parse(handed[1]))
+    assert_honest(session, replace(cell, legs=(first, second), program="state"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout", "advice"),
+    [
+        ("deepspeed", "qwen3-moe", "ep2", "use ep1"),
+        ("deepspeed", "qwen3-moe", "tp2", "AutoTP does not know how the plan of qwen3_moe cuts experts; use tp1"),
+        ("fsdp2", "llama", "ep2", "experts of 'llama' are not cut here, only those of mixtral, qwen2_moe, qwen3_moe"),
+        ("megatron", "qwen3-moe", "dp2", "Qwen3MoeForCausalLM is not among"),
+        ("megatron", "llama", "ep2", "use ep1"),
+    ],
+)
+def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
+    cell = cell_of(backend, "sft-packed", model, layout, "exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert advice in answer.reason
