@@ -22,6 +22,7 @@ from conformance.scenario import Precision, load_scenario
 
 EVERYWHERE = ("qwen2", "llama3", "mistral")
 HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")  # their cells are in tests/test_mixture_cells.py
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_cl
         for cell in expand(load_profile("families"), backends, Overrides())
         if all(isinstance(leg.backend.load().supports(cell.scenario, leg.layout), Supported) for leg in cell.legs)
     }
-    for backend, families in (("fsdp2", HUGGING_FACE), ("deepspeed", HUGGING_FACE), ("megatron", EVERYWHERE)):
+    anywhere = (*HUGGING_FACE, *ROUTED)
+    for backend, families in (("fsdp2", anywhere), ("deepspeed", anywhere), ("megatron", EVERYWHERE)):
         assert {(backend, family, kind) for family in families for kind in ("sft", "grpo")} <= claimed
 
 

@@ -73,7 +73,7 @@ def test_a_remade_folder_is_complete(remade: Path) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_models_are_small_and_cut_well(name: str) -> None:
     config = AutoConfig.from_pretrained(MODELS / name, trust_remote_code=True)
-    assert (MODELS / name / "model.safetensors").stat().st_size < 400_000
+    assert (MODELS / name / "model.safetensors").stat().st_size < 500_000
     assert config.num_attention_heads > config.num_key_value_heads == 4
     assert config.vocab_size % 8 == config.intermediate_size % 8 == 0
     assert config.attention_dropout == 0.0
