@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from conformance import cli
 from conformance.judge import verdict
 from conformance.judge.belongs import check_start
-from conformance.observable import Observable
+from conformance.objective import Sft, all_observables
+from conformance.observable import Observable, observables_to_json
 from conformance.record.format import RECORD_FILE, RecordError, record_digest
 from conformance.record.tensors import Record, RecordWriter, read_record
 
@@ -75,6 +76,16 @@ def test_how_a_report_shows_it_is_no_part_of_what_was_observed(out: Path) -> Non
 
     change_lines(out / record_folders(EXACT)[0], shown_otherwise)
     assert spoiled(out) == {}
+
+
+def test_a_model_with_routers_is_not_judged_by_an_oracle_without(out: Path) -> None:
+    """Nor the other way: routing that a record does not declare would not be missed."""
+
+    def routed(lines: list[Values]) -> None:
+        lines[0]["observables"] = observables_to_json(all_observables(Sft(), routed=True))
+
+    change_lines(out / record_folders(EXACT)[0], routed)
+    assert "observes something else than its oracle" in spoiled(out)[EXACT]
 
 
 @pytest.mark.parametrize("other", [FP32, OTHER])
