@@ -46,6 +46,7 @@ class PlainTrainable:
     weights: Weights
     config: OptimizerConfig | None
     schedule: ScheduleConfig
+    router_loss_factor = 0.0
 
     def __init__(self, head: Head) -> None:
         self.head = head
