@@ -1,5 +1,6 @@
-"""Paths: where the built-in fixtures are: beside ``conformance`` in a checkout, inside it in an installed wheel."""
+"""Paths: of the cache, and of the fixtures: beside ``conformance`` in a checkout, inside it in an installed wheel."""
 
+import os
 from pathlib import Path
 
 from conformance.validation import UsageError, did_you_mean, one_line, shown
@@ -23,3 +24,9 @@ def resolve(path: str) -> Path:
     known = [f"{folder}/{file.name}" for folder in ("models", "data") for file in (FIXTURES / folder).glob("*")]
     where = f"neither here ({Path.cwd()}) nor among the fixtures ({FIXTURES})"
     raise UsageError(f"there is no {shown(path)}, {where}; {did_you_mean(path, known)}".rstrip("; "))
+
+
+def cache_folder() -> Path:
+    """The folder in which records are kept across runs."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
+    return Path(os.environ.get("PARITY_CACHE") or default)

@@ -146,7 +146,8 @@ class Scenario:
     the documents. ``loss_scale``: in fp16, how the loss is scaled; if it is given, it is judged at every step which
     updates are skipped, and how the scale falls and grows. ``lora``: the policy has adapters; only they are trained.
     ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command line, and a
-    scenario's file cannot.
+    scenario's file cannot. ``sketch``: of matrices with more elements than this, records
+    keep sketches (conformance.record.sketch); None: as is usual for the model's size.
     """
 
     name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
@@ -164,6 +165,7 @@ class Scenario:
     loss_scale: LossScaleConfig | None = None
     lora: LoraConfig | None = None
     trust_remote_code: Flag = False
+    sketch: Annotated[int, Field(strict=True, ge=0, le=2**50)] | None = None
 
     def __post_init__(self) -> None:
         if self.steps * self.data.rows > MOST_ROWS:

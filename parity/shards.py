@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from conformance.hashing import seed_of
 from conformance.validation import UsageError, shown
 from parity.names import Names, canonical
-from parity.sketch import Box, seed_of, whole
+from parity.sketch import Box, whole
 from parity.together import world_size
 
 

@@ -13,12 +13,13 @@ parameter's name and the element's place in the whole parameter, so the sketches
 to the sketch of the whole.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from conformance.hashing import splitmix64
 
 BUCKETS = 64
 ROW_GROUPS = 64
@@ -45,11 +46,6 @@ def whole(shape: tuple[int, ...]) -> Box:
     """The box of a tensor that is not cut."""
     shape = shape or (1,)
     return Box(shape=shape, offsets=(0,) * len(shape), sizes=shape)
-
-
-def seed_of(name: str) -> int:
-    """The seed of a parameter's hash, a signed 64-bit number that its canonical name alone decides."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 
 @torch.no_grad()
@@ -97,15 +93,7 @@ def _columns(box: Box, *, device: torch.device) -> Tensor:
 
 def _add(lanes: Tensor, values: Tensor, places: Tensor, *, seed: int) -> None:
     """Add signed values [n, m] to their buckets; ``places`` [n, m] are those of the elements in the whole tensor."""
-    hashed = _splitmix64(places.reshape(-1), seed=seed)
+    hashed = splitmix64(places.reshape(-1), seed=seed)
     signed = values.reshape(-1).where(hashed >= 0, -values.reshape(-1))  # the highest bit is the sign
     lane = torch.arange(hashed.numel(), device=hashed.device).bitwise_and_(LANES - 1)
     lanes.index_add_(0, lane.mul_(BUCKETS).add_(hashed.bitwise_and_(BUCKETS - 1)), signed)
-
-
-def _splitmix64(places: Tensor, *, seed: int) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of int64; shifts of int64 carry the sign, hence the masks."""
-    x = places.mul(-7046029254386353131).add_(seed)
-    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
-    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
-    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))

@@ -57,7 +57,7 @@ def decoder_of_transformers(model: Path) -> TransformersDecoder:
 
 def observed(decoder: Decoder, model: Path) -> Observed:
     """A step of SFT in float64, on documents that any of the fixtures' tokenizers could give."""
-    weights = decoder.load(model, torch.float64, RIGHT, trained=True, device="cpu")
+    weights = decoder.load(model, torch.float64, RIGHT, trained=True, devices=["cpu"])
     role = Model(role=POLICY, decoder=decoder, weights=weights, trained=frozenset(weights))
     return observe(BATCH, [role], Sft(), FLOAT64)
 
@@ -86,7 +86,7 @@ def test_and_so_it_does_as_a_value_model(family: str, tmp_path: Path) -> None:
     with exact_tier():
         found = []
         for decoder in (read_decoder(critic), decoder_of_transformers(critic)):
-            weights = decoder.load(critic, torch.float64, RIGHT, trained=True, device="cpu")
+            weights = decoder.load(critic, torch.float64, RIGHT, trained=True, devices=["cpu"])
             assert set(decoder.parameter_names("value")) == weights.keys()
             found.append(decoder.forward(tokens, weights, FLOAT64))
     own, other = found

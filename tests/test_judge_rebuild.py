@@ -1,16 +1,13 @@
 """The norm by which a rebuilt update is clipped: the cell's own, where only the order of additions tells them apart."""
 
 import pytest
-import torch
 
 from conformance.judge.rebuild import _reported
-from conformance.scenario import OptimizerConfig, Precision, Scenario
+from conformance.scenario import Precision
 
 
 def used(own: float | None, *, numbers: int, precision: Precision = "exact") -> float:
-    optimizer = OptimizerConfig(name="sgd", lr=0.1)
-    scenario = Scenario(name="any", model="m", precision=precision, optimizer=optimizer)
-    return _reported(own, 1.0, {"w": torch.zeros(1).expand(numbers)}, scenario)
+    return _reported(own, 1.0, numbers, precision)
 
 
 def test_the_reported_norm_of_many_numbers_may_be_off_by_the_roundings_of_their_sum() -> None:

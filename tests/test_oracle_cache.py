@@ -18,10 +18,10 @@ from conformance.batch import read_batches, write_batches
 from conformance.defect import DividedGradients, RoundedMasters
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.oracle.run import POLICIES
-from conformance.paths import resolve
+from conformance.paths import cache_folder, resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import read_record
-from conformance.run.oracles import Oracles, _cache_key, cache_folder, prune
+from conformance.run.oracles import Oracles, _cache_key, prune
 from conformance.scenario import Precision
 
 

@@ -62,7 +62,7 @@ def test_documents_of_a_row_do_not_see_each_other(folder: Path) -> None:
         row = torch.cat([first, second])[None]
         packed = model(input_ids=row, position_ids=positions, use_cache=False).logits[0].detach()
         decoder = read_decoder(folder)
-        weights = decoder.load(folder, torch.float64, RIGHT, trained=False, device="cpu")
+        weights = decoder.load(folder, torch.float64, RIGHT, trained=False, devices=["cpu"])
         assert relative(packed[len(first) :], decoder.forward(second, weights, FLOAT64)) < 1e-14
 
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import parity
+from conformance.hashing import seed_of
 from conformance.validation import UsageError
 from conformance.world import Pool, WorldConfig
 from parity.compare import Comparison, compare_records
 from parity.files import read_run
-from parity.sketch import ROWS_AT, SKETCH_AT, seed_of, summarize, whole
+from parity.sketch import ROWS_AT, SKETCH_AT, summarize, whole
 from parity.stages import setting
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.hashing import seed_of
 from parity.batches import fingerprint
 from parity.names import canonical
-from parity.sketch import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, Box, seed_of, summarize, whole
+from parity.sketch import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, Box, summarize, whole
 
 SEED = seed_of("model.norm.weight")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from conformance.asking import adapter_of
 from conformance.bisect.collectives import read_issued
+from conformance.inputs.random_model import is_sketched
 from conformance.oracle.decoder import is_written
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
@@ -156,6 +157,11 @@ def not_bisected(session: Session, cell: Cell) -> str:
     if not is_written(resolve(cell.scenario.model)):
         return (
             "its model is known to transformers only, whose modules are no oracle's; compare backends with each other"
+        )
+    if is_sketched(cell.scenario):
+        return (
+            "its records keep sketches, and the oracle begins a step with whole weights; bisect it with fewer layers "
+            "of the same architecture"
         )
     (leg,) = cell.legs
     if "ckpt" in leg.layout.options:

@@ -7,8 +7,10 @@ only, and a backend that confuses two roles computes different numbers.
 
 import hashlib
 import json
+import math
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -87,7 +89,7 @@ def value_config(file: Path) -> int:
 def _make_value_model(folder: Path, *, key: str) -> None:
     """Turn a language model without an output embedding into a value model."""
     hidden = value_config(folder / "config.json")
-    head = torch.randn(1, hidden, generator=_generator(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
+    head = torch.randn(1, hidden, generator=generator_of(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
     shards = folder / INDEX
     name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
     held = {} if shards.is_file() else load_file(folder / name)
@@ -149,6 +151,11 @@ def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def elements_of(models: Mapping[str, Path]) -> int:
+    """The number of elements of all tensors of several Hugging Face folders."""
+    return sum(math.prod(shape) for folder in models.values() for shape in weight_shapes(folder).values())
+
+
 def _twins(files: list[Path]) -> dict[str, str]:
     """{output embedding: input embedding} if the files store both tensors with equal values, else an empty dict.
 
@@ -187,7 +194,7 @@ def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], hea
     changed = {}
     for name in (name for name in _names(source) if not (head == "value" and name.endswith(HEADS))):
         tensor = _tensor(source, name)
-        tensor = tensor if key == "0" else _noisy(tensor, key=f"{key} {twins.get(name, name)}")
+        tensor = tensor if key == "0" else noisy(tensor, key=f"{key} {twins.get(name, name)}")
         changed[name] = tensor.bfloat16().to(tensor.dtype) if rounded and tensor.is_floating_point() else tensor
     _write(changed, target, metadata=metadata)
 
@@ -200,13 +207,15 @@ def _write(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str
     save_file(tensors, target, metadata=metadata)
 
 
-def _noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
+def noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
+    """A tensor times 1 + noise, in its dtype."""
     if not tensor.is_floating_point():
         return tensor
-    noise = 2 * torch.rand(tensor.shape, generator=_generator(key), dtype=torch.float64) - 1
+    noise = 2 * torch.rand(tensor.shape, generator=generator_of(key), dtype=torch.float64) - 1
     return (tensor * (1 + NOISE * noise)).to(tensor.dtype)
 
 
-def _generator(key: str) -> torch.Generator:
+def generator_of(key: str) -> torch.Generator:
+    """A generator of random numbers that a text alone decides."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,20 +1,19 @@
 """Prepare: makes the frozen inputs of a scenario, once per output folder; all cells and the oracle share them."""
 
-import contextlib
 import dataclasses
-import fcntl
 import fnmatch
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.batch import Batch, write_batches
 from conformance.inputs.documents import build_batches
+from conformance.inputs.files import complete_or_nothing, locked
 from conformance.inputs.folder import check_model_folder, runs_code
 from conformance.inputs.model import prepare_model
+from conformance.inputs.random_model import draw_weights, random_model
 from conformance.inputs.rollouts import build_rollouts
 from conformance.objective import objective_to_json
 from conformance.oracle.decoder import Decoder, read_decoder
@@ -33,8 +32,9 @@ class FrozenInputs:
     batches: Path
 
 
-def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
-    """Make the scenario's inputs under ``root/inputs``, unless they are there already.
+def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> FrozenInputs:
+    """Make the scenario's inputs under ``root/inputs``, unless they are there already. ``draws``: weights of a random
+    model (conformance.inputs.random_model), too, which takes as much time and disk as they are large.
 
     Raises UsageError for a model or data set that cannot be used, and for a ``root`` inside the model's folder. The
     model's folder is checked before any of its code is run and before any of its files is copied.
@@ -43,6 +43,7 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
     check_model_folder(source)
     if folder.resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
+    drawn = random_model(source)
     runs_code(source, trusted=scenario.trust_remote_code)
     # A model that no oracle can compute cannot be judged, so it is refused here.
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
@@ -55,9 +56,15 @@ def prepare_inputs(scenario: Scenario, root: Path) -> FrozenInputs:
             adapted = [] if scenario.lora is None else [dataclasses.asdict(scenario.lora)]
             model = folder / f"{name}-{short_key(scenario.model, scenario.seed, role.head, *adapted)}"
             if not model.exists():
-                decoder.check_weights(source)
+                if not drawn:
+                    decoder.check_weights(source)
                 with complete_or_nothing(model) as unfinished:
-                    prepare_model(scenario, role, unfinished)
+                    if drawn:
+                        shutil.copytree(source, unfinished)
+                    else:
+                        prepare_model(scenario, role, unfinished)
+            if drawn and draws:
+                draw_weights(drawn, role, model, seed=scenario.seed)
             models[role.name] = model
         asked = scenario_to_json(scenario)
         used = {name: asked[name] for name in ("data", "steps", "seed", "model")}
@@ -96,21 +103,3 @@ def check_trained(scenario: Scenario, decoder: Decoder) -> None:
 def short_key(*parts: object) -> str:
     """Ten hexadecimal digits of a digest of JSON values, for the names of files and folders."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` between processes. The lock file is kept; a lock ends with its process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def complete_or_nothing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to ``path`` when the block ends without an exception."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    yield unfinished
-    unfinished.rename(path)

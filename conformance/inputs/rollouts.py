@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from conformance.batch import Batch, Document, Row, with_rollouts
+from conformance.inputs.random_model import random_model
 from conformance.inputs.samples import read_dataset
 from conformance.oracle.decoder import read_decoder
 from conformance.paths import resolve
@@ -77,7 +78,8 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"--too_long and --max_samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
             f"reads roll-outs, which are taken as they are; leave them out, or select cells with --cells 'sft*'"
         )
-    path = resolve(scenario.data.path.replace("{model}", scenario.model_name))
+    drawn = random_model(resolve(scenario.model))
+    path = resolve(scenario.data.path.replace("{model}", drawn.like if drawn else scenario.model_name))
     records = read_dataset(path)
     place, first = records[0]
     if not first.keys() & {"prompt_ids", "completion_ids"}:
@@ -86,7 +88,10 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"{shown([*first])}; give --data (data.path) a file of responses with group, "
             f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
         )
-    found = [_document(r, place, scenario.data.max_len, vocabulary) for place, r in records]
+    of_small = drawn.tokens if drawn else vocabulary
+    found = [_document(r, place, scenario.data.max_len, of_small) for place, r in records]
+    if drawn:
+        found = [replace(document, tokens=tuple(map(drawn.spread, document.tokens))) for document in found]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
     if len({key for key, _ in grouped}) < len(grouped):
         raise UsageError(f"{path}: the lines of one group have to be consecutive; sort the file by group")

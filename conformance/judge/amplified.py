@@ -8,7 +8,8 @@ root mean square of the noise in the element's row.
 
 The exact tier has no run that shows noise. There it is the error of the cell's own gradients, as far as it is within
 their bound: what is above it is no rounding, and nothing is allowed for it. All elements are counted, because what they
-may do is far below the bound of an update unless it is amplified.
+may do is far below the bound of an update unless it is amplified. Of a sketched tensor they are looked for in its
+sample.
 """
 
 import math
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from conformance.judge.compare import Tensors, floor_of, movement, named
+from conformance.judge.distance import Tensors, floor_of
+from conformance.judge.seen import elementwise, movement, norm_of
 from conformance.judge.tolerance import EXACT
-from conformance.oracle.training import clip_factor, global_norm
+from conformance.oracle.training import clip_factor
 from conformance.record.tensors import Record, StepRecord
 from conformance.scenario import Scenario
 
@@ -69,9 +71,9 @@ def _of_model(
     for reference in (step for step in oracle.steps if step.step in steps):
         own, lr, weights = steps[reference.step], reference.value(rate) or 0.0, _float64(reference, key)
         gradients, seen = _float64(reference, gradient), _float64(own, gradient)
+        factor = clip_factor(norm_of(reference.tensors(), gradient), config.max_grad_norm)
         count += bool(gradients)  # there are none of an update that is skipped
         noise |= _noise(seen, gradients, most=EXACT if exact else math.inf)
-        factor = clip_factor(global_norm(gradients), config.max_grad_norm)
         for name, g in gradients.items():
             error = noise.get(name, torch.zeros_like(g))
             relative = error.norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
@@ -103,4 +105,4 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _float64(step: StepRecord, key: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in named(step.tensors(), key).items()}
+    return {name: tensor.double() for name, tensor in elementwise(step.tensors(), key).items()}

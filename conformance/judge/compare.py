@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from conformance.judge.distance import Tensors, finite, floor_of, number_off, tensor_off, worst_row
+from conformance.judge.distance import Tensors, finite, infinite, number_off, tensor_off
 from conformance.judge.handed import bound_of, end_of, generators
+from conformance.judge.seen import elementwise, named, norm_of, seen, tensors_apart
 from conformance.judge.strips import strip_of
 from conformance.judge.tolerance import (
     NOISE_FACTOR,
@@ -46,7 +47,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
         m
         for o in observables
         if o.applies(-1)
-        for m in _tensors(o, -1, named(start.own, o.key), named(start.reference, o.key))
+        for m in tensors_apart(o, -1, seen(start.own, o.key), seen(start.reference, o.key))
     ]
     for before, after in pairwise(legs):
         found += _handed_over(before, after, observables, start)
@@ -55,7 +56,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
-            found.append(_infinite(observables[0].stage, missing, reference.step))
+            found.append(infinite(observables[0].stage, missing, reference.step))
             break
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
@@ -77,19 +78,20 @@ def _handed_over(
     last, first = end.tensors(), after.loaded.tensors()
     goes_on = after.header["optimizer"] == "loaded"
     for o in observables:
-        own, reference = named(first, o.key), named(last, o.key)
         if o.when == "loaded":
             # A model that is not trained is recorded as loaded only.
-            reference = end_of(before, after, o.key, reference, named(start.own, o.key))
-            for found in _tensors(o, number, own, reference or named(before.loaded.tensors(), o.key)):
+            then = seen(last if named(last, o.key) else before.loaded.tensors(), o.key)
+            then = replace(then, tensors=end_of(before, after, o.key, then.tensors, named(start.own, o.key)))
+            for found in tensors_apart(o, number, seen(first, o.key), then):
                 yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
         elif o.when == "handover" and o.kind == "tensors" and goes_on:
-            for found in _tensors(o, number, own, reference):
+            for found in tensors_apart(o, number, seen(first, o.key), seen(last, o.key)):
                 yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
+            own, reference = elementwise(first, o.key), elementwise(last, o.key)
             for name in own.keys() & reference.keys():
                 if own[name].dtype != reference[name].dtype:
                     dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
-                    yield _infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
+                    yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
         elif o.when == "handover" and o.kind == "evidence" and goes_on:
             yield from generators(o, before, after, number)
 
@@ -112,15 +114,15 @@ def _gaps(
         for step, leg in ((step, leg) for step, leg in steps if (observable, step.step) not in lost):
             who = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
             alike[who][step.step] = _is_there(observable, step)
-        for seen in alike.values():
-            if any(seen.values()):
+        for shown in alike.values():
+            if any(shown.values()):
                 missing = f"{observable.key} (missing)"
-                yield from (_infinite(observable.stage, missing, n) for n, here in seen.items() if not here)
+                yield from (infinite(observable.stage, missing, n) for n, here in shown.items() if not here)
     for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
         read = [step for step, _ in steps if step.step not in unobserved]
         offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read}
         if any(offered.values()):
-            yield from (_infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
+            yield from (infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
 
 
 def _is_there(observable: Observable, step: StepRecord) -> bool:
@@ -144,15 +146,15 @@ def _step(
             typical = _of_parts(
                 parts, named(reference, o.norm_of or o.made_of), independent=not (o.norm_of or o.one_direction)
             )
-            for found in _scalar(o, step, oracle, parts if o.norm_of else {}):
+            for found in _scalar(o, step, oracle, tensors):
                 yield replace(found, typical=found.typical or typical)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
         elif o.change:
-            own, ref = movement(own, named(start.own, o.key)), movement(ref, named(start.reference, o.key))
-            yield from _tensors(o, step.step, own, ref)
+            moved = seen(tensors, o.key).since(seen(start.own, o.key))
+            yield from tensors_apart(o, step.step, moved, seen(reference, o.key).since(seen(start.reference, o.key)))
         else:
-            yield from _tensors(o, step.step, own, ref)
+            yield from tensors_apart(o, step.step, seen(tensors, o.key), seen(reference, o.key))
         yield from _replicas(o, step, layout)
 
 
@@ -167,7 +169,7 @@ def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Itera
         return
     stage, key, number = observable.replica_stage, observable.key, step.step
     if observable.kind == "tensors" and layout.rep > 1 and found["offered"] and not found["compared"]:
-        yield _infinite(stage, f"{key}: the layout has replicas, but no shard is named alike by two ranks", number)
+        yield infinite(stage, f"{key}: the layout has replicas, but no shard is named alike by two ranks", number)
     if found["compared"] and not found["differing"]:
         name = f"{key}: {found['compared']} held by several ranks"
         yield Measurement(stage=stage, tensor=name, step=number, error=0.0, fixed=ROUNDING, replica=True)
@@ -176,28 +178,6 @@ def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Itera
         name = f"{what} on ranks {', '.join(map(str, entry['ranks']))}"
         error = float(entry["relative"])
         yield Measurement(stage=stage, tensor=name, step=number, error=error, fixed=ROUNDING, replica=True)
-
-
-def movement(weights: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
-    """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
-    return {name: weight.double() - start[name].double() for name, weight in weights.items() if name in start}
-
-
-def _tensors(observable: Observable, step: int, tensors: Tensors, reference: Tensors) -> Iterator[Measurement]:
-    stage, floor = observable.stage, floor_of(reference)
-    for name, ref in reference.items():
-        if name not in tensors:
-            yield _infinite(stage, f"{name} (missing)", step)
-        elif tensors[name].shape != ref.shape:
-            shapes = f"{tuple(tensors[name].shape)} instead of {tuple(ref.shape)}"
-            yield _infinite(stage, f"{name} (shape {shapes})", step)
-        else:
-            found = tensor_off(stage, name, step, tensors[name], ref, floor=floor)
-            yield replace(found, fixed=observable.exact_bound)
-            if observable.rowwise:
-                yield worst_row(stage, name, step, tensors[name], ref, floor=floor)
-    for name in tensors.keys() - reference.keys():
-        yield _infinite(stage, f"{name} (unexpected)", step)
 
 
 def _rows(
@@ -212,7 +192,7 @@ def _rows(
     stage, key = observable.stage, observable.key
     if set(rows) != set(reference) or any(rows[r].shape != reference[r].shape for r in reference):
         wrong = sorted(set(rows) ^ set(reference)) or [r for r in reference if rows[r].shape != reference[r].shape]
-        yield _infinite(stage, f"{key}: rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+        yield infinite(stage, f"{key}: rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
         return
     order = sorted(reference, key=int)
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
@@ -225,20 +205,20 @@ def _rows(
     yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
 
 
-def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, normed: Tensors) -> Iterator[Measurement]:
-    """``normed``: the tensors of which the number is the norm, where it is one."""
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, tensors: Tensors) -> Iterator[Measurement]:
+    """``tensors``: of the cell's step."""
     own, reference = step.value(o.key), oracle.value(o.key)
     assert reference is not None, f"the oracle did not record {o.key}"
     if own is None:
         if o.required:
-            yield _infinite(o.stage, f"{o.key} (missing)", step.step)
+            yield infinite(o.stage, f"{o.key} (missing)", step.step)
         return
     unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
     yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
-    if normed:
+    if o.norm_of and named(tensors, o.norm_of):
         unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
-        rebuilt = math.hypot(unnamed, *(tensor.double().norm().item() for tensor in normed.values()))
+        rebuilt = math.hypot(unnamed, norm_of(tensors, o.norm_of))
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
         # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
@@ -273,7 +253,7 @@ def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
     """
     own, rows = step.value(o.key), _in_order(tensors, o.mean_of or o.max_of or o.explains)
     if own is None or rows is None:
-        return _infinite(o.stage, f"{o.key} (missing)", step.step)
+        return infinite(o.stage, f"{o.key} (missing)", step.step)
     if o.mean_of:
         rebuilt, unit = rows.mean(), rows.abs().mean()
     elif o.max_of:
@@ -281,7 +261,7 @@ def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
     else:
         explaining = _in_order(tensors, o.made_of)
         if explaining is None or explaining.shape != rows.shape:
-            return _infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+            return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
         unit = (rows - explaining).var() / (rows.var() + 1e-5)
         rebuilt = 1 - unit
     bound = NORM_ROUNDINGS * ROUNDING
@@ -292,13 +272,3 @@ def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
     """The numbers of all rows, one after another; None if there are none."""
     rows = named(tensors, key)
     return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None
-
-
-def _infinite(stage: str, tensor: str, step: int) -> Measurement:
-    return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
-
-
-def named(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of one observable, by name without its key."""
-    prefix = f"{key}/"
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

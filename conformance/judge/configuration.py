@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.judge.compare import named
 from conformance.judge.tolerance import Measurement
 from conformance.layout import Layout
 from conformance.observable import CONFIGURATION
+from conformance.record.sketch import whole_shapes
 from conformance.record.tensors import Record
 from conformance.scenario import Precision, Scenario
 
@@ -49,18 +49,18 @@ class Sizes:
 
 def sizes_of(oracle: Record) -> Sizes:
     """From what the oracle has loaded and from its first step."""
-    loaded = oracle.loaded.tensors()
-    first = oracle.steps[0].tensors() if oracle.steps else {}
-    trained, policy = named(first, "gradient"), named(loaded, "weight")
+    loaded = whole_shapes(oracle.loaded.shapes())
+    first = whole_shapes(oracle.steps[0].shapes()) if oracle.steps else {}
+    policy = {name.removeprefix("weight/"): shape for name, shape in loaded.items() if name.startswith("weight/")}
     return Sizes(
-        vocabulary=next((len(t) for name, t in policy.items() if name.endswith("embed_tokens.weight")), 0),
+        vocabulary=next((shape[0] for name, shape in policy.items() if name.endswith("embed_tokens.weight")), 0),
         frozen=sum(
-            t.ndim == 2 and name not in trained and not name.endswith("embed_tokens.weight")
-            for name, t in policy.items()
+            len(shape) == 2 and f"gradient/{name}" not in first and not name.endswith("embed_tokens.weight")
+            for name, shape in policy.items()
         ),
-        weights=sum(t.numel() for t in loaded.values()),
-        gradients=sum(t.numel() for name, t in first.items() if _is_gradient(name)),
-        experts=sum(t.numel() for name, t in first.items() if _is_gradient(name) and ".experts." in name),
+        weights=sum(map(math.prod, loaded.values())),
+        gradients=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name)),
+        experts=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name) and ".experts." in name),
     )
 
 

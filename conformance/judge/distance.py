@@ -11,6 +11,7 @@ import torch
 from conformance.judge.tolerance import FLOOR, OF_ROWS, ROW_FLOOR, Measurement
 
 Tensors = Mapping[str, torch.Tensor]
+BY_SKETCH = " by sketch"  # follows the place of a difference that is not known to the element
 
 
 def floor_of(reference: Tensors) -> float:
@@ -50,14 +51,25 @@ def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
     return scale.item(), finite((x - scale * ref).norm().item())
 
 
-def worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+def worst_row(
+    stage: str,
+    name: str,
+    step: int,
+    x: torch.Tensor,
+    ref: torch.Tensor,
+    *,
+    floor: float,
+    norms: torch.Tensor | None = None,
+) -> Measurement:
     """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
 
     Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
-    not zero; of a vector, to that root mean square.
+    not zero; of a vector, to that root mean square. ``norms``: those of the reference's rows, if it is sketched.
     """
+    sketched = norms is not None
     x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
-    off, norms = (x - ref).norm(dim=1), ref.norm(dim=1)
+    off = (x - ref).norm(dim=1)
+    norms = ref.norm(dim=1) if norms is None else norms
     touched = norms[norms > 0]
     typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
     least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
@@ -67,13 +79,15 @@ def worst_row(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tens
     unit = max(norms[at].item(), least) if len(errors) else 1.0
     scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
     broken = _broken(x[at]) if len(errors) else ""
+    # Of a sketched row, no element is further off than its norm says.
+    furthest = 0.0 if not x.numel() else off[at].item() if sketched else (x[at] - ref[at]).abs().max().item()
     return Measurement(
         stage=stage,
         tensor=f"{name} {OF_ROWS}",
         step=step,
         error=finite(errors.max().item() if len(errors) else 0.0),
-        max_abs=finite((x[at] - ref[at]).abs().max().item() if x.numel() else 0.0),
-        where=f"row {at}",
+        max_abs=finite(furthest),
+        where=f"row {at}" + BY_SKETCH * sketched,
         of_row=True,
         scale=scale,
         residual=left / unit,
@@ -99,6 +113,11 @@ def number_off(
         size=abs(ref) / (abs(unit) or 1.0),
         broken=_broken(torch.tensor(x, dtype=torch.float64)),
     )
+
+
+def infinite(stage: str, tensor: str, step: int) -> Measurement:
+    """Of what cannot be compared: no bound allows it."""
+    return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
 
 
 def place(at: int, tensor: torch.Tensor) -> str:

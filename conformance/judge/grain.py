@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from conformance.judge.compare import named
+from conformance.judge.seen import elementwise
 from conformance.judge.tolerance import Measurement
 from conformance.layout import Layout
 from conformance.observable import Observable
@@ -37,7 +37,7 @@ def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Obser
             fractions = [
                 coarse_fraction(tensor, scenario.precision)
                 for step in leg.steps
-                for tensor in named(step.tensors(), o.key).values()
+                for tensor in elementwise(step.tensors(), o.key).values()
                 if tensor.any()
             ]
             if fractions:

@@ -3,21 +3,25 @@
 Serves claim 2. A cell's own gradients carry the noise of its precision, so against the oracle an update can only be
 judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
 but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
-computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
+computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate. Of a
+sketched tensor the elements of its sample are.
 """
 
 import math
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 
-from conformance.judge.compare import named, unnamed_norm
+from conformance.judge.compare import unnamed_norm
 from conformance.judge.distance import Tensors, finite, place
+from conformance.judge.seen import elementwise, norm_of
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.observable import AGAINST_REBUILT, SKIPPED, Observable
-from conformance.oracle.training import clip, global_norm, make_optimizer
-from conformance.record.tensors import Record
-from conformance.scenario import Scenario
+from conformance.oracle.training import clip_factor, make_optimizer
+from conformance.record.sketch import whole_shapes
+from conformance.record.tensors import Record, StepRecord
+from conformance.scenario import Precision, Scenario
 
 MASTER_ROUNDING = {"exact": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
@@ -39,9 +43,53 @@ def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) 
         yield from _of_model(legs, oracle, scenario, [o for o in declared if o.key == key])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What is needed to rebuild a step. ``first``: of a leg that begins with a new optimizer. ``factor``: by which it
+    is clipped; None where it cannot be rebuilt. ``gradients``: none of a step that is skipped."""
+
+    step: int
+    stage: str
+    first: bool
+    skipped: bool
+    before: Tensors
+    gradients: Tensors
+    after: Tensors
+    lr: float
+    factor: float | None
+
+
 def _of_model(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[Measurement]:
+    """One parameter at a time, step by step, so that one optimizer state is held at a time."""
+    steps = list(_steps(legs, oracle, scenario, weights))
+    for name in dict.fromkeys(name for step in steps for name in step.after):
+        for step in steps:
+            if step.first:
+                optimizer, sizes = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer)
+            if step.skipped and name in step.before:
+                yield _unchanged(step, name)
+            elif step.factor is not None and name in step.gradients:
+                before, gradient = step.before[name].double(), step.factor * step.gradients[name].double()
+                after, lr = step.after[name].double(), step.lr
+                rebuilt = optimizer.step({name: before}, {name: gradient}, lr)[name]
+                moved = sizes.step({name: torch.zeros_like(before)}, {name: gradient.abs()}, lr)[name]
+                unit = before.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved.abs()
+                off = (after - rebuilt).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+                yield Measurement(
+                    stage=step.stage,
+                    tensor=name + AGAINST_REBUILT,
+                    step=step.step,
+                    error=finite(off.max().item()),
+                    where=place(int(off.argmax()), after),
+                    fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
+                )
+
+
+def _steps(
+    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+) -> Iterator[_Step]:
     key = weights[0].key
     prefix = key.removesuffix("weight")
     gradient = f"{prefix}gradient"
@@ -51,47 +99,43 @@ def _of_model(
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
-        before = _float64(leg.loaded.tensors(), key)
-        if leg.header["optimizer"] == "new":
-            optimizer, sizes, known = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer), True
+        before = elementwise(leg.loaded.tensors(), key)
+        first = leg.header["optimizer"] == "new"
+        known = known or first
         for step in leg.steps:
             tensors, lr = step.tensors(), rates.get(step.step)
-            gradients, after = _float64(tensors, gradient), _float64(tensors, key)
-            stage = next(o.stage for o in weights if o.applies(step.step))
-            if step.step in skipped:
-                yield from _unchanged(before, after, stage=stage, step=step.step)
-                before = after
-                continue
-            trained = trained or gradients.keys()  # other weights are frozen: those of the oracle do not move either
-            known = known and lr is not None and bool(gradients) and gradients.keys() == trained
-            known = known and gradients.keys() <= after.keys() & before.keys()
-            known = known and all(g.shape == after[name].shape == before[name].shape for name, g in gradients.items())
-            if known:
-                assert lr is not None
-                before = {name: before[name] for name in gradients}
-                norm = math.hypot(global_norm(gradients), unnamed[step.step])
-                norm = _reported(step.value(f"{prefix}grad_norm"), norm, gradients, scenario)
-                clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
-                rebuilt = optimizer.step(before, clipped, lr)
-                nothing = {name: torch.zeros_like(weight) for name, weight in before.items()}
-                moved = sizes.step(nothing, {name: g.abs() for name, g in clipped.items()}, lr)
-                for name in gradients:
-                    weight = after[name]
-                    unit = before[name].abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved[name].abs()
-                    off = (weight - rebuilt[name]).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
-                    at = int(off.argmax())
-                    yield Measurement(
-                        stage=stage,
-                        tensor=name + AGAINST_REBUILT,
-                        step=step.step,
-                        error=finite(off.max().item()),
-                        where=place(at, weight),
-                        fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
-                    )
-            before = after
+            gradients, after = elementwise(tensors, gradient), elementwise(tensors, key)
+            factor = None
+            if step.step not in skipped:
+                trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
+                known = known and lr is not None and bool(gradients) and gradients.keys() == trained
+                known = known and gradients.keys() <= after.keys() & before.keys()
+                known = known and all(g.shape == after[n].shape == before[n].shape for n, g in gradients.items())
+            if known and step.step not in skipped:
+                norm = math.hypot(norm_of(tensors, gradient), unnamed[step.step])
+                elements = _elements(step, gradient)
+                norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.precision)
+                factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
+            yield _Step(
+                step=step.step,
+                stage=next(o.stage for o in weights if o.applies(step.step)),
+                first=first,
+                skipped=step.step in skipped,
+                before=before,
+                gradients=gradients,
+                after=after,
+                lr=lr or 0.0,
+                factor=factor,
+            )
+            before, first = after, False
 
 
-def _reported(own: float | None, norm: float, gradients: Tensors, scenario: Scenario) -> float:
+def _elements(step: StepRecord, key: str) -> int:
+    shapes = whole_shapes(step.shapes())
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{key}/"))
+
+
+def _reported(own: float | None, norm: float, elements: int, precision: Precision) -> float:
     """The norm that the cell clips by: the one that it reports, where it differs from the rebuilt one by no more than
     adding up in another order does, else the rebuilt one. The reported norm is judged by itself.
 
@@ -100,19 +144,13 @@ def _reported(own: float | None, norm: float, gradients: Tensors, scenario: Scen
     """
     if own is None:
         return norm
-    roundings = math.sqrt(sum(gradient.numel() for gradient in gradients.values()))
-    apart = min(roundings * MASTER_ROUNDING[scenario.precision], NORM_ROUNDINGS * ROUNDING)
+    apart = min(math.sqrt(elements) * MASTER_ROUNDING[precision], NORM_ROUNDINGS * ROUNDING)
     return own if abs(own - norm) <= apart * norm else norm
 
 
-def _unchanged(before: Tensors, after: Tensors, *, stage: str, step: int) -> Iterator[Measurement]:
-    """The largest relative change of each weight that is known before and after a step; none is allowed."""
-    for name in before.keys() & after.keys():
-        change = (after[name] - before[name]).abs() / before[name].abs().clamp(min=torch.finfo(torch.float64).tiny)
-        where = place(int(change.argmax()), change)
-        error = finite(change.max().item())
-        yield Measurement(stage=stage, tensor=name + UNCHANGED, step=step, error=error, where=where, fixed=0.0)
-
-
-def _float64(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in named(tensors, key).items()}
+def _unchanged(step: _Step, name: str) -> Measurement:
+    """The largest relative change of a weight; none is allowed."""
+    before, after = step.before[name].double(), step.after[name].double()
+    change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
+    where, error = place(int(change.argmax()), change), finite(change.max().item())
+    return Measurement(stage=step.stage, tensor=name + UNCHANGED, step=step.step, error=error, where=where, fixed=0.0)

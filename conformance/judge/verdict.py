@@ -23,6 +23,7 @@ from conformance.judge.tolerance import Measurement, allowed_errors, gradient_st
 from conformance.judge.unobserved import unobserved
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
+from conformance.record.sketch import is_part, is_projected
 from conformance.record.states import State
 from conformance.record.tensors import Record
 from conformance.record.verdict import NOT_SEEN, Quantity, Verdict
@@ -93,6 +94,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) ->
     whose = second_class_of(oracle)
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=whose)
     told = [f"second-class oracle, {whose}: {NOT_SEEN}"] if whose else []
+    told += _sketched(oracle.loaded.names())
     if verdict.findings:
         more = [*circumstances(quantities, legs, observables), *told]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
@@ -100,6 +102,13 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) ->
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *told]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
+
+
+def _sketched(names: Sequence[str]) -> list[str]:
+    """Told of a record with these tensors, if some are sketches."""
+    whole = [name for name in names if not is_part(name)]
+    sketched = sum(is_projected(name, set(names)) for name in whole)
+    return [f"{sketched} of {len(whole)} parameters are compared by sketches"] if sketched else []
 
 
 def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:

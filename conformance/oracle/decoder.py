@@ -6,7 +6,7 @@ oracle, which sees what a backend does to the model, and nothing that transforme
 optimizers, clipping and advantages are the oracle's own in both cases.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,8 +79,11 @@ class Decoder(Protocol):
         """The same with an architecture that is wrong on purpose, if the variant has one."""
         ...
 
-    def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
-        """All parameters in ``dtype``, as the variant loads them. Raises UsageError as ``check_weights``."""
+    def load(
+        self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, devices: Sequence[str]
+    ) -> Weights:
+        """All parameters in ``dtype``, as the variant loads them, over ``devices`` if it can. Raises UsageError as
+        ``check_weights``."""
         ...
 
     def forward(
@@ -144,10 +147,12 @@ class Written:
     def varied(self, variant: Variant) -> "Written":
         return replace(self, architecture=variant.architecture(self.architecture))
 
-    def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
-        weights = {name: w.to(device) for name, w in load_weights(folder, self.architecture, dtype).items()}
+    def load(
+        self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, devices: Sequence[str]
+    ) -> Weights:
+        weights = load_weights(folder, self.architecture, dtype, devices)
         if adapters := self._adapter_shapes():
-            weights |= {name: w.to(device) for name, w in load_adapter(folder, adapters, dtype).items()}
+            weights |= {name: w.to(devices[0]) for name, w in load_adapter(folder, adapters, dtype).items()}
         return variant.loaded(weights, self.architecture, trained=trained)
 
     @property

@@ -7,12 +7,15 @@ Capital letters in names and comments are shapes: T tokens, D hidden, H heads, K
 V vocabulary. x and y are always the (T, D) activations.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,15 +36,44 @@ from conformance.validation import UsageError
 from conformance.world.heartbeat import mark
 
 
-def load_weights(model: Path, architecture: Architecture, dtype: torch.dtype) -> Weights:
-    """All parameters of the Hugging Face folder ``model`` in ``dtype``; a tied head is left out.
+def load_weights(
+    model: Path, architecture: Architecture, dtype: torch.dtype, devices: Sequence[str] = ("cpu",)
+) -> Weights:
+    """All parameters of the Hugging Face folder ``model`` in ``dtype``, layer by layer over ``devices``; a tied head is
+    left out. Each tensor is read by itself, and copied out of the file: a product rounds otherwise where its numbers
+    begin elsewhere in memory.
 
     Raises UsageError for a missing or broken file and for names or shapes that do not fit the architecture.
     """
     check_shapes(weight_shapes(model), architecture, str(model))
-    found = stacked({name: tensor for file in weight_files(model) for name, tensor in load_file(file).items()})
-    # Copies: where a file puts a tensor in memory decides the last bit of a product on some processors.
-    return {name: found[name].to(dtype, copy=True) for name in parameter_shapes(architecture)}
+    names = parameter_shapes(architecture)
+    weights: Weights = {}
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(model)]
+        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        # Layer by layer, because a file may have the matrices of its experts apart.
+        for _, alike in groupby(sorted(where, key=layer_of), key=layer_of):
+            found = stacked({name: where[name].get_tensor(name) for name in alike})
+            weights |= {
+                name: tensor.to(device_of(name, architecture, devices), dtype, copy=True)
+                for name, tensor in found.items()
+                if name in names
+            }
+    return {name: weights[name] for name in names}
+
+
+def layer_of(name: str) -> str:
+    """What the names of a layer's parameters begin with; empty of what is in none."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer[0] if layer else ""
+
+
+def device_of(name: str, a: Architecture, devices: Sequence[str]) -> str:
+    """The device of a parameter: of layer i of L number i * n // L of the n devices. What comes before the layers is on
+    the first, what comes after them on the last, and a tied head on the first."""
+    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+        return devices[int(layer[1]) * len(devices) // len(a.layers)]
+    return devices[0] if name == "model.embed_tokens.weight" else devices[-1]
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architecture, source: str) -> None:
@@ -88,9 +120,10 @@ def forward(
 
     A value model gives one number per token instead, (T, 1), without soft-capping.
 
-    The masters are cast here, inside autograd, so that their gradients come back in the master dtype. ``variant``: a
-    known defect, if any. ``tap`` sees the modules, under the names that they have in the Hugging Face model.
-    ``routing``: of this document, where routers choose experts.
+    The masters are cast here, inside autograd, so that their gradients come back in the master dtype. Each layer
+    computes where its weights are; the result is where the tokens are. ``variant``: a known defect, if any. ``tap``
+    sees the modules, under the names that they have in the Hugging Face model. ``routing``: of this document, where
+    routers choose experts.
     """
     routing = routing or Routing()
     w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
@@ -108,7 +141,9 @@ def forward(
         mark()
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
-        table, hidden = tables[layer.attention.rotary], masks[layer.attention.window]
+        x = x.to(device := next(iter(own.values())).device)
+        cos, sin = tables[layer.attention.rotary]
+        table, hidden = (cos.to(device), sin.to(device)), masks[layer.attention.window].to(device)
         module = adapted(tap.inside(prefix), own, a.lora)
         x = decoder_layer(
             x,
@@ -121,11 +156,12 @@ def forward(
             module=module,
             routing=routing,
         )
+    x = x.to(w["model.norm.weight"].device)
     x = tap.module("model.norm", partial(rms_norm, weight=w["model.norm.weight"], norm=a.norm, policy=policy), x)
     if a.value_head:
-        return tap.module("score", lambda x: x @ w["score.weight"].T, x)
+        return tap.module("score", lambda x: x @ w["score.weight"].T, x).to(tokens.device)
     head_VD = variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w)
-    logits_TV = tap.module("lm_head", lambda x: x @ head_VD.T, x)
+    logits_TV = tap.module("lm_head", lambda x: x @ head_VD.T, x.to(head_VD.device)).to(tokens.device)
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
     return logits_TV

@@ -6,35 +6,38 @@ backend is held against documents that cannot see each other.
 """
 
 import contextlib
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-import conformance
 from conformance.batch import Batch, Document
-from conformance.defect import Defect, defects_to_json
+from conformance.defect import Defect
+from conformance.inputs.model import elements_of
 from conformance.objective import Objective, all_observables
 from conformance.observable import SKIPPED, model_key
 from conformance.oracle.decoder import is_routed, is_written, read_decoder
 from conformance.oracle.defects import variant_of
+from conformance.oracle.devices import bytes_needed, devices_for
 from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.header import header
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.tap import Tap
 from conformance.oracle.term import RolloutFunctions
-from conformance.oracle.training import clip, global_norm, make_optimizer
+from conformance.oracle.training import clip_factor, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
+from conformance.record.sketch import kept, sketched_above
 from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
 from conformance.run.exact import exact_tier
-from conformance.scenario import Scenario, scenario_to_json
+from conformance.scenario import Scenario
+from conformance.world.heartbeat import mark
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
 
@@ -68,11 +71,11 @@ def run_oracle(
 
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
-    attention kernel or ("-plain") by the formula. A precision's error is
-    that of the kernels of ``device``, so it is measured where the cell runs. At the steps in ``restarts`` optimizer and
-    schedule begin anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's
-    adapter is added to the base, and begins anew as well. ``defects``: what the run gets wrong, as
-    a library is known to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
+    attention kernel or ("-plain") by the formula. A precision's error is that of the kernels of ``device``, so it is
+    measured where the cell runs. With a GPU, the layers of a model that is too large for it are placed on several. At
+    the steps in ``restarts`` optimizer and schedule begin anew, because the cell goes on from exported weights there;
+    at those in ``merges`` the policy's adapter is added to the base, and begins anew as well. ``defects``: what the run
+    gets wrong, as a library is known to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
@@ -84,19 +87,28 @@ def run_oracle(
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     with torch.device(device) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
         variant = variant_of(defects)
-        roles = scenario.objective.roles
-        loaded = [_load(role, models[role.name], scenario, policy, variant, device, trusted) for role in roles]
+        roles, elements = scenario.objective.roles, elements_of(models)
+        devices = devices_for(device, bytes_needed(scenario, models, policy))
+        loaded = [_load(role, models[role.name], scenario, policy, variant, devices, trusted) for role in roles]
         _begin(scenario, loaded)
+        above = sketched_above(scenario.sketch, elements)
         writer = RecordWriter(
             out,
-            _header(scenario, policy_name, loaded, defects),
+            header(
+                scenario,
+                policy_name,
+                policy,
+                decoders={model.role.name: model.decoder for model in loaded},
+                loss_scale=loaded[-1].scale(policy),  # of a model that is trained: frozen ones come first
+                defects=defects,
+            ),
             observables=all_observables(
                 scenario.objective,
                 scaled=scenario.judged_loss_scale is not None,
                 routed=is_routed(models[roles[0].name]),
             ),
         )
-        _train(scenario, loaded, batches, writer, policy, variant, restarts, merges)
+        _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above)
 
 
 def observe_step(
@@ -114,7 +126,7 @@ def observe_step(
     the one that its roll-out began at. ``taps`` see every module of the models of these roles in this step.
     """
     policy, objective = POLICIES["float64"], scenario.objective
-    loaded = [_load(role, models[role.name], scenario, policy, HONEST, "cpu", False) for role in objective.roles]
+    loaded = [_load(role, models[role.name], scenario, policy, HONEST, ["cpu"], False) for role in objective.roles]
 
     def as_before(number: int) -> None:
         for model in loaded:
@@ -131,16 +143,16 @@ def observe_step(
 
 
 def _load(
-    role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, device: str, trusted: bool
+    role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, devices: Sequence[str], trust: bool
 ) -> Model:
     disable = scenario.objective.disable_dropout
-    decoder = read_decoder(folder, disable_dropout=disable, trusted=trusted)
+    decoder = read_decoder(folder, disable_dropout=disable, trusted=trust)
     if scenario.lora and role == POLICY:
         decoder = decoder.adapted(scenario.lora)
     decoder = decoder.varied(variant)
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
-    weights = decoder.load(folder, held, variant, trained=role.trained, device=device)
+    weights = decoder.load(folder, held, variant, trained=role.trained, devices=devices)
     trained = frozenset(name for name in weights if scenario.trains(role, name.removeprefix(UNNAMED)))
     return Model(role=role, decoder=decoder, weights=weights, trained=trained)
 
@@ -154,7 +166,8 @@ def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContext
 def _begin(scenario: Scenario, models: Sequence[Model]) -> None:
     """Make new optimizers, and begin schedule and loss scale."""
     for model in (model for model in models if model.role.trained):
-        model.optimizer, model.updates = make_optimizer(scenario.optimizer), 0
+        model.optimizers = {name: make_optimizer(scenario.optimizer) for name in model.trained}
+        model.updates = 0
         config = scenario.judged_loss_scale
         model.loss_scale = LossScale(config) if config else None
 
@@ -168,9 +181,10 @@ def _train(
     variant: Variant,
     restarts: Sequence[int],
     merges: Sequence[int],
+    above: float,
 ) -> None:
     started = time.perf_counter()
-    writer.loaded({name: w for model in models for name, w in _named(model, "weight", model.weights).items()})
+    writer.loaded({name: t for model in models for name, t in _kept(model, "weight", model.weights, above).items()})
     adapters = {model.role.name: {n: model.weights[n] for n in model.decoder.adapter_names} for model in models}
     for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy, variant)):
         step_started = time.perf_counter()
@@ -183,7 +197,7 @@ def _train(
         for key, rows in observed.rows.items():
             tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
         for model in models:
-            if model.optimizer is None:
+            if not model.role.trained:
                 continue
             gradients, prefix = observed.gradients[model.role.name], model.role.prefix
             lr = scenario.optimizer.lr * scenario.schedule.factor(model.updates)
@@ -192,18 +206,29 @@ def _train(
                 settings = model.loss_scale.update(gradients, policy, step=step)
                 values |= {model_key(prefix, key): number for key, number in settings.items()}
                 if settings[SKIPPED]:
-                    tensors |= _named(model, "weight", model.weights)
+                    tensors |= _kept(model, "weight", model.weights, above)
                     continue
             norm = global_norm(gradients)
-            clipped = clip(gradients, norm, scenario.optimizer.max_grad_norm)
-            model.weights = model.weights | model.optimizer.step(model.weights, clipped, lr)
-            model.updates += 1
             values[model_key(prefix, "grad_norm")] = norm
             if unnamed := {name: g for name, g in gradients.items() if name.startswith(UNNAMED)}:
                 values[model_key(prefix, UNNAMED_NORM)] = global_norm(unnamed)
-            tensors |= _named(model, "gradient", gradients) | _named(model, "weight", model.weights)
+            tensors |= _kept(model, "gradient", gradients, above)
+            factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
+            _update(model, gradients, factor, lr, is_last=step == scenario.steps - 1)
+            tensors |= _kept(model, "weight", model.weights, above)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
     writer.finish({"seconds": time.perf_counter() - started})
+
+
+def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_last: bool) -> None:
+    """Update the weights, one after another, and drop each gradient, and after the last step each optimizer state:
+    together they may be several times as large as the model."""
+    for name in list(gradients):
+        gradient, optimizer = gradients.pop(name) * factor, model.optimizers[name]
+        model.weights[name] = optimizer.step({name: model.weights[name]}, {name: gradient}, lr)[name]
+        if is_last:
+            del model.optimizers[name]
+    model.updates += 1
 
 
 def annotated(
@@ -247,33 +272,12 @@ def look_ahead(
     return functions.annotate(batches, found, stable=policy.stable)
 
 
-def _header(
-    scenario: Scenario, policy_name: PolicyName, models: Sequence[Model], defects: tuple[Defect, ...]
-) -> dict[str, Any]:
-    policy = POLICIES[policy_name]
-    return {
-        "cell": "oracle",
-        "backend": {"name": "oracle", "precision": policy_name, "defects": defects_to_json(defects)},
-        "scenario": scenario_to_json(scenario),
-        "layout": "dp1",
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "backend-parity": conformance.__version__,
-        },
-        "resolved": {
-            "compute_dtype": str(policy.compute),
-            "stable_dtype": str(policy.stable),
-            "master_dtype": str(policy.stable),
-            "loss_scale": models[-1].scale(policy),  # of a model that is trained: frozen ones come first
-            "micro_batch": "one document",
-            "architecture": {model.role.name: model.decoder.described() for model in models},
-            "second_class": models[-1].decoder.second_class,
-        },
-    }
-
-
-def _named(model: Model, kind: str, tensors: Weights) -> dict[str, Tensor]:
-    """What has a name in the model's folder, as a record has it."""
+def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, Tensor]:
+    """What a record keeps of what has a name in the model's folder."""
     key = model_key(model.role.prefix, kind)
-    return {f"{key}/{name}": tensor for name, tensor in tensors.items() if not name.startswith(UNNAMED)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(UNNAMED):
+            found |= kept(f"{key}/{name}", tensor, above=above)
+            mark()
+    return found

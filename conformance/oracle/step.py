@@ -5,7 +5,7 @@ Serves claim 6. Rows are never packed or padded here, and gradients are added up
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -31,7 +31,7 @@ FP16_LOSS_SCALE = 2.0**12
 
 @dataclass(kw_only=True)
 class Model:
-    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizer`` is None without any.
+    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizers``: one for each of them.
 
     ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted.
     """
@@ -40,7 +40,7 @@ class Model:
     decoder: Decoder
     weights: Weights
     trained: frozenset[str]
-    optimizer: Sgd | AdamW | None = None
+    optimizers: dict[str, Sgd | AdamW] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     updates: int = 0
 
@@ -169,7 +169,8 @@ def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator
 
 def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weights:
     scale = model.scale(policy)
-    gradients = {name: leaf.grad / scale for name, leaf in leaves.items() if leaf.grad is not None}
+    given = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients = given if scale == 1.0 else {name: gradient / scale for name, gradient in given.items()}
     assert gradients.keys() == model.trained
     wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if wrong and not model.loss_scale:

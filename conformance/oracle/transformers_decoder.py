@@ -7,7 +7,7 @@ as an error of the model. Its weights are arguments: gradients, optimizer and ma
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,10 +111,12 @@ class TransformersDecoder:
     def varied(self, variant: Variant) -> "TransformersDecoder":
         return self
 
-    def load(self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, device: str) -> Weights:
-        weights = _Module(self._loaded(folder, device, dtype), self._prefix).weights
+    def load(
+        self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, devices: Sequence[str]
+    ) -> Weights:
+        weights = _Module(self._loaded(folder, devices[0], dtype), self._prefix).weights
         if self._head == "value":
-            weights[SCORE] = _tensor(folder, SCORE).to(device, dtype)
+            weights[SCORE] = _tensor(folder, SCORE).to(devices[0], dtype)
         return variant.loaded(weights, None, trained=trained)
 
     router_loss = 0.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from conformance.judge.compare import movement, named
 from conformance.judge.distance import Tensors, floor_of
+from conformance.judge.seen import movement, named
 from conformance.observable import AGAINST_REBUILT, Observable, unobserved_step
 from conformance.record.format import Line, number
 from conformance.record.tensors import Record, StepRecord

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass as validated
 from conformance.asking import find_backend
 from conformance.backend import BackendEntry, registered_backends
 from conformance.faults import find_fault
+from conformance.inputs.random_model import with_skeleton
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell, Handover, Leg
@@ -88,13 +89,14 @@ class Profile:
 class Overrides:
     """Options of the user that replace values of the profile: model folder, fields of ``data``, seed, stride of a ring.
 
-    ``trust_remote_code``: see Scenario.
+    ``sketch``, ``trust_remote_code``: see Scenario.
     """
 
     model: str | None = None
     seed: int | None = None
     stride: int | None = None
     data: tuple[tuple[str, Any], ...] = ()
+    sketch: int | None = None
     trust_remote_code: bool = False
 
 
@@ -112,6 +114,7 @@ def select_cells(selection: Selection) -> list[Cell]:
         seed=selection.seed,
         stride=selection.ring_head_stride,
         data=tuple((key, value) for key, value in data.items() if value is not None),
+        sketch=selection.sketch,
         trust_remote_code=selection.trust_remote_code,
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
@@ -185,11 +188,14 @@ def expand(
     for table in profile.cells:
         chains = _chains(table, backends)
         models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
+        models = tuple(map(with_skeleton, models))
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
             trusted = overrides.trust_remote_code
             values: dict[str, Any] = {"model": model, "precision": precision, "trust_remote_code": trusted}
             if overrides.seed is not None:
                 values["seed"] = overrides.seed
+            if overrides.sketch is not None:
+                values["sketch"] = overrides.sketch
             own = scenario_name.endswith(".toml")
             file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)

@@ -38,6 +38,13 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 _count, _seed = _whole(1, 2**20), _whole(0, 2**32 - 1)
 
 
+def _size(text: str) -> int:
+    """The type of an option: a whole number from 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+    return int(text)
+
+
 def _option(help_text: str, *, default: Any = None, **arguments: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **arguments})
 
@@ -171,6 +178,12 @@ class Selection(Options):
     packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
     ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=_count, metavar="N")
     seed: int | None = _option("another model and another order of the documents", type=_seed, metavar="N")
+    sketch: int | None = _option(
+        "keep sketches of matrices with more than N elements, not the matrices (default: 65536 where models have more "
+        "than 500 million parameters, else none)",
+        type=_size,
+        metavar="N",
+    )
     trust_remote_code: bool = _option(
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.paths import cache_folder
 from conformance.plan.cell import Cell
 from conformance.role import Role
 from conformance.room.estimate import Estimate, Size, Total, estimate, free_of, size_of, total
-from conformance.run.oracles import cache_folder
 from conformance.validation import UsageError
+from conformance.world import Device
 from conformance.world.launch import available_memory
 
 DOUBT = 1.5
@@ -50,15 +51,15 @@ def room_of(out: Path) -> Room:
     )
 
 
-def needs_of(cells: Sequence[Cell], room: Room) -> Needs:
+def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu") -> Needs:
     """Raises UsageError for a model that cannot be used. ``cells``: one or more."""
-    sizes: dict[tuple[str, tuple[Role, ...]], Size] = {}
+    sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
     found = []
     for cell in cells:
-        key = cell.scenario.model, tuple(cell.scenario.objective.roles)
+        key = cell.scenario.model, tuple(cell.scenario.objective.roles), cell.scenario.sketch
         if key not in sizes:
             sizes[key] = size_of(cell.scenario)
-        found.append((cell, estimate(cell, sizes[key])))
+        found.append((cell, estimate(cell, sizes[key], device=device)))
     of_all = total(found)
     impossible, doubtful = [], []
     for needed, there, said in _held_against(of_all, room):
@@ -69,13 +70,13 @@ def needs_of(cells: Sequence[Cell], room: Room) -> Needs:
     return Needs(cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
 
 
-def check_room(cells: Sequence[Cell], out: Path, *, warn: Callable[[str], None]) -> None:
+def check_room(cells: Sequence[Cell], out: Path, *, device: Device, warn: Callable[[str], None]) -> None:
     """Raises UsageError, which says what would fit, if the cells cannot fit on this machine; ``warn`` gets what may
     not fit."""
     if not cells:
         return
     room = room_of(out)
-    needs = needs_of(cells, room)
+    needs = needs_of(cells, room, device=device)
     if needs.impossible:
         raise UsageError(f"{'; '.join(needs.impossible)}; {advice(needs, room)} (parity plan shows the estimates)")
     for said in needs.doubtful:

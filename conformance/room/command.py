@@ -33,7 +33,7 @@ def run(cells: Sequence[Cell], out: Path, *, device: Device) -> tuple[list[str],
     if not supported:
         raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list says why")
     room = room_of(out)
-    needs = needs_of(supported, room)
+    needs = needs_of(supported, room, device=device)
     rates, processors = _rates(), os.cpu_count() or 1
     seconds = [one.seconds(rates, cell.scenario.precision, processors=processors) for cell, one in needs.cells]
     width = max(len(str(cell)) for cell in supported)

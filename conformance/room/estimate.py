@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.inputs.model import weight_shapes
+from conformance.inputs.random_model import is_large, shapes_of
 from conformance.observable import unobserved_step
 from conformance.oracle.decoder import read_decoder
 from conformance.paths import resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.identity import FLOAT64, noise_runs
+from conformance.record.sketch import numbers_kept, sketched_above
 from conformance.scenario import Precision, Scenario
+from conformance.world import Device
 
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of masters, moments and records
 FLOAT64_BYTES = 8  # of the oracle
@@ -26,6 +28,8 @@ PASSING = 2  # further whole copies: of what is loaded, gathered, or kept for th
 LOGITS = 5  # tensors of tokens x V at once: logits, their log-probs and exponentials, and gradients
 ORACLE = 7.5  # copies, in float64: weights, gradients, moments, and what a step makes of them before it is written
 JUDGE = 13  # copies, in float64: of a step of the cell and of the oracle, and the update that is rebuilt
+ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU, without a model
+LOADED = 1.2  # copies of the model in the host's memory while a rank on a GPU loads it
 IDLE = 0.5  # of its peak that a rank holds on to between cells
 OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
@@ -33,11 +37,13 @@ DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judge
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """parameters: of all models of the objective together; trained: of those that are trained."""
+    """parameters: of all models of the objective together; trained: of those that are trained. kept: numbers that a
+    record keeps of a trained model, for each of its parameters: 1, or less where it keeps sketches."""
 
     parameters: int
     trained: int
     vocabulary: int
+    kept: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,8 @@ class Estimate:
     """Of one cell. rank, oracle, judge: bytes of the memory of a rank, of the oracle's process and of this process,
     at their peaks. ranks: their largest number. record: bytes of the cell's records, with what legs hand over.
     references: bytes of each oracle record, by what it is of. operations: multiplications and additions of a step's
-    forward and backward passes, of all ranks. steps: their number."""
+    forward and backward passes, of all ranks. steps: their number. at_once: whether ranks and oracle compute at the
+    same time."""
 
     rank: float
     ranks: int
@@ -55,11 +62,13 @@ class Estimate:
     references: Mapping[str, float]
     operations: float
     steps: int
+    at_once: bool = True
 
     @property
     def host(self) -> float:
         """Bytes at the worst moment: ranks and oracle at work, or the judge beside what they hold on to."""
-        at_work = IMPORTED * 2 + self.ranks * self.rank + self.oracle
+        ranks = self.ranks * self.rank
+        at_work = IMPORTED * 2 + (ranks + self.oracle if self.at_once else max(ranks, self.oracle))
         return max(at_work, IMPORTED * 3 + self.judge + IDLE * (self.ranks * self.rank + self.oracle))
 
     def seconds(self, rates: Mapping[Precision, float], precision: Precision, *, processors: int) -> float:
@@ -85,29 +94,40 @@ class Total:
 def size_of(scenario: Scenario) -> Size:
     """Of the models of a scenario; only headers of files are read. Raises UsageError for a model of no use."""
     model = resolve(scenario.model)
-    count = sum(math.prod(shape) for shape in weight_shapes(model).values())
+    shapes = shapes_of(model).values()
+    count = sum(map(math.prod, shapes))
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     decoder = read_decoder(model, disable_dropout=disable, trusted=trusted)
     roles = scenario.objective.roles
+    above = sketched_above(scenario.sketch, count * len(roles))
     return Size(
         parameters=count * len(roles),
         trained=count * sum(role.trained for role in roles),
         vocabulary=decoder.vocab_size,
+        kept=sum(numbers_kept(shape, above=above) for shape in shapes) / count,
     )
 
 
-def estimate(cell: Cell, size: Size) -> Estimate:
+def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
+    """On ``cuda``: of the host's memory alone; what a GPU has no room for is told by CUDA."""
     scenario, data = cell.scenario, cell.scenario.data
     own = BYTES[scenario.precision]
     longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
+    rank = max(_rank(leg, scenario, size) for leg in cell.legs)
+    oracle = RANK + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
+    if device == "cuda":
+        rank = ON_GPU + LOADED * size.parameters * own
+        oracle = ON_GPU if is_large(scenario) else oracle
     return Estimate(
-        rank=max(_rank(leg, scenario, size) for leg in cell.legs),
+        rank=rank,
         ranks=cell.world_size,
-        oracle=RANK + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest,
-        judge=JUDGE * size.trained * FLOAT64_BYTES,
+        oracle=oracle,
+        at_once=not is_large(scenario),
+        judge=JUDGE * size.trained * size.kept * FLOAT64_BYTES,
         record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
         references={
             f"{cell.asked_of_oracle} {run}": (size.parameters + 2 * scenario.steps * size.trained)
+            * size.kept
             * (FLOAT64_BYTES if run == FLOAT64 else own)
             for run in (FLOAT64, *noise_runs(scenario.precision)[:1])
         },
@@ -160,7 +180,7 @@ def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
     and moments, in the record and in the folder that is saved."""
     observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
     handed = 2 * 3 * size.trained if leg.save else 0
-    return float((size.parameters + 2 * observed * size.trained + handed) * own)
+    return float(((size.parameters + 2 * observed * size.trained) * size.kept + handed) * own)
 
 
 def free_of(path: Path) -> Path:

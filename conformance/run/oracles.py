@@ -23,11 +23,14 @@ import torch
 
 from conformance import oracle
 from conformance.defect import Defect, defects_to_json
-from conformance.inputs.prepare import FrozenInputs, complete_or_nothing, locked, short_key
+from conformance.inputs.files import complete_or_nothing, locked
+from conformance.inputs.prepare import FrozenInputs, short_key
+from conformance.inputs.random_model import is_large
 from conformance.lora import ADAPTER
 from conformance.oracle.decoder import is_written
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.run import PolicyName
+from conformance.paths import cache_folder
 from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
 from conformance.record.identity import FLOAT64, noise_runs
@@ -102,7 +105,8 @@ class Oracles:
         return "; ".join(filter(None, (run.result() for run in runs)))
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
-        device = "cpu" if policy == "float64" else self._device
+        # Float64 is the same everywhere; a large model is only computed where that takes seconds.
+        device = "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
         if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
             reference = self.folder(cell) / FLOAT64  # which was run before, in the same thread
             if not _is_whole(reference):
@@ -161,12 +165,6 @@ class Oracles:
     def _close(self) -> None:
         self._pool.close()
         prune(self._cache, size=CACHE_SIZE)
-
-
-def cache_folder() -> Path:
-    """The folder in which records are kept across runs."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
-    return Path(os.environ.get("PARITY_CACHE") or default)
 
 
 def _cache_for(root: Path) -> Path:

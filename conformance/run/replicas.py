@@ -1,11 +1,12 @@
 """Replicas: checks that numbers that several ranks claim to share are really equal. Serves claim 3.
 
 Ranks exchange digests. Only pieces whose bits differ are exchanged themselves, one at a time, to measure the distance.
+No more than one piece is copied at a time: together they may be as large as the model.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from conformance.backend import Shard
+from conformance.hashing import splitmix64
 
+Source = Callable[[], Iterable[Shard]]  # this rank's pieces, anew with every call
 Piece = tuple[str, str, str]  # group, name, region
+HASHED_AT_ONCE = 2**24  # words of 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +35,28 @@ class Replicas:
     differing: list[dict[str, Any]]
 
 
-def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
+def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     """Compare every piece of each group between the ranks that hold it. Collective; all ranks pass the same groups.
 
     An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
     in float64, where x_0 is the piece of the first of these ranks.
     """
-    mine = {(key, s.name, s.region): s.tensor.detach().cpu() for key, shards in groups.items() for s in shards}
-    digests = {piece: hashlib.sha256(_bytes(tensor)).digest() for piece, tensor in mine.items()}
+    digests = {(key, s.name, s.region): _digest(s.tensor) for key, source in groups.items() for s in source()}
     everyone: list[dict[Piece, bytes]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     holders: dict[Piece, list[int]] = defaultdict(list)
     for rank, held in enumerate(everyone):
         for piece in held:
             holders[piece].append(rank)
+    apart = [p for p, ranks in holders.items() if len({everyone[rank][p] for rank in ranks}) > 1]
+    mine = _copies(groups, set(apart)) if apart else {}
     differing: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for piece, ranks in holders.items():
-        if len({everyone[rank][piece] for rank in ranks}) == 1:
-            continue
+    for piece in apart:
         copies: list[torch.Tensor | None] = [None] * len(everyone)
         dist.all_gather_object(copies, mine.get(piece))
         relative = _distance([copy for copy in copies if copy is not None])
         key, name, region = piece
-        differing[key].append({"name": name, "region": region, "ranks": ranks, "relative": relative})
+        differing[key].append({"name": name, "region": region, "ranks": holders[piece], "relative": relative})
     return {
         key: Replicas(
             offered=sum(piece[0] == key for held in everyone for piece in held),
@@ -64,12 +67,18 @@ def compare(groups: Mapping[str, Iterable[Shard]]) -> dict[str, Replicas]:
     }
 
 
-def pieces(groups: Mapping[str, Iterable[Shard]]) -> dict[str, dict[str, list[int]]]:
+def _copies(groups: Mapping[str, Source], wanted: set[Piece]) -> dict[Piece, torch.Tensor]:
+    """Of this rank's pieces the ``wanted`` ones, on the CPU."""
+    named = (((key, s.name, s.region), s.tensor) for key, source in groups.items() for s in source())
+    return {piece: tensor.detach().to("cpu", copy=True) for piece, tensor in named if piece in wanted}
+
+
+def pieces(groups: Mapping[str, Source]) -> dict[str, dict[str, list[int]]]:
     """By the name of each tensor and the region of each of its pieces, the ranks that hold the piece. Collective.
 
     Two models with a tensor of the same name are taken together.
     """
-    mine = {(shard.name, shard.region) for shards in groups.values() for shard in shards}
+    mine = {(shard.name, shard.region) for source in groups.values() for shard in source()}
     everyone: list[set[tuple[str, str]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -89,5 +98,21 @@ def _distance(copies: list[torch.Tensor]) -> float:
     return max(float((copy.double() - first).norm()) for copy in copies[1:]) / norm
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of the bits of a tensor: SHA-256 of those on the CPU; of those on a GPU, which has no such function, a hash."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if bits.device.type == "cpu":
+        return hashlib.sha256(bits.numpy().tobytes()).digest()
+    return hash_of_bits(bits).to_bytes(8, "little", signed=True)
+
+
+def hash_of_bits(bits: torch.Tensor) -> int:
+    """The sum of splitmix64(word xor splitmix64(place)) over the 64-bit words of uint8 (bytes,): where two tensors
+    differ, equal by chance once in 2^64."""
+    total = 0
+    for begin in range(0, len(bits), 8 * HASHED_AT_ONCE):
+        block = bits[begin : begin + 8 * HASHED_AT_ONCE]
+        words = torch.nn.functional.pad(block, (0, -len(block) % 8)).view(torch.int64)
+        places = splitmix64(torch.arange(len(words), device=bits.device) + begin // 8, seed=len(bits))
+        total += int(splitmix64(places.bitwise_xor_(words), seed=1).sum())
+    return (total + 2**63) % 2**64 - 2**63

@@ -20,6 +20,7 @@ from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.inputs.random_model import is_large
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both, told_of
 from conformance.objective import all_observables
@@ -138,9 +139,10 @@ class Session:
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         waiting = self._waiting = deque(cell for cell in cells if not self.refusal(cell))
-        check_room(waiting, self.config.out, warn=logger.warning)
+        check_room(waiting, self.config.out, device=self.config.device, warn=logger.warning)
         for cell in waiting:
-            self._request(cell)
+            if not is_large(cell.scenario):
+                self._request(cell)
         try:
             for cell in cells:
                 if waiting and cell is waiting[0]:
@@ -214,6 +216,11 @@ class Session:
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
+        if is_large(cell.scenario):  # what the oracle needs has to be free again before ranks begin
+            self._doing = "waiting for the oracle"
+            if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
+                verdict = Verdict(state="infrastructure", reason=missing)
+                return Attempt(fresh=fresh, verdict=verdict, completed=False), False
         self._doing = "waiting for the oracle's choices of experts"
         inputs = self._oracles.replayed(cell, inputs)
         self._doing = "starting fresh ranks" if fresh else "starting ranks"
@@ -301,7 +308,8 @@ class Session:
         Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
         functions_of(cell.scenario.objective)
-        return self._refusals.refusal(cell, next(iter(prepare_inputs(cell.scenario, self.config.out).models.values())))
+        inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
+        return self._refusals.refusal(cell, next(iter(inputs.models.values())))
 
     def folder(self, cell: Cell) -> Path:
         """What belongs to the cell, its verdict as well."""

@@ -8,7 +8,8 @@ import contextlib
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,19 +22,21 @@ from conformance import faults
 from conformance.asking import package_version
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
+from conformance.inputs.model import elements_of
 from conformance.layout import Layout
 from conformance.lora import ADAPTER
 from conformance.objective import all_observables
 from conformance.observable import STATE_KINDS, Observable, model_key, unobserved_step
 from conformance.oracle.decoder import is_routed
 from conformance.plan.cell import Handover
+from conformance.record.sketch import kept, key_of, sketched_above
 from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.run.memory import PeakMemory
-from conformance.run.replicas import Replicas, compare, pieces
+from conformance.run.replicas import Replicas, Source, compare, pieces
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.world import RankContext, mark
 
@@ -67,8 +70,9 @@ def run_leg(
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
         begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
-        routed = is_routed(Path(next(iter(models.values()))))
-        observer = _Observer(rank, config, begins, Path(record), first_step, routed=routed)
+        folders = {role: Path(folder) for role, folder in models.items()}
+        above, routed = sketched_above(config.sketch, elements_of(folders)), is_routed(next(iter(folders.values())))
+        observer = _Observer(rank, config, begins, Path(record), first_step, above=above, routed=routed)
         # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
         seed_generators(config.seed, rank.rank, first_step)
@@ -79,7 +83,6 @@ def run_leg(
         stack.callback(register_module_forward_pre_hook(lambda *_: mark()).remove)
         rank.beat("setup")
         backend = adapter()
-        folders = {role: Path(folder) for role, folder in models.items()}
         resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
         if load:
             rank.beat("load")
@@ -169,8 +172,10 @@ class _Observer:
         path: Path,
         first_step: int,
         *,
+        above: float,
         routed: bool,
     ) -> None:
+        self.above = above  # this many elements a matrix is sketched
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.precision == "exact", scenario.seed
         self.roles = scenario.objective.roles
@@ -233,7 +238,7 @@ class _Observer:
             )
         if watcher:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in watcher.leaks]
-        shards: dict[str, Iterator[Shard]] = {}
+        shards: dict[str, Source] = {}
         if read:
             for role in trained.values():
                 tensors |= self._gather("weight", role, backend)
@@ -251,7 +256,7 @@ class _Observer:
         tensors |= self._rows(metrics)
         lost = {o.key for o in self.observables if o.lost_if and values.get(o.lost_if)}
         values = {key: value for key, value in values.items() if key not in lost}
-        tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in lost}
+        tensors = {name: tensor for name, tensor in tensors.items() if key_of(name) not in lost}
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
@@ -267,13 +272,13 @@ class _Observer:
             self.writer.finish({**told, **found})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
-        """Walk ``named_tensors`` on all ranks; returns copies on the CPU on rank 0, an empty dict on other ranks."""
-        kept = {}
+        """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks."""
+        found: dict[str, torch.Tensor] = {}
         for name, tensor in backend.named_tensors(kind, role.name):
             if self.rank.rank == 0:
-                kept[f"{model_key(role.prefix, kind)}/{name}"] = tensor.detach().to("cpu", copy=True)
+                found |= kept(f"{model_key(role.prefix, kind)}/{name}", tensor, above=self.above)
             mark()
-        return kept
+        return found
 
     def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
         """The training state of all trained models on rank 0; empty if the backend does not show it."""
@@ -329,22 +334,22 @@ def given(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
     return {"step": batch.step, "tokens": sum(row.length for row in batch.rows), "targets": targets}
 
 
-def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Iterator[Shard]]:
+def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Source]:
     """This rank's pieces of the tensors of the given roles, by the observable's key."""
-    return {model_key(role.prefix, kind): backend.local_shards(kind, role.name) for role in roles}
+    return {model_key(role.prefix, kind): partial(backend.local_shards, kind, role.name) for role in roles}
 
 
-def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Iterator[Shard]]:
+def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Source]:
     """This rank's scalars and rows that other ranks should hold as well, as shards, by the observable's key."""
-    pieces: dict[str, Iterator[Shard]] = {}
+    pieces: dict[str, Source] = {}
     for o in observables:
         if o.replicated == "no" or o.kind == "tensors":
             continue
         if o.kind == "rows":
-            rows = metrics.rows.get(o.key, {})
-            pieces[o.key] = iter([Shard(f"row {row}", "full", tensor) for row, tensor in rows.items()])
+            shards = [Shard(f"row {row}", "full", tensor) for row, tensor in metrics.rows.get(o.key, {}).items()]
         else:
             # A rank without the number gives NaN, so that it differs from ranks that have the number.
             number = metrics.values.get(o.key, float("nan"))
-            pieces[o.key] = iter([Shard(o.key, "full", torch.tensor(number, dtype=torch.float64))])
+            shards = [Shard(o.key, "full", torch.tensor(number, dtype=torch.float64))]
+        pieces[o.key] = partial(iter, shards)
     return pieces

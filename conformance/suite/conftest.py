@@ -67,9 +67,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does."""
-    refusals = Refusals(ranks(config).device)
+    refusals = Refusals(device := ranks(config).device)
     able = [cell for cell in cells if not refusals.refusal(cell, resolve(cell.scenario.model))]
-    check_room(able, config.stash[OUT], warn=lambda said: warnings.warn(pytest.PytestWarning(said), stacklevel=2))
+
+    def warn(said: str) -> None:
+        warnings.warn(pytest.PytestWarning(said), stacklevel=2)
+
+    check_room(able, config.stash[OUT], device=device, warn=warn)
 
 
 def session_config(config: pytest.Config) -> SessionConfig:

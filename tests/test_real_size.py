@@ -1,0 +1,247 @@
+"""Runs at real size, with shapes of a few thousand parameters: random weights, sketches, planted bugs, devices."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cells import exhaustive
+from conftest import make_cell
+from safetensors import safe_open
+
+from conformance import cli
+from conformance.backend import BackendEntry, find_backend
+from conformance.batch import read_batches
+from conformance.inputs import random_model
+from conformance.inputs.model import INDEX
+from conformance.inputs.prepare import prepare_inputs
+from conformance.inputs.random_model import RECIPE, draw_weights, is_large, is_sketched, shapes_of, with_skeleton
+from conformance.inputs.tokenizer import load_tokenizer
+from conformance.oracle.architecture import read_architecture
+from conformance.oracle.devices import SPARE, bytes_needed, devices_for
+from conformance.oracle.forward import device_of, load_weights, parameter_shapes
+from conformance.oracle.run import POLICIES, run_oracle
+from conformance.paths import FIXTURES
+from conformance.record.results import read_run
+from conformance.record.tensors import Record, read_record
+from conformance.role import Role
+from conformance.run.session import Session, SessionConfig
+from conformance.scenario import Scenario, load_scenario
+from conformance.validation import UsageError
+
+SMALL = {
+    **{"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 3000},
+}
+POLICY = Role(name="policy")
+
+
+def shrunk(folder: Path, **changes: Any) -> Path:
+    """A random model in the shape of openPangu-1B with smaller numbers, beside the small model that it is like."""
+    for name in ("pangu", "openpangu-embedded-1b"):
+        shutil.copytree(FIXTURES / "models" / name, folder / name)
+    config = folder / "openpangu-embedded-1b" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | SMALL | changes))
+    return config.parent
+
+
+def scenario_of(model: Path, name: str = "sft-real", **changes: Any) -> Scenario:
+    file = FIXTURES / "scenarios" / f"{name}.toml"
+    return load_scenario(file, model=with_skeleton(str(model)), precision="exact", **changes)
+
+
+# --- random models ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_drawn_where_they_are_needed_alike_every_time_and_with_nothing_neutral(tmp_path: Path) -> None:
+    scenario = scenario_of(shrunk(tmp_path / "models"), "grpo-real")
+    planned = prepare_inputs(scenario, tmp_path / "out", draws=False)
+    assert not list(planned.models["policy"].glob("*.safetensors"))
+    folders = [prepare_inputs(scenario, tmp_path / out).models for out in ("out", "again")]
+    architecture = read_architecture(folders[0]["policy"])
+    first, again = (load_weights(models["policy"], architecture, torch.float64) for models in folders)
+    assert {name: tuple(weight.shape) for name, weight in first.items()} == parameter_shapes(architecture)
+    assert all(torch.equal(weight, again[name]) for name, weight in first.items())
+    assert all(weight.std() > 0.01 for weight in first.values())
+    assert all(abs(w.mean() - 1) < 0.1 for name, w in first.items() if name.endswith("norm.weight"))
+    reference = load_weights(folders[0]["reference"], architecture, torch.float64)
+    apart = {name: ((weight - first[name]).norm() / weight.norm()).item() for name, weight in reference.items()}
+    assert all(0.01 < distance < 0.1 for distance in apart.values())
+
+
+def test_tokens_reach_the_whole_vocabulary_and_special_ones_stay(tmp_path: Path) -> None:
+    scenario = scenario_of(shrunk(tmp_path / "models"), "sft-real", steps=1)
+    small, large = (load_tokenizer(folder) for folder in (FIXTURES / "models" / "pangu", Path(scenario.model)))
+    assert (large.eos_token_id, large.pad_token_id) == (small.eos_token_id, small.pad_token_id)
+    text = "94 minus 5? Sum of 92, 7 and 6?"
+    assert large.decode(large.encode(text)) == text
+    for name in ("sft-real", "grpo-real"):
+        batches = prepare_inputs(scenario_of(tmp_path / "models" / "openpangu-embedded-1b", name), tmp_path / "out")
+        with safe_open(batches.batches, framework="pt") as file:
+            tokens = torch.cat([file.get_tensor(key).flatten() for key in file.keys() if "tokens" in key])  # noqa: SIM118
+        assert 2700 < int(tokens.max()) < 3000
+        assert len(tokens.unique()) > 60
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"like": "nothing"}, "nothing"),
+        ({"like": "../pangu"}, "like"),
+        ({"seed": -1}, "seed"),
+        ({"sead": 1}, "sead"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    model = shrunk(tmp_path / "models")
+    values = {"seed": 0, "like": "pangu"} | change
+    (model / RECIPE).write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
+    with pytest.raises(UsageError, match=said):
+        with_skeleton(str(model))
+
+
+def test_a_vocabulary_smaller_than_the_small_models_and_a_value_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has to be the smaller one"):
+        with_skeleton(str(shrunk(tmp_path / "models", vocab_size=300)))
+    model = random_model.random_model(Path(with_skeleton(str(shrunk(tmp_path / "others")))))
+    assert model
+    with pytest.raises(UsageError, match="no value model is made"):
+        draw_weights(model, Role(name="critic", head="value"), tmp_path, seed=0)
+    assert not (tmp_path / INDEX).exists()
+
+
+@pytest.mark.parametrize(("size", "elements"), [("1b", 1.16e9), ("7b", 8.03e9)])
+def test_the_published_shapes_are_large_and_sketched(size: str, elements: float) -> None:
+    folder = FIXTURES / "models" / f"openpangu-embedded-{size}"
+    scenario = scenario_of(folder)
+    assert sum(torch.Size(shape).numel() for shape in shapes_of(Path(scenario.model)).values()) == pytest.approx(
+        elements, rel=0.01
+    )
+    assert is_large(scenario)
+    assert is_sketched(scenario)
+    assert not is_sketched(scenario_of(folder, sketch=10**10))
+
+
+# --- where the oracle computes ----------------------------------------------------------------------------------------
+
+
+def test_layers_are_placed_in_turn_and_what_is_around_them_at_the_ends() -> None:
+    architecture = read_architecture(FIXTURES / "models" / "openpangu-embedded-7b")
+    devices = [device_of(name, architecture, ["a", "b", "c"]) for name in parameter_shapes(architecture)]
+    assert devices == sorted(devices)
+    assert {devices.count(device) for device in "abc"} <= {11 * 13, 11 * 13 + 1, 12 * 13 + 1, 11 * 13 + 2}
+    assert {device_of(name, architecture, ["cpu"]) for name in parameter_shapes(architecture)} == {"cpu"}
+
+
+def test_a_model_takes_as_many_gpus_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 139 * 2**30
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free, free))
+    one_b, seven_b = (FIXTURES / "models" / f"openpangu-embedded-{size}" for size in ("1b", "7b"))
+    for folder, name, gpus in ((one_b, "grpo-real", 1), (seven_b, "sft-real-sgd", 2)):
+        scenario = scenario_of(folder, name)
+        roles = {role.name: Path(scenario.model) for role in scenario.objective.roles}
+        each = sum(torch.Size(shape).numel() for shape in shapes_of(Path(scenario.model)).values())
+        monkeypatch.setattr("conformance.oracle.devices.elements_of", lambda models, each=each: each)
+        needed = bytes_needed(scenario, roles, POLICIES["float64"])
+        assert devices_for("cuda:0", needed) == [f"cuda:{gpu}" for gpu in range(gpus)]
+        assert needed / gpus < free * (1 - SPARE)
+    assert devices_for("cpu", 10**15) == ["cpu"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["sft-real", "grpo-real"])
+def test_the_oracle_computes_the_same_on_one_gpu_and_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    scenario = scenario_of(shrunk(tmp_path / "models"), name)
+    inputs = prepare_inputs(scenario, tmp_path / "out")
+
+    def run(*devices: str) -> Record:
+        monkeypatch.setattr("conformance.oracle.run.devices_for", lambda *_: devices)
+        run_oracle(
+            scenario=scenario,
+            models=inputs.models,
+            batches=read_batches(inputs.batches),
+            out=(out := tmp_path / "-".join(devices)),
+            policy_name="float64",
+            device=devices[0],
+        )
+        return read_record(out)
+
+    right = run("cpu")
+    for found in (run("cuda:0"), run("cuda:0", "cuda:1")):
+        for own, reference in zip((found.loaded, *found.steps), (right.loaded, *right.steps), strict=True):
+            theirs = reference.tensors()
+            for key, tensor in own.tensors().items():
+                assert (tensor - theirs[key]).norm() <= 1e-13 * theirs[key].norm(), key
+
+
+def test_ranks_of_a_large_model_begin_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = make_cell("sft-packed", "pangu", "dp2", "exact", steps=1, rows=6)
+    monkeypatch.setattr(random_model, "LARGE_MODELS", 0)
+    with Session(SessionConfig(out=tmp_path / "out")) as session:
+        monkeypatch.setattr(session._oracles, "wait", lambda *_: "the oracle failed")
+        verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.reason) == ("infrastructure", "the oracle failed")
+    assert not (session.folder(cell) / "legs").exists()
+
+
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+
+
+def planted(name: str) -> BackendEntry:
+    return BackendEntry(name=name.lower(), target=f"planted_backends:{name}")
+
+
+HEAD_NORMS = [f"model.layers.{i}.self_attn.{x}_norm.weight" for i in (1, 0) for x in "qk"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "model", "layout", "tensors", "where"),
+    [
+        (planted("WrongBias"), (), "pangu", "dp2", ["model.layers.1.self_attn.o_proj.bias"], ""),
+        (planted("WrongRow"), (), "pangu", "dp2", ["lm_head.weight"], "row 203 by sketch"),
+        exhaustive(planted("WrongRow"), (), "pangu", "dp2.tp2", ["lm_head.weight"], ""),
+        (find_backend("megatron"), ("norms-not-summed",), "qwen3", "tp2", HEAD_NORMS, ""),
+    ],
+)
+def test_a_planted_bug_is_located_to_the_tensor(
+    session: Session,
+    backend: BackendEntry,
+    fault: tuple[str, ...],
+    model: str,
+    layout: str,
+    tensors: list[str],
+    where: str,
+) -> None:
+    cell = make_cell("sft-packed", model, layout, "exact", backend=backend, steps=1, rows=6, faults=fault, sketch=64)
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "gradients"), verdict.reason
+    assert "by sketches" in verdict.reason
+    found = [f for f in verdict.findings if f.stage == "gradients"]
+    assert {f.tensor.partition(" ")[0] for f in found} == set(tensors)
+    assert where in {f.where for f in found} or not where
+
+
+# --- the profile ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["sft-real/*/fsdp2/dp2/exact"],
+        exhaustive(["sft-real/*/exact", "sft-real-sgd/*/exact", "grpo-real/*/exact"]),
+    ],
+)
+def test_the_profile_real_size_conforms_in_a_shape_that_fits_here(tmp_path: Path, cells: list[str]) -> None:
+    model = shrunk(tmp_path / "models")
+    chosen = [option for pattern in cells for option in ("--cells", pattern)]
+    arguments = ["run", "--profile", "real-size", "--model", str(model), "--sketch", "64", *chosen]
+    backends = ["--backend", "fsdp2"] if len(cells) == 1 else []
+    assert cli.main([*arguments, *backends, "--out", str(tmp_path / "out")]) == 0
+    for entry in read_run(tmp_path / "out")[1]:
+        assert entry.verdict.state == "conforms", entry.verdict.reason
+        assert "parameters are compared by sketches" in entry.verdict.reason
