@@ -70,7 +70,7 @@ def test_the_oracle_computes_what_peft_computes_and_merges(tmp_path: Path, famil
     asked = scenario(family, lora={**vars(lora), "target_modules": lora.target_modules})
     folder = prepare_inputs(asked, tmp_path).models["policy"]
     decoder = read_decoder(folder).adapted(lora)
-    weights = decoder.load(folder, torch.float64, HONEST, trained=True, device="cpu")
+    weights = decoder.load(folder, torch.float64, HONEST, trained=True, devices=["cpu"])
     leaves = {name: tensor.requires_grad_(is_adapter(name)) for name, tensor in weights.items()}
     with exact_tier():  # transformers rounds to float32 in places
         logits = decoder.forward(TOKENS[0], leaves, POLICIES["float64"])
