@@ -65,7 +65,7 @@ class DeepspeedTrainable:
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
     skipped: bool = False
-    routers: Routers | None
+    routers: Routers | None = None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "DeepspeedContext", head: Head) -> None:

@@ -74,7 +74,7 @@ class Fsdp2Trainable:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
     skipped: bool = False
-    routers: Routers | None
+    routers: Routers | None = None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
     def __init__(self, context: "Fsdp2Context", head: Head) -> None:
