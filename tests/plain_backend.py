@@ -183,6 +183,11 @@ class PlainContext:
         dist.all_reduce(total)
         return total.item()
 
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.data_size
         dist.all_gather_object(values, value)
