@@ -37,11 +37,16 @@ class Routing:
     def choose(self, probabilities: Tensor, count: int) -> Tensor:
         """The experts of each token, (T, K). ``probabilities``: (T, X)."""
         if self.replayed:
-            return self.replayed[len(self.weights)]
+            return self.replayed[len(self.weights)].to(probabilities.device)
         return probabilities.topk(count, dim=-1).indices
 
     def note(self, probabilities: Tensor, chosen: Tensor, gates: Tensor) -> None:
-        """Keep what a router has done: ``chosen`` and the factors ``gates`` of their outputs, (T, K)."""
+        """Keep what a router has done: ``chosen`` and the factors ``gates`` of their outputs, (T, K).
+
+        Layers may be on several devices; all is kept where the first one is.
+        """
+        home = self.weights[0].device if self.weights else probabilities.device
+        probabilities, chosen, gates = probabilities.to(home), chosen.to(home), gates.to(home)
         self.weights.append(gates.new_zeros(probabilities.shape).scatter(-1, chosen, gates))
         counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).to(gates.dtype)
         sums = probabilities.sum(dim=0)

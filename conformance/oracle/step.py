@@ -103,11 +103,11 @@ def observe(
                     continue
                 tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if taught else NO_TAP
                 output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
-                loss = torch.zeros((), dtype=policy.stable)
+                loss = torch.zeros((), dtype=policy.stable, device=output.device)
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
                     balances[name].add(routing)
-                    loss = loss + _router_share(model, routing, chosen[name])
+                    loss = loss + _router_share(model, routing, chosen[name]).to(output.device)
                 if not taught:
                     if loss.requires_grad:
                         (loss * model.scale(policy)).backward()
@@ -150,11 +150,11 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
     return balance
 
 
-def _router_share(model: Model, routing: Routing, step: Balance | None) -> Tensor | float:
+def _router_share(model: Model, routing: Routing, step: Balance | None) -> Tensor:
     """What a document adds to the load-balancing loss, times its factor; 0 where that is in no loss."""
-    if step is None:
-        return 0.0
     assert routing.probabilities is not None
+    if step is None:
+        return routing.probabilities.new_zeros(())
     return model.decoder.router_loss * step.loss(routing.probabilities)
 
 
