@@ -11,7 +11,13 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def soft_caps_scores(folder: Path) -> bool:
-    """Whether the model in a Hugging Face folder soft-caps the scores of its attention, as Gemma 2 does."""
+def beyond_kernels(folder: Path) -> str:
+    """What attention of the model in a Hugging Face folder does and the kernels of torch and of rings do not; or ``""``.
+
+    Gemma 2 soft-caps scores, and gpt-oss has sinks.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("model_type") == "gemma2" and bool(config.get("attn_logit_softcapping", 50.0))
+    kind = config.get("model_type")
+    if kind == "gemma2" and config.get("attn_logit_softcapping", 50.0):
+        return "soft-capping of scores"
+    return "attention sinks" if kind == "gpt_oss" else ""

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from conformance.inputs.folder import runs_code
 from conformance.role import Head
 from conformance.validation import UsageError
-from impl.families import soft_caps_scores
+from impl.families import beyond_kernels
 from impl.published_code import fill_rotary_tables, older_names
 
 
@@ -122,4 +122,4 @@ def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: tor
     """The attention of a model that has no ring: torch's kernel, but not in the exact tier, which wants plain products,
     and not where the scores are soft-capped or the model has no use for the kernel."""
     has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
-    return "eager" if dtype == torch.float64 or soft_caps_scores(path) or has_no_kernel else "sdpa"
+    return "eager" if dtype == torch.float64 or beyond_kernels(path) or has_no_kernel else "sdpa"

@@ -21,7 +21,7 @@ from impl.collate import MicroBatch
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
-KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")  # model types whose routers are known
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")  # model types whose routers are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Routers:
 
     def _wrap(self, number: int, gate: Any) -> None:
         inner = gate.forward
-        # Mixtral's have no such switch, and always divide by the sum.
+        # Those of Mixtral and gpt-oss have no such switch, and always divide by the sum.
         normalised = getattr(gate, "norm_topk_prob", True)
 
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
-ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
 FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))

@@ -15,6 +15,7 @@ from conformance.oracle.parts import (
     SANDWICH,
     Architecture,
     Attention,
+    ClampedMlp,
     GatedMlp,
     Layer,
     MixtureOfExperts,
@@ -122,6 +123,32 @@ def _qwen3_moe(config: Config) -> Architecture:
     return _with_experts(config, replace(_attention(config, biases=biases), qk_norm="head"))
 
 
+def _gpt_oss(config: Config) -> Architecture:
+    """gpt-oss: arXiv 2508.10925 section 2: attention with sinks, every second layer with a window; all biases.
+
+    Before 5.18, transformers has the two numbers of the experts' activation in its code.
+    """
+    if config.take("quantization_config", None) is not None:
+        raise config.error(
+            "has quantized experts (MXFP4), which nobody trains; save it with Mxfp4Config(dequantize=True)"
+        )
+    config.demand("num_key_value_heads", "head_dim", "sliding_window")
+    config.demand("num_local_experts", "num_experts_per_tok")
+    config.must_be("hidden_act", "silu")
+    config.must_be("swiglu_alpha", 1.702)
+    config.must_be("swiglu_limit", 7.0)
+    config.take("experts_per_token", None)  # as published, beside the keys that are read
+    config.take("initial_context_length", None)
+    every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
+    windows = _windows(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
+    attention = replace(_attention(config, biases=EVERY if config.flag("attention_bias", True) else ()), sinks=True)
+    expert = ClampedMlp(size=config.size("intermediate_size"), alpha=1.702, limit=7.0)
+    moe = replace(_mixture(config, "num_local_experts", expert, normalised=True), router="router", router_bias=True)
+    norm = Norm(eps=_eps(config), rounds_last=True)
+    whole = _decoder(config, attention, moe, windows=windows, norm=norm)
+    return replace(whole, router_loss=_router_loss(config))
+
+
 def _phi3(config: Config) -> Architecture:
     """Phi-3: arXiv 2404.14219 section 2: Llama with fused matrices, a window, and positions on a part of each head.
 
@@ -184,6 +211,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
@@ -269,7 +297,7 @@ def _with_experts(config: Config, attention: Attention, *, shared: GatedMlp | No
 
 
 def _mixture(
-    config: Config, count: str, expert: GatedMlp, *, normalised: bool, shared: GatedMlp | None = None
+    config: Config, count: str, expert: GatedMlp | ClampedMlp, *, normalised: bool, shared: GatedMlp | None = None
 ) -> MixtureOfExperts:
     """``count``: the key of the number of experts."""
     experts, chosen = config.size(count), config.size("num_experts_per_tok")

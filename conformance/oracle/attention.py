@@ -35,17 +35,21 @@ def attend(
     scale: float,
     stable: torch.dtype,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
 
     ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: softmax's dtype.
-    ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2).
+    ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2). ``sinks``: (H,), a score of
+    every query for a key without a value, which only adds to the denominator (arXiv 2508.10925 section 2.2).
     """
     scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
     if softcap is not None:
         scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
     scores_HTT = scores_HTT.masked_fill(hidden, -torch.inf)
-    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable).to(v.dtype)
+    if sinks is not None:
+        scores_HTT = torch.cat([scores_HTT, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    probabilities_HTT = torch.softmax(scores_HTT, dim=-1, dtype=stable)[..., : len(k)].to(v.dtype)
     return (probabilities_HTT @ v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -73,6 +77,8 @@ def attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"self_attn.{name}_proj.weight"] = size
         if name in a.biases:
             shapes[f"self_attn.{name}_proj.bias"] = size[:1]
+    if a.sinks:
+        shapes["self_attn.sinks"] = (a.heads,)
     if a.qk_norm:
         widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (q_size, kv_size)
         shapes |= {f"self_attn.{x}_norm.weight": (width,) for x, width in zip("qk", widths, strict=True)}
@@ -93,12 +99,14 @@ def attention(
     v_THE = v_TKE.repeat_interleave(a.heads // a.kv_heads, dim=1)
     blind = hidden.all(dim=1)
     hidden = hidden & ~blind[:, None]
-    if policy.fused and a.softcap is None:  # torch's kernel has no soft-capping
+    sinks_H = w["self_attn.sinks"] if a.sinks else None
+    if policy.fused and a.softcap is None and sinks_H is None:  # torch's kernel has neither
         q_HTE, k_HTE, v_HTE = (tensor.transpose(0, 1)[None] for tensor in (q_THE, k_THE, v_THE))
         mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.scale)[0]
         mixed_THE = mixed_HTE.transpose(0, 1)
     else:
-        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap)
+        options = {"scale": a.scale, "stable": policy.stable, "softcap": a.softcap, "sinks": sinks_H}
+        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, **options)
     mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
     return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.oracle.linear import linear
-from conformance.oracle.parts import GatedMlp, MixtureOfExperts
+from conformance.oracle.parts import ClampedMlp, GatedMlp, MixtureOfExperts
 from conformance.oracle.policy import Policy
 from conformance.oracle.routing import Routing
 from conformance.oracle.tap import Module
@@ -18,15 +18,22 @@ def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[
     """Names and shapes of the parameters; a Linear's weight is (out, in), and experts are stacked."""
     if isinstance(part, GatedMlp):
         return _gated_shapes(part, hidden, "mlp")
-    shapes: dict[str, tuple[int, ...]] = {
-        "mlp.gate.weight": (part.experts, hidden),
-        "mlp.experts.gate_up_proj": (part.experts, 2 * part.expert.size, hidden),
-        "mlp.experts.down_proj": (part.experts, hidden, part.expert.size),
-    }
+    shapes: dict[str, tuple[int, ...]] = {f"mlp.{part.router}.weight": (part.experts, hidden)}
+    if part.router_bias:
+        shapes[f"mlp.{part.router}.bias"] = (part.experts,)
+    shapes |= {f"mlp.experts.{name}": (part.experts, *size) for name, size in _expert_shapes(part.expert, hidden)}
     if part.shared:
         shapes |= _gated_shapes(part.shared, hidden, "mlp.shared_expert")
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes
+
+
+def _expert_shapes(expert: GatedMlp | ClampedMlp, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+    into, size = 2 * expert.size, expert.size
+    if isinstance(expert, GatedMlp):
+        return [("gate_up_proj", (into, hidden)), ("down_proj", (hidden, size))]
+    biases: list[tuple[str, tuple[int, ...]]] = [("gate_up_proj_bias", (into,)), ("down_proj_bias", (hidden,))]
+    return [("gate_up_proj", (hidden, into)), ("down_proj", (size, hidden)), *biases]
 
 
 def _gated_shapes(mlp: GatedMlp, hidden: int, name: str) -> dict[str, tuple[int, ...]]:
@@ -67,7 +74,7 @@ def mixture_of_experts(
     they are divided by their sum, which is a softmax over the chosen ones (2401.04088 section 2.1). The softmax is in
     the stable dtype. No expert is full: every token goes to all that it has chosen.
     """
-    logits_TX = F.linear(x, w["mlp.gate.weight"])
+    logits_TX = F.linear(x, w[f"mlp.{moe.router}.weight"], w.get(f"mlp.{moe.router}.bias"))
     probabilities_TX = torch.softmax(logits_TX.to(policy.stable), dim=-1)
     chosen_TK = routing.choose(probabilities_TX, moe.chosen)
     gates_TK = probabilities_TX.gather(-1, chosen_TK)
@@ -78,8 +85,8 @@ def mixture_of_experts(
     y = torch.zeros_like(x)
     for number in range(moe.experts):
         token, place = torch.where(chosen_TK == number)
-        into, out = w["mlp.experts.gate_up_proj"][number], w["mlp.experts.down_proj"][number]
-        y = y.index_add(0, token, _expert(x[token], into, out, moe.expert) * gates_TK[token, place, None])
+        own = {name: w[f"mlp.experts.{name}"][number] for name, _ in _expert_shapes(moe.expert, x.shape[1])}
+        y = y.index_add(0, token, _expert(x[token], own, moe.expert) * gates_TK[token, place, None])
     if moe.shared is None:
         return y
     run = partial(gated_mlp, w=w, mlp=moe.shared, module=module, name="mlp.shared_expert")
@@ -87,10 +94,22 @@ def mixture_of_experts(
     return y + share_T1 * module("mlp.shared_expert", run, x)
 
 
-def _expert(x: Tensor, into: Tensor, out: Tensor, expert: GatedMlp) -> Tensor:
-    """A gated MLP; ``into`` (2F, D): rows of the gate, then of up. ``out``: (D, F)."""
-    gate_TF, up_TF = F.linear(x, into).chunk(2, dim=-1)
-    return F.linear(activated(gate_TF, expert) * up_TF, out)
+def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
+    """A gated MLP; rows of gate_up_proj (2F, D) are those of the gate, then of up. down_proj: (D, F)."""
+    if isinstance(expert, ClampedMlp):
+        return _clamped(x, w, expert)
+    gate_TF, up_TF = F.linear(x, w["gate_up_proj"]).chunk(2, dim=-1)
+    return F.linear(activated(gate_TF, expert) * up_TF, w["down_proj"])
+
+
+def _clamped(x: Tensor, w: Weights, expert: ClampedMlp) -> Tensor:
+    """The clamped SwiGLU with a residual connection of gpt-oss (arXiv 2508.10925 section 2.3; its code for the numbers).
+
+    gate_up_proj: (D, 2F). down_proj: (F, D).
+    """
+    both = x @ w["gate_up_proj"] + w["gate_up_proj_bias"]
+    gate_TF, up_TF = both[:, ::2].clamp(max=expert.limit), both[:, 1::2].clamp(-expert.limit, expert.limit)
+    return ((up_TF + 1) * gate_TF * torch.sigmoid(expert.alpha * gate_TF)) @ w["down_proj"] + w["down_proj_bias"]
 
 
 def activated(x: Tensor, mlp: GatedMlp) -> Tensor:

@@ -66,7 +66,8 @@ class Attention:
 
     window: a query at position i sees keys j with 0 <= i - j < window; None: all of j <= i. scale multiplies q k^T.
     biases: the projections that have one. fused: q, k and v are the rows of one matrix, ``qkv_proj``. qk_norm: RMSNorm
-    of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c).
+    of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c). sinks: a score
+    per head that is learned, which takes part in every softmax and has no value.
     """
 
     heads: int
@@ -79,6 +80,7 @@ class Attention:
     fused: bool = False
     qk_norm: Literal["head", "width"] | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +94,31 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedMlp:
+    """down((up(x) + 1) * gate(x) * sigmoid(alpha gate(x))), gate up to ``limit`` and up within it, all with biases.
+
+    An expert of gpt-oss: of one matrix (in, out), the even columns are the gate's, the odd ones those of up.
+    """
+
+    size: int
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
     """``chosen`` of so many ``experts`` for each token, each of them gated, weighted by a softmax over all experts.
 
-    normalised: the weights of the chosen experts are divided by their sum. shared: an expert that every token goes
-    through, weighted by a sigmoid of its own.
+    normalised: the weights of the chosen experts are divided by their sum. router: the router's name; with
+    ``router_bias``, it has one. shared: an expert that every token goes through, weighted by a sigmoid of its own.
     """
 
     experts: int
     chosen: int
-    expert: GatedMlp
+    expert: GatedMlp | ClampedMlp
     normalised: bool
+    router: str = "gate"
+    router_bias: bool = False
     shared: GatedMlp | None = None
 
 

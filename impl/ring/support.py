@@ -6,7 +6,7 @@ from conformance.backend import Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
-from impl.families import soft_caps_scores
+from impl.families import beyond_kernels
 from impl.ring.flash import INSTALL, available
 
 RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
@@ -16,8 +16,8 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
     """Supported, or Unsupported with what is wrong with this ring and what to use instead."""
     if layout.sp == layout.ulysses == 1:
         return Supported()
-    if soft_caps_scores(resolve(scenario.model)):
-        return Unsupported("the kernels of rings and of Ulysses have no soft-capping of scores; use sp1, with dp or tp")
+    if lacking := beyond_kernels(resolve(scenario.model)):
+        return Unsupported(f"the kernels of rings and of Ulysses have no {lacking}; use sp1, with dp or tp")
     if not available():
         return Unsupported(f"attention over sequence shards needs the package ring-flash-attn; run: {INSTALL}")
     if "torchcp" in layout.options and scenario.data.packed:
