@@ -12,7 +12,7 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def beyond_kernels(folder: Path) -> str:
-    """What attention of the model in a Hugging Face folder does and the kernels of torch and of rings do not; or ``""``.
+    """What a model's attention does that the kernels of torch and of rings do not; empty for most.
 
     Gemma 2 soft-caps scores, and gpt-oss has sinks.
     """

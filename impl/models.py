@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from conformance.inputs.folder import runs_code
 from conformance.role import Head
 from conformance.validation import UsageError
+from impl.document_masks import keep_documents_apart
 from impl.families import beyond_kernels
 from impl.published_code import fill_rotary_tables, older_names
 
@@ -48,6 +49,7 @@ def load_model(
                 f"parameter must never be left at random, so give the complete folder of this model"
             )
     model.config.use_cache = False
+    keep_documents_apart(model)
     return model.train()
 
 

@@ -21,7 +21,8 @@ from impl.collate import MicroBatch
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
-KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")  # model types whose routers are known
+CUT = ("mixtral", "qwen2_moe", "qwen3_moe")  # model types whose experts expert_parallel.py computes
+KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
 
 
 @dataclass(frozen=True, kw_only=True)

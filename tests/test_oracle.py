@@ -171,14 +171,14 @@ def test_fixtures_cannot_hide_a_bug() -> None:
             assert weight.ndim > 1 or (weight - neutral).abs().mean() > 1e-3, name
         assert all(layer.attention.kv_heads < layer.attention.heads for layer in architecture.layers)
     assert read_architecture(folder("pangu")).layers[0].attention.biases == ("q", "k", "v", "o")
-    for family in ("gemma2", "gemma3", "mistral", "phi3", "qwen2-yarn"):
+    for family in ("gemma2", "gemma3", "gpt-oss", "mistral", "phi3", "qwen2-yarn"):
         windows = [layer.attention.window for layer in read_architecture(folder(family)).layers]
         assert min(window for window in windows if window is not None) < len(LONG.tokens)
     kinds = {(u.attention.window, u.attention.rotary) for u in read_architecture(folder("gemma3")).layers}
     assert len(kinds) == 2
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss"])
 def test_scaled_positions_have_pairs_that_keep_their_frequency_lose_it_and_lie_between(family: str) -> None:
     rotary = read_architecture(folder(family)).layers[0].attention.rotary
     assert rotary.scaling is not None

@@ -103,7 +103,7 @@ def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
 
 
 def _clamped(x: Tensor, w: Weights, expert: ClampedMlp) -> Tensor:
-    """The clamped SwiGLU with a residual connection of gpt-oss (arXiv 2508.10925 section 2.3; its code for the numbers).
+    """The clamped SwiGLU with a residual connection of gpt-oss (arXiv 2508.10925 section 2.3).
 
     gate_up_proj: (D, 2F). down_proj: (F, D).
     """

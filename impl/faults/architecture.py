@@ -55,6 +55,11 @@ def _uncapped_scores(model: Any, path: Path) -> None:
             module.attn_logit_softcapping = None
 
 
+def _without_sinks(model: Any, path: Path) -> None:
+    """By transformers' interface to torch's kernel, which is given the sinks and does nothing with them."""
+    model.config._attn_implementation = "sdpa"
+
+
 ARCHITECTURE_FAULTS = (
     Fault(
         name="positions-not-scaled",
@@ -95,5 +100,15 @@ ARCHITECTURE_FAULTS = (
         loss_blind=False,
         needs="a model that soft-caps scores",
         wrap=_of_loaded(_uncapped_scores),
+    ),
+    Fault(
+        name="sinks-dropped",
+        summary="the softmax of attention is without its learned sinks, because the kernel knows none",
+        source="https://github.com/vllm-project/vllm-metal/pull/550",
+        seam="hugging_face_model",
+        stage="routing",
+        loss_blind=False,
+        needs="a model with attention sinks",
+        wrap=_of_loaded(_without_sinks),
     ),
 )

@@ -12,7 +12,7 @@ from impl.fsdp2.tensor_parallel import LAYER_NORMS
 from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
-from impl.routing import KINDS
+from impl.routing import CUT, KINDS
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -75,8 +75,8 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
         if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
-        if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in KINDS:
-            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(KINDS)}; use ep1")
+        if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in CUT:
+            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(CUT)}; use ep1")
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
         if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
