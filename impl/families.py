@@ -11,6 +11,9 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+LATENT = ("deepseek_v3",)  # model types whose values have heads of another size than queries and keys
+
+
 def beyond_kernels(folder: Path) -> str:
     """What a model's attention does that the kernels of torch and of rings do not; empty for most.
 

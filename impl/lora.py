@@ -17,6 +17,7 @@ from conformance.backend import Support, Supported, Unsupported
 from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, is_adapter
 from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
+from impl.models import published_buffers
 
 NAME = "default"  # what peft calls the only adapter of a model
 INSTALL = "pip install 'backend-parity[lora]'"
@@ -81,7 +82,7 @@ def write_adapter(folder: Path, adapted: Any, weights: Mapping[str, torch.Tensor
 def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of ``model`` with the adapter in ``folder`` added to them; in one process, which needs all of it."""
     merged = load_adapter(model, folder).merge_and_unload()
-    return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+    return {name: p.detach() for name, p in merged.named_parameters()} | published_buffers(merged)
 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -50,7 +50,19 @@ def load_model(
             )
     model.config.use_cache = False
     keep_documents_apart(model)
+    for buffer in published_buffers(model).values():
+        buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
     return model.train()
+
+
+def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a model's folder has beside parameters, by name: it is not trained, and is exported with them."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:

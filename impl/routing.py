@@ -21,7 +21,7 @@ from impl.collate import MicroBatch
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
-CUT = ("mixtral", "qwen2_moe", "qwen3_moe")  # model types whose experts expert_parallel.py computes
+CUT = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")  # model types whose experts expert_parallel.py computes
 KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
 
 
@@ -43,7 +43,8 @@ class Routers:
         self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
         self._replayed: list[Tensor] = []
         self._seen: dict[int, Choice] = {}
-        gates = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        gates = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+        self._scores = router_sigmoids if config.model_type == "deepseek_v3" else router_probabilities
         for number, gate in enumerate(gates):
             self._wrap(number, gate)
         self._slots = [int(gate.top_k) for gate in gates]
@@ -51,14 +52,14 @@ class Routers:
     def _wrap(self, number: int, gate: Any) -> None:
         inner = gate.forward
         # Those of Mixtral and gpt-oss have no such switch, and always divide by the sum.
-        normalised = getattr(gate, "norm_topk_prob", True)
+        normalised, factor = getattr(gate, "norm_topk_prob", True), getattr(gate, "routed_scaling_factor", 1.0)
 
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits, weights, chosen = inner(hidden)
-            probabilities = router_probabilities(logits)
+            probabilities = self._scores(logits)
             if self._replayed:
                 chosen = self._replayed[number]
-                weights = weights_of(probabilities, chosen, normalised=normalised).to(weights.dtype)
+                weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
             dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
             self._seen[number] = Choice(weights=dense, probabilities=probabilities)
             return logits, weights, chosen
@@ -92,8 +93,13 @@ def router_probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+def router_sigmoids(logits: Tensor) -> Tensor:
+    """A sigmoid for each expert, in float32 or wider: DeepSeek-V3's."""
+    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
 def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Tensor:
-    """The weights (N, K) of ``chosen`` experts."""
+    """The weights (N, K) of ``chosen`` experts, before a factor."""
     weights = probabilities.gather(-1, chosen)
     return weights / weights.sum(dim=-1, keepdim=True) if normalised else weights
 

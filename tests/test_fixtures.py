@@ -21,10 +21,10 @@ from conformance.scenario import DataConfig, load_scenario
 MODELS = FIXTURES / "models"
 FURTHER = [
     *("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2"),
-    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3"),
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
-TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe"}
+TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe", "deepseek-v3"}
 
 
 @pytest.fixture(scope="module")

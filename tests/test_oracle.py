@@ -19,7 +19,8 @@ from conformance.batch import Batch, Document, Row
 from conformance.objective import Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.decoder import Written
-from conformance.oracle.forward import Weights, load_weights
+from conformance.oracle.forward import Weights, is_buffer, load_weights
+from conformance.oracle.parts import Attention
 from conformance.oracle.positions import frequencies
 from conformance.oracle.run import POLICIES, PolicyName
 from conformance.oracle.step import Model, Observed, observe
@@ -30,7 +31,7 @@ from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
-ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3")
 FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
@@ -78,7 +79,8 @@ class Observation:
 def policy_model(family: str, *, precision: PolicyName = "float64") -> Model:
     architecture = read_architecture(folder(family))
     weights = load_weights(folder(family), architecture, POLICIES[precision].stable)
-    return Model(role=POLICY, decoder=Written(architecture=architecture), weights=weights, trained=frozenset(weights))
+    trained = (name for name in weights if not is_buffer(name))
+    return Model(role=POLICY, decoder=Written(architecture=architecture), weights=weights, trained=frozenset(trained))
 
 
 def observe_sft(batch: Batch, family: str) -> Observed:
@@ -169,8 +171,11 @@ def test_fixtures_cannot_hide_a_bug() -> None:
         for name, weight in load_weights(folder(family), architecture, torch.float64).items():
             neutral = 0.0 if name.endswith("bias") or architecture.norm.plus_one else 1.0
             assert weight.ndim > 1 or (weight - neutral).abs().mean() > 1e-3, name
-        assert all(layer.attention.kv_heads < layer.attention.heads for layer in architecture.layers)
-    assert read_architecture(folder("pangu")).layers[0].attention.biases == ("q", "k", "v", "o")
+        grouped = [layer.attention for layer in architecture.layers if isinstance(layer.attention, Attention)]
+        assert all(attention.kv_heads < attention.heads for attention in grouped)
+    pangu = read_architecture(folder("pangu")).layers[0].attention
+    assert isinstance(pangu, Attention)
+    assert pangu.biases == ("q", "k", "v", "o")
     for family in ("gemma2", "gemma3", "gpt-oss", "mistral", "phi3", "qwen2-yarn"):
         windows = [layer.attention.window for layer in read_architecture(folder(family)).layers]
         assert min(window for window in windows if window is not None) < len(LONG.tokens)
@@ -178,7 +183,7 @@ def test_fixtures_cannot_hide_a_bug() -> None:
     assert len(kinds) == 2
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss", "deepseek-v3"])
 def test_scaled_positions_have_pairs_that_keep_their_frequency_lose_it_and_lie_between(family: str) -> None:
     rotary = read_architecture(folder(family)).layers[0].attention.rotary
     assert rotary.scaling is not None

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from conformance.inputs.model import prepare_model
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
-from conformance.oracle.parts import GatedMlp, Rotary
+from conformance.oracle.parts import Attention, GatedMlp, Rotary
 from conformance.oracle.position_config import FULL, SLIDING
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
@@ -139,6 +139,7 @@ def test_published_openpangu_configurations_are_understood() -> None:
     large, small = (read_architecture(folder(f"openpangu-embedded-{size}")) for size in ("7b", "1b"))
     for architecture, kv_heads, tied, theta in ((large, 8, False, 16e6), (small, 6, True, 4e6)):
         attention = architecture.layers[0].attention
+        assert isinstance(attention, Attention)
         assert (attention.head_dim, attention.kv_heads, architecture.tied) == (128, kv_heads, tied)
         assert attention.rotary == Rotary(theta, 128)
         assert attention.biases == ("q", "k", "v", "o")

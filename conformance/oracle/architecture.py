@@ -17,12 +17,15 @@ from conformance.oracle.parts import (
     Attention,
     ClampedMlp,
     GatedMlp,
+    Grouped,
+    LatentAttention,
     Layer,
     MixtureOfExperts,
     Norm,
     Placement,
     Projection,
     Rotary,
+    Yarn,
 )
 from conformance.oracle.position_config import FULL, SLIDING, rotary, rotary_by_kind
 from conformance.reading import read_json
@@ -149,6 +152,49 @@ def _gpt_oss(config: Config) -> Architecture:
     return replace(whole, router_loss=_router_loss(config))
 
 
+def _deepseek_v3(config: Config) -> Architecture:
+    """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, and experts in groups beside shared ones.
+
+    Its layers for multi-token prediction and its sequence-wise loss are not in transformers' code.
+    """
+    config.demand("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+    config.demand("n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor")
+    config.must_be("pretraining_tp", 1)
+    config.must_be("output_router_logits", False)
+    config.must_be("moe_layer_freq", 1)
+    config.must_be("topk_method", "noaux_tc")
+    config.must_be("scoring_func", "sigmoid")
+    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"):
+        config.take(key, None)
+    if config.take("quantization_config", None) is not None:
+        raise config.error("has quantized weights; convert them to bfloat16, and take the key out")
+    mlp = _mlp(config)
+    expert = replace(mlp, size=config.size("moe_intermediate_size"))
+    grouped = Grouped(groups=config.size("n_group"), chosen=config.size("topk_group"))
+    moe = replace(
+        _mixture(config, "n_routed_experts", expert, normalised=config.flag("norm_topk_prob")),
+        grouped=grouped,
+        factor=config.number("routed_scaling_factor"),
+        shared=replace(expert, size=expert.size * config.size("n_shared_experts")),
+        shared_gate=False,
+    )
+    size = moe.experts // grouped.groups
+    if (
+        moe.experts % grouped.groups
+        or size < 2
+        or moe.chosen > size * grouped.chosen
+        or grouped.chosen > grouped.groups
+    ):
+        raise config.error(
+            f"chooses {moe.chosen} of {moe.experts} experts in {grouped.chosen} of {grouped.groups} groups, which is "
+            f"not possible; groups are of one size, and of two experts at least"
+        )
+    dense = config.size("first_k_dense_replace", least=0)
+    whole = _decoder(config, _latent_attention(config), mlp)
+    layers = (layer if n < dense else replace(layer, feed_forward=moe) for n, layer in enumerate(whole.layers))
+    return replace(whole, layers=tuple(layers))
+
+
 def _phi3(config: Config) -> Architecture:
     """Phi-3: arXiv 2404.14219 section 2: Llama with fused matrices, a window, and positions on a part of each head.
 
@@ -212,6 +258,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
@@ -234,6 +281,29 @@ def _attention(
     types = {} if rope_types is None else {"types": rope_types}
     positions = rotary(config, head_dim=head_dim, partial=partial, **types)
     return _grouped(config, positions, scale=head_dim**-0.5, biases=biases, window=window)
+
+
+def _latent_attention(config: Config) -> LatentAttention:
+    """DeepSeek's; its norms of latent vectors have an epsilon of transformers' own, whatever rms_norm_eps is."""
+    config.demand("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    config.check_dropout("attention_dropout")
+    heads, turned, plain = (config.size(k) for k in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim"))
+    for key, right in {"num_key_value_heads": heads, "head_dim": turned, "qk_head_dim": turned + plain}.items():
+        config.must_be(key, right)
+    positions = rotary(config, head_dim=turned, types=("default", "yarn"))
+    factor = positions.scaling.score_factor if isinstance(positions.scaling, Yarn) else 1.0
+    return LatentAttention(
+        heads=heads,
+        q_rank=config.size("q_lora_rank", None),
+        kv_rank=config.size("kv_lora_rank"),
+        plain_dim=plain,
+        value_dim=config.size("v_head_dim"),
+        rotary=positions,
+        scale=(plain + turned) ** -0.5 * factor,
+        norm=Norm(eps=1e-6),
+        interleaved=config.flag("rope_interleave", True),
+        bias=config.flag("attention_bias", False),
+    )
 
 
 def _gemma_attention(config: Config, positions: Rotary | None = None) -> Attention:
@@ -329,7 +399,7 @@ def _gemma(config: Config, attentions: Sequence[Attention]) -> Architecture:
 
 def _decoder(
     config: Config,
-    attention: Attention,
+    attention: Attention | LatentAttention,
     mlp: GatedMlp | MixtureOfExperts,
     *,
     windows: Sequence[int | None] | None = None,
@@ -337,12 +407,13 @@ def _decoder(
     norms: Placement = PRE,
 ) -> Architecture:
     """Layers that differ at most in their ``windows``."""
-    windows = [attention.window] * config.size("num_hidden_layers") if windows is None else windows
+    layers = [Layer(attention=attention, feed_forward=mlp, norms=norms)] * config.size("num_hidden_layers")
+    if windows is not None:
+        assert isinstance(attention, Attention)
+        layers = [replace(layers[0], attention=replace(attention, window=window)) for window in windows]
     return Architecture(
         **_outside(config, tied=False),
-        layers=tuple(
-            Layer(attention=replace(attention, window=window), feed_forward=mlp, norms=norms) for window in windows
-        ),
+        layers=tuple(layers),
         norm=norm or Norm(eps=_eps(config)),
     )
 

@@ -4,6 +4,7 @@ Gradients come from autograd, so nothing here can share a mistake with an explic
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,8 +106,8 @@ def attention(
         mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=~hidden, scale=a.scale)[0]
         mixed_THE = mixed_HTE.transpose(0, 1)
     else:
-        options = {"scale": a.scale, "stable": policy.stable, "softcap": a.softcap, "sinks": sinks_H}
-        mixed_THE = attend(q_THE, k_THE, v_THE, hidden=hidden, **options)
+        run = partial(attend, hidden=hidden, scale=a.scale, stable=policy.stable, softcap=a.softcap, sinks=sinks_H)
+        mixed_THE = run(q_THE, k_THE, v_THE)
     mixed_THE = mixed_THE.masked_fill(blind[:, None, None], 0.0)
     return linear(mixed_THE.reshape(len(x), a.heads * a.head_dim), w, "self_attn.o_proj", module)
 

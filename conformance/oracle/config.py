@@ -24,7 +24,7 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
-NULLABLE = ("pad_token_id", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+NULLABLE = ("pad_token_id", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # No model comes near these: a larger number is a mistake in the file, and would fill the memory before it is noticed.
 LARGEST: dict[str, float] = {
     "vocab_size": 2**24,
@@ -42,6 +42,16 @@ LARGEST: dict[str, float] = {
     "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 2**12,
     "router_aux_loss_coef": 1e3,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "n_group": 2**12,
+    "topk_group": 2**12,
+    "first_k_dense_replace": 2**12,
+    "q_lora_rank": 2**18,
+    "kv_lora_rank": 2**18,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
     "original_max_position_embeddings": 2**31,
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**12,

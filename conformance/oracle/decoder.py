@@ -18,7 +18,7 @@ from conformance.batch import Document
 from conformance.inputs.model import weight_shapes
 from conformance.lora import LoraConfig
 from conformance.oracle.architecture import FAMILIES, Architecture, read_architecture
-from conformance.oracle.forward import Policy, Weights, check_shapes, forward, load_weights, parameter_shapes
+from conformance.oracle.forward import Policy, Weights, check_shapes, forward, is_buffer, load_weights, parameter_shapes
 from conformance.oracle.lora import adapter_shapes, load_adapter, lora_of, merged
 from conformance.oracle.routing import Routing, routing_of
 from conformance.oracle.tap import NO_TAP, Tap
@@ -123,7 +123,8 @@ class Written:
         return min((w for layer in self.architecture.layers if (w := layer.attention.window)), default=None)
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
-        return tuple(parameter_shapes(replace(self.architecture, value_head=head == "value")))
+        shapes = parameter_shapes(replace(self.architecture, value_head=head == "value"))
+        return tuple(name for name in shapes if not is_buffer(name))
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

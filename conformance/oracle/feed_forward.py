@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.oracle.linear import linear
-from conformance.oracle.parts import ClampedMlp, GatedMlp, MixtureOfExperts
+from conformance.oracle.parts import ClampedMlp, GatedMlp, Grouped, MixtureOfExperts
 from conformance.oracle.policy import Policy
 from conformance.oracle.routing import Routing
 from conformance.oracle.tap import Module
 from conformance.oracle.variant import Weights
+
+CORRECTION = "e_score_correction_bias"  # the one buffer of a model, which is loaded and not trained
 
 
 def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -19,12 +21,15 @@ def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[
     if isinstance(part, GatedMlp):
         return _gated_shapes(part, hidden, "mlp")
     shapes: dict[str, tuple[int, ...]] = {f"mlp.{part.router}.weight": (part.experts, hidden)}
+    if part.grouped:
+        shapes[f"mlp.{part.router}.{CORRECTION}"] = (part.experts,)
     if part.router_bias:
         shapes[f"mlp.{part.router}.bias"] = (part.experts,)
     shapes |= {f"mlp.experts.{name}": (part.experts, *size) for name, size in _expert_shapes(part.expert, hidden)}
     if part.shared:
-        shapes |= _gated_shapes(part.shared, hidden, "mlp.shared_expert")
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+        shapes |= _gated_shapes(part.shared, hidden, part.shared_name)
+        if part.shared_gate:
+            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes
 
 
@@ -72,14 +77,20 @@ def mixture_of_experts(
 
     g is a softmax over all experts of x W^T (2101.03961 eq. 1-2), of which the largest are kept; with ``normalised``
     they are divided by their sum, which is a softmax over the chosen ones (2401.04088 section 2.1). The softmax is in
-    the stable dtype. No expert is full: every token goes to all that it has chosen.
+    the stable dtype. No expert is full: every token goes to all that it has chosen. DeepSeek-V3's sigmoids are computed
+    in the stable dtype as a whole, and a factor multiplies its gates.
     """
-    logits_TX = F.linear(x, w[f"mlp.{moe.router}.weight"], w.get(f"mlp.{moe.router}.bias"))
-    probabilities_TX = torch.softmax(logits_TX.to(policy.stable), dim=-1)
-    chosen_TK = routing.choose(probabilities_TX, moe.chosen)
+    weight, bias = w[f"mlp.{moe.router}.weight"], w.get(f"mlp.{moe.router}.bias")
+    if moe.grouped:
+        probabilities_TX = torch.sigmoid(F.linear(x.to(policy.stable), weight.to(policy.stable)))
+        preferred_TX = _preferred(probabilities_TX.detach(), w[f"mlp.{moe.router}.{CORRECTION}"], moe.grouped)
+    else:
+        probabilities_TX = preferred_TX = torch.softmax(F.linear(x, weight, bias).to(policy.stable), dim=-1)
+    chosen_TK = routing.choose(preferred_TX, moe.chosen)
     gates_TK = probabilities_TX.gather(-1, chosen_TK)
     if moe.normalised:
         gates_TK = gates_TK / gates_TK.sum(dim=-1, keepdim=True)
+    gates_TK = gates_TK * moe.factor
     routing.note(probabilities_TX, chosen_TK, gates_TK)
     gates_TK = gates_TK.to(policy.compute)
     y = torch.zeros_like(x)
@@ -89,9 +100,22 @@ def mixture_of_experts(
         y = y.index_add(0, token, _expert(x[token], own, moe.expert) * gates_TK[token, place, None])
     if moe.shared is None:
         return y
-    run = partial(gated_mlp, w=w, mlp=moe.shared, module=module, name="mlp.shared_expert")
+    run = partial(gated_mlp, w=w, mlp=moe.shared, module=module, name=moe.shared_name)
+    if not moe.shared_gate:
+        return y + module(moe.shared_name, run, x)
     share_T1 = torch.sigmoid(linear(x, w, "mlp.shared_expert_gate", module))
-    return y + share_T1 * module("mlp.shared_expert", run, x)
+    return y + share_T1 * module(moe.shared_name, run, x)
+
+
+def _preferred(scores: Tensor, correction: Tensor, grouped: Grouped) -> Tensor:
+    """By what experts are chosen, (T, X): scores with a bias that balances them (arXiv 2412.19437 equations 14 to 16).
+
+    Only experts of the best groups take part: those with the largest sums of their two highest numbers (section 2.1.2).
+    """
+    corrected_TGX = (scores + correction).unflatten(-1, (grouped.groups, -1))
+    best_TG = corrected_TGX.topk(2, dim=-1).values.sum(dim=-1).topk(grouped.chosen, dim=-1).indices
+    others_TG = torch.ones_like(corrected_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
+    return corrected_TGX.masked_fill(others_TG[..., None], -torch.inf).flatten(-2)
 
 
 def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
@@ -109,7 +133,8 @@ def _clamped(x: Tensor, w: Weights, expert: ClampedMlp) -> Tensor:
     """
     both = x @ w["gate_up_proj"] + w["gate_up_proj_bias"]
     gate_TF, up_TF = both[:, ::2].clamp(max=expert.limit), both[:, 1::2].clamp(-expert.limit, expert.limit)
-    return ((up_TF + 1) * gate_TF * torch.sigmoid(expert.alpha * gate_TF)) @ w["down_proj"] + w["down_proj_bias"]
+    mixed_TF: Tensor = (up_TF + 1) * gate_TF * torch.sigmoid(expert.alpha * gate_TF)
+    return mixed_TF @ w["down_proj"] + w["down_proj_bias"]
 
 
 def activated(x: Tensor, mlp: GatedMlp) -> Tensor:

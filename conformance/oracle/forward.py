@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from conformance.inputs.model import weight_files, weight_shapes
 from conformance.oracle.attention import hidden_keys
 from conformance.oracle.experts import stacked, stacked_shapes
+from conformance.oracle.feed_forward import CORRECTION
 from conformance.oracle.layer import decoder_layer, layer_shapes
 from conformance.oracle.lora import adapted
 from conformance.oracle.norm import rms_norm
@@ -94,8 +95,13 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architectur
         raise UsageError(f"the weights in {source} do not fit its config.json: {'; '.join(wrong[:8])}")
 
 
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of a model's folder is no parameter: it is not trained, and is not rounded with the others."""
+    return name.endswith(CORRECTION)
+
+
 def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters, in the model's order; a Linear's weight is (out, in)."""
+    """Names and shapes of all parameters and buffers, in the model's order; a Linear's weight is (out, in)."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for i, layer in enumerate(a.layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(layer, a.hidden_size).items()}
@@ -126,7 +132,7 @@ def forward(
     routers choose experts.
     """
     routing = routing or Routing()
-    w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
+    w = {name: t if is_buffer(name) else t.to(policy.compute) for name, t in weights.items()}
     embeddings_VD = w["model.embed_tokens.weight"]
     x = tap.module("model.embed_tokens", partial(_embed, weight=embeddings_VD, a=a, policy=policy), tokens)
     dtypes = {"compute": policy.compute, "stable": policy.stable}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from conformance.oracle.attention import attention, attention_shapes
 from conformance.oracle.feed_forward import feed_forward, feed_forward_shapes
+from conformance.oracle.latent_attention import latent_attention, latent_shapes
 from conformance.oracle.norm import rms_norm
-from conformance.oracle.parts import Layer, Norm
+from conformance.oracle.parts import LatentAttention, Layer, Norm
 from conformance.oracle.policy import Policy
 from conformance.oracle.positions import Table
 from conformance.oracle.routing import Routing
@@ -21,8 +22,9 @@ from conformance.oracle.variant import Weights
 
 def layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a layer's parameters, in the model's order, without the prefix ``model.layers.N.``."""
+    a = layer.attention
     return {
-        **attention_shapes(layer.attention, hidden),
+        **(latent_shapes(a, hidden) if isinstance(a, LatentAttention) else attention_shapes(a, hidden)),
         **feed_forward_shapes(layer.feed_forward, hidden),
         **{f"{name}.weight": (hidden,) for name in layer.norms.names},
     }
@@ -47,9 +49,11 @@ def decoder_layer(
             return x
         return module(name, partial(rms_norm, weight=w[name + ".weight"], norm=norm, policy=policy), x)
 
-    attend = partial(
-        attention, w=w, a=layer.attention, norm=norm, table=table, hidden=hidden, policy=policy, module=module
-    )
+    if isinstance(layer.attention, LatentAttention):
+        attend = partial(latent_attention, a=layer.attention)
+    else:
+        attend = partial(attention, a=layer.attention, norm=norm)
+    attend = partial(attend, w=w, table=table, hidden=hidden, policy=policy, module=module)
     y = module("self_attn", attend, normed(layer.norms.before_attention, x))
     x = x + normed(layer.norms.after_attention, y)
     feed = partial(feed_forward, w=w, part=layer.feed_forward, policy=policy, module=module, routing=routing)

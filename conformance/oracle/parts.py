@@ -31,7 +31,8 @@ class Llama3:
 class Yarn:
     """YaRN: frequencies that turn often enough within the original positions stay, slow ones are divided by ``factor``.
 
-    attention_factor multiplies cos and sin. truncate: the ends of the ramp are whole numbers.
+    attention_factor multiplies cos and sin; score_factor multiplies scores, in the code of DeepSeek only. truncate: the
+    ends of the ramp are whole numbers.
     """
 
     factor: float
@@ -40,6 +41,7 @@ class Yarn:
     beta_slow: float
     original_positions: int
     truncate: bool
+    score_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,31 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Causal multi-head latent attention: keys and values of rank ``kv_rank``, queries of rank ``q_rank``, or whole.
+
+    plain_dim: numbers of a head of q and k without positions, beside those of ``rotary``, which all heads' keys share.
+    interleaved: positions turn pairs of neighbours. bias: of the projections from and to the residual stream; a whole
+    q has none. norm: of the latent vectors.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    value_dim: int
+    rotary: Rotary
+    scale: float
+    norm: Norm
+    interleaved: bool = True
+    bias: bool = False
+
+    @property
+    def window(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedMlp:
     """down(act(gate(x)) * up(x)). fused: gate and up are the rows of one matrix, ``gate_up_proj``."""
 
@@ -106,11 +133,23 @@ class ClampedMlp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """A router with sigmoids, which chooses ``chosen`` of so many ``groups`` of experts first, by scores with a bias.
+
+    The bias is a buffer: it is not trained, and whoever trains sets it from how often experts are chosen, or leaves it.
+    """
+
+    groups: int
+    chosen: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
     """``chosen`` of so many ``experts`` for each token, each of them gated, weighted by a softmax over all experts.
 
-    normalised: the weights of the chosen experts are divided by their sum. router: the router's name; with
-    ``router_bias``, it has one. shared: an expert that every token goes through, weighted by a sigmoid of its own.
+    normalised: the weights of the chosen experts are divided by their sum; then they are multiplied by ``factor``.
+    router: the router's name; with ``router_bias``, it has one. grouped: sigmoids instead of the softmax. shared: an
+    expert that every token goes through, with ``shared_gate`` weighted by a sigmoid of its own.
     """
 
     experts: int
@@ -119,7 +158,14 @@ class MixtureOfExperts:
     normalised: bool
     router: str = "gate"
     router_bias: bool = False
+    grouped: Grouped | None = None
+    factor: float = 1.0
     shared: GatedMlp | None = None
+    shared_gate: bool = True
+
+    @property
+    def shared_name(self) -> str:
+        return "mlp.shared_expert" if self.shared_gate else "mlp.shared_experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +208,9 @@ SANDWICH = Placement(
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer. A feed-forward of another kind is another class beside these two."""
+    """One layer. Attention or a feed-forward of another kind is another class beside these two."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     feed_forward: GatedMlp | MixtureOfExperts
     norms: Placement = PRE
 

@@ -98,9 +98,15 @@ def _llama3(rope: Config) -> Llama3:
 
 
 def _yarn(rope: Config) -> Yarn:
-    """The attention factor is 0.1 ln(factor) + 1 (arXiv 2309.00071 equation 22) where the file does not say it."""
+    """The attention factor is 0.1 ln(factor) + 1 (arXiv 2309.00071 equation 22) where the file does not say it.
+
+    DeepSeek's files give it in two parts: that of the numbers with positions over that of all, which multiplies scores.
+    """
     factor = rope.number("factor")
-    size = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    all_dims = rope.number("mscale_all_dim", None)
+    size = _magnitude(factor)
+    if (own := rope.number("mscale", None)) and all_dims:
+        size = _magnitude(factor, own) / _magnitude(factor, all_dims)
     return Yarn(
         factor=factor,
         attention_factor=rope.number("attention_factor", None) or size,
@@ -108,7 +114,12 @@ def _yarn(rope: Config) -> Yarn:
         beta_slow=rope.number("beta_slow", None) or 1.0,
         original_positions=rope.size("original_max_position_embeddings"),
         truncate=rope.flag("truncate", True),
+        score_factor=_magnitude(factor, all_dims) ** 2 if all_dims else 1.0,
     )
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 _SCALINGS: dict[str, Callable[[Config], Linear | Llama3 | Yarn]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

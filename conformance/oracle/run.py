@@ -23,7 +23,7 @@ from conformance.observable import SKIPPED, model_key
 from conformance.oracle.decoder import is_routed, is_written, read_decoder
 from conformance.oracle.defects import variant_of
 from conformance.oracle.devices import bytes_needed, devices_for
-from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.forward import Policy, Weights, is_buffer
 from conformance.oracle.header import header
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import rollout_functions_of
@@ -153,7 +153,8 @@ def _load(
     # There are masters of what is trained; a frozen model is held in the precision that it computes in.
     held = policy.stable if role.trained else policy.compute
     weights = decoder.load(folder, held, variant, trained=role.trained, devices=devices)
-    trained = frozenset(name for name in weights if scenario.trains(role, name.removeprefix(UNNAMED)))
+    own = (name for name in weights if not is_buffer(name))
+    trained = frozenset(name for name in own if scenario.trains(role, name.removeprefix(UNNAMED)))
     return Model(role=role, decoder=decoder, weights=weights, trained=trained)
 
 

@@ -15,6 +15,7 @@ from conformance.record.baseline import CHANGED, COMMIT
 from conformance.validation import UsageError
 
 PACKAGE = Path(conformance.__file__).parent
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configurations call the number of experts
 # Prefixes of the variables that change what libraries compute or how ranks communicate.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
@@ -70,5 +71,5 @@ def model_sizes(model: Path) -> dict[str, int]:
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "layers": config["num_hidden_layers"],
-        "experts": config.get("num_experts") or config.get("num_local_experts") or 0,
+        "experts": next((config[key] for key in _EXPERTS if config.get(key)), 0),
     }

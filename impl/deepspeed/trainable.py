@@ -34,7 +34,7 @@ from impl.files import SliceReader
 from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import load_model
+from impl.models import load_model, published_buffers
 from impl.optimizers import (
     freeze_others,
     learning_rates,
@@ -259,6 +259,7 @@ class DeepspeedTrainable:
             yield from ((name, torch.tensor(n, dtype=torch.float64)) for name, n in self._progress().items())
         else:
             yield from self.tensors.named(kind)
+            yield from published_buffers(self.model).items() if kind == "weight" else ()
 
     def _progress(self) -> dict[str, float]:
         found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
@@ -275,6 +276,8 @@ class DeepspeedTrainable:
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
         assert isinstance(self.tensors, EngineTensors), "a frozen model has no training state"
         self.tensors.write(kind, read.region)
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            buffer.copy_(read.whole(name))
 
     def set_progress(self, progress: Mapping[str, float]) -> None:
         set_schedule(self.engine.lr_scheduler, int(progress["schedule"]))
@@ -284,7 +287,9 @@ class DeepspeedTrainable:
             scaler.cur_iter, scaler.last_overflow_iter = int(progress.get("good_steps", 0)), -1
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
-        return self.tensors.local(kind)
+        yield from self.tensors.local(kind)
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            yield Shard(name, "full", buffer)
 
     def resolved(self) -> dict[str, Any]:
         model, mesh, ring = self.model, self.context.mesh, self.context.ring

@@ -33,7 +33,7 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vo
 from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import load_model
+from impl.models import load_model, published_buffers
 from impl.optimizers import (
     freeze_others,
     learning_rates,
@@ -271,6 +271,7 @@ class Fsdp2Trainable:
             # Offloaded pieces lie where NCCL cannot reach.
             batch[name] = cast(DTensor, tensor.to(self.context.config.device))
         yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+        yield from published_buffers(self.model).items() if kind == "weight" else ()
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
         for name, tensor in self._named(kind):
@@ -278,6 +279,8 @@ class Fsdp2Trainable:
             place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
             cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
             yield Shard(name, ".".join(cut) or "full", tensor.to_local())
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            yield Shard(name, "full", buffer)
 
     def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
         for name, parameter in named_parameters(self.model):
@@ -290,6 +293,8 @@ class Fsdp2Trainable:
                 yield name, cast(DTensor, state[kind])
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            buffer.copy_(read.whole(name))
         for name, parameter in named_parameters(self.model):
             if kind == "weight":
                 write_region(cast(DTensor, parameter), name, read)

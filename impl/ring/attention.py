@@ -210,8 +210,10 @@ def _attend(
         raise ValueError(f"{type(module).__name__} uses dropout, softcap or sinks, which no ring has; use sp1")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return ring(q, k, v, scale=scale, window=window), None
+    # Kernels want heads of one size; those of latent attention have values of another, and zeros add nothing.
+    width = max(query.shape[-1], value.shape[-1])
+    q, k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, width - x.shape[-1])) for x in (query, key, value))
+    return ring(q, k, v, scale=scale, window=window)[..., : value.shape[-1]], None
 
 
 def register() -> None:

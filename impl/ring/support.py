@@ -3,10 +3,11 @@
 import json
 
 from conformance.backend import Support, Supported, Unsupported
+from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
-from impl.families import beyond_kernels
+from impl.families import LATENT, beyond_kernels
 from impl.ring.flash import INSTALL, available
 
 RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
@@ -18,6 +19,8 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
         return Supported()
     if lacking := beyond_kernels(resolve(scenario.model)):
         return Unsupported(f"the kernels of rings and of Ulysses have no {lacking}; use sp1, with dp or tp")
+    if layout.ulysses > 1 and (kind := model_config(scenario).get("model_type")) in LATENT:
+        return Unsupported(f"DeepSpeed's Ulysses wants heads of one size, and {kind} has several; use a ring (sp2)")
     if not available():
         return Unsupported(f"attention over sequence shards needs the package ring-flash-attn; run: {INSTALL}")
     if "torchcp" in layout.options and scenario.data.packed:

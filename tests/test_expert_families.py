@@ -1,0 +1,206 @@
+"""gpt-oss and DeepSeek-V3: sinks, latent attention, and routers and experts that are not those of other mixtures.
+
+What all mixtures share is in test_mixture.py and test_mixture_cells.py, and test_oracle.py holds the oracle of both
+against transformers.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cells import assert_honest, cell_of, exhaustive, record_of
+from test_oracle import BATCH, DOCUMENTS, FLOAT64, LONG, folder, observe_sft, policy_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conformance.backend import Unsupported
+from conformance.oracle.architecture import read_architecture
+from conformance.oracle.decoder import Written
+from conformance.oracle.forward import forward, load_weights
+from conformance.oracle.parts import ClampedMlp, LatentAttention, Norm, Yarn
+from conformance.run.exact import exact_tier
+from conformance.run.session import Session
+from conformance.scenario import Precision
+from conformance.validation import UsageError
+from impl.models import load_model, published_buffers
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("backend", "scenario", "model", "layout"),
+    [
+        ("fsdp2", "sft-packed", "gpt-oss", "dp2"),
+        ("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2"),
+        exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
+        exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
+        exhaustive("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
+        *(exhaustive("fsdp2", "sft-packed", "deepseek-v3", layout) for layout in ("dp2", "tp2", "sp2", "ep2")),
+        exhaustive("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero3"),
+        exhaustive("deepspeed", "sft-packed", "deepseek-v3", "sp2.zero2"),
+        *(exhaustive("fsdp2", "grpo", model, "dp2") for model in ("gpt-oss", "deepseek-v3")),
+        *(exhaustive("deepspeed", "grpo", model, "dp2.zero2") for model in ("gpt-oss", "deepseek-v3")),
+    ],
+)
+def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
+    assert_honest(session, cell_of(backend, scenario, model, layout, "exact"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2")])
+def test_lower_precisions_are_as_good_as_a_single_process(
+    session: Session, backend: str, layout: str, model: str, precision: Precision
+) -> None:
+    verdict = session.run(cell_of(backend, "sft-packed", model, layout, precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout", "advice"),
+    [
+        ("fsdp2", "gpt-oss", "sp2", "no attention sinks; use sp1, with dp"),
+        ("deepspeed", "gpt-oss", "ulysses2", "no attention sinks; use sp1, with dp"),
+        ("fsdp2", "gpt-oss", "tp2", "carries no tensor-parallel plan; use tp1"),
+        ("fsdp2", "gpt-oss", "ep2", "experts of 'gpt_oss' are not cut here"),
+        ("deepspeed", "gpt-oss", "tp2", "use tp1"),
+        ("deepspeed", "deepseek-v3", "ulysses2", "use a ring (sp2)"),
+        ("deepspeed", "deepseek-v3", "tp2", "use tp1"),
+        ("megatron", "gpt-oss", "dp2", "GptOssForCausalLM is not among"),
+        ("megatron", "deepseek-v3", "dp2", "DeepseekV3ForCausalLM is not among"),
+    ],
+)
+def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
+    cell = cell_of(backend, "sft-packed", model, layout, "exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert advice in answer.reason
+
+
+# gpt-oss ------------------------------------------------------------------------------------------------------------
+
+
+def logits_with(family: str, **changed: torch.Tensor) -> torch.Tensor:
+    """Of the longest document, with other weights of the names that end so."""
+    model = policy_model(family)
+    weights = {n: changed.get(n.rpartition(".")[2], w).expand(w.shape) for n, w in model.weights.items()}
+    return model.decoder.forward(torch.tensor(LONG.tokens), weights, FLOAT64)
+
+
+def test_sinks_take_part_in_the_softmax() -> None:
+    own = logits_with("gpt-oss")
+    without = logits_with("gpt-oss", sinks=torch.tensor(-torch.inf, dtype=torch.float64))
+    assert (own - without).abs().max() > 0.1
+    assert bool(without.isfinite().all())
+
+
+def test_the_clamp_of_the_experts_acts_on_gates_and_on_ups() -> None:
+    own, model = logits_with("gpt-oss"), policy_model("gpt-oss")
+    assert isinstance(model.decoder, Written)
+    moe = model.decoder.architecture.routers[0]
+    assert isinstance(moe.expert, ClampedMlp)
+    without = replace(moe, expert=replace(moe.expert, limit=1e9))
+    layers = tuple(replace(layer, feed_forward=without) for layer in model.decoder.architecture.layers)
+    unclamped = replace(model.decoder.architecture, layers=layers)
+    assert (forward(torch.tensor(LONG.tokens), model.weights, unclamped, FLOAT64) - own).abs().max() > 1e-2
+    biases = torch.stack([w for name, w in model.weights.items() if name.endswith("gate_up_proj_bias")])
+    assert float(biases[..., ::2].max()) > 7
+    assert float(biases[..., 1::2].abs().max()) > 7
+
+
+def test_quantized_weights_are_refused_with_a_way_on(tmp_path: Path) -> None:
+    values = json.loads((folder("gpt-oss") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(UsageError, match="dequantize=True"):
+        read_architecture(tmp_path)
+
+
+# DeepSeek-V3 ----------------------------------------------------------------------------------------------------------
+
+
+def test_latent_attention_is_as_declared_and_its_scores_are_scaled_twice() -> None:
+    attention = read_architecture(folder("deepseek-v3")).layers[0].attention
+    assert isinstance(attention, LatentAttention)
+    assert isinstance(attention.rotary.scaling, Yarn)
+    assert attention.norm == Norm(eps=1e-6), "transformers' own, and not rms_norm_eps"
+    assert attention.scale > 1.5 * (attention.plain_dim + attention.rotary.dims) ** -0.5
+    assert abs(attention.rotary.scaling.attention_factor - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_interleave": False, "norm_topk_prob": False}, {"q_lora_rank": None}, {"first_k_dense_replace": 0}],
+    ids=["pairs apart, not normalised", "whole queries", "no dense layer"],
+)
+def test_other_settings_agree_with_transformers_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = json.loads((folder("deepseek-v3") / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    torch.manual_seed(0)
+    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    with torch.no_grad():
+        for tensor in (*random.parameters(), *published_buffers(random).values()):
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    random.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tokens = torch.tensor(LONG.tokens)
+    with exact_tier():
+        model = load_model(tmp_path, dtype=torch.float64, attention="eager")
+        expected = model(input_ids=tokens[None]).logits[0].detach()
+    architecture = read_architecture(tmp_path)
+    found = forward(tokens, load_weights(tmp_path, architecture, torch.float64), architecture, FLOAT64)
+    assert float((found - expected).norm() / expected.norm()) < 1e-13
+
+
+def test_the_bias_that_corrects_choices_decides_some_and_is_not_trained() -> None:
+    own, model = observe_sft(BATCH, "deepseek-v3"), policy_model("deepseek-v3")
+    assert BIAS in model.weights
+    assert BIAS not in own.gradients["policy"]
+    assert BIAS not in model.decoder.parameter_names("causal")
+    chosen = own.rows["routing"][0] > 0
+    zero = logits_with("deepseek-v3", e_score_correction_bias=torch.zeros((), dtype=torch.float64))
+    assert (zero - logits_with("deepseek-v3")).abs().max() > 1e-2
+    assert int(chosen.sum()) == 3 * len(DOCUMENTS[0].tokens)
+
+
+def test_the_bias_is_loaded_in_full_precision_recorded_and_stays_as_it_is(session: Session) -> None:
+    for dtype in (torch.float32, torch.float64):
+        loaded = load_model(folder("deepseek-v3"), dtype=dtype, attention="eager")
+        assert {name: buffer.dtype for name, buffer in published_buffers(loaded).items()} == {BIAS: dtype}
+    cell = cell_of("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2", "exact")
+    session.run(cell)
+    record = record_of(session, cell)
+    for step in record.steps:
+        assert torch.equal(step.tensors()[f"weight/{BIAS}"], policy_model("deepseek-v3").weights[BIAS])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero3")])
+def test_the_bias_goes_with_a_training_state(session: Session, backend: str, layout: str) -> None:
+    cell = cell_of(backend, "sft-packed", "deepseek-v3", layout, "exact", steps=4)
+    first = replace(cell.legs[0], steps=2, save="state")
+    assert_honest(session, replace(cell, legs=(first, replace(cell.legs[0], steps=2)), program="state"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "which is not possible"),
+        ({"topk_group": 1}, "chooses 3 of 8 experts in 1 of 4 groups"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"routed_scaling_factor": None}, "does not say 'routed_scaling_factor'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16"),
+    ],
+)
+def test_what_a_configuration_of_deepseek_gets_wrong_is_told(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    shutil.copy(folder("deepseek-v3") / "config.json", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UsageError, match=message):
+        read_architecture(tmp_path)
