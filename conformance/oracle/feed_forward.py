@@ -115,7 +115,8 @@ def _preferred(scores: Tensor, correction: Tensor, grouped: Grouped) -> Tensor:
     corrected_TGX = (scores + correction).unflatten(-1, (grouped.groups, -1))
     best_TG = corrected_TGX.topk(2, dim=-1).values.sum(dim=-1).topk(grouped.chosen, dim=-1).indices
     others_TG = torch.ones_like(corrected_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
-    return corrected_TGX.masked_fill(others_TG[..., None], -torch.inf).flatten(-2)
+    preferred: Tensor = corrected_TGX.masked_fill(others_TG[..., None], -torch.inf)
+    return preferred.flatten(-2)
 
 
 def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
@@ -133,7 +134,7 @@ def _clamped(x: Tensor, w: Weights, expert: ClampedMlp) -> Tensor:
     """
     both = x @ w["gate_up_proj"] + w["gate_up_proj_bias"]
     gate_TF, up_TF = both[:, ::2].clamp(max=expert.limit), both[:, 1::2].clamp(-expert.limit, expert.limit)
-    mixed_TF: Tensor = (up_TF + 1) * gate_TF * torch.sigmoid(expert.alpha * gate_TF)
+    mixed_TF = (up_TF + 1) * gate_TF * torch.sigmoid(expert.alpha * gate_TF)
     return mixed_TF @ w["down_proj"] + w["down_proj_bias"]
 
 
