@@ -3,36 +3,31 @@
 Another family is a function that returns an Architecture, and a line in FAMILIES; docs/adding-a-model.md has the way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from conformance.oracle.config import Config
-from conformance.oracle.parts import (
-    POST,
-    PRE,
-    SANDWICH,
-    Architecture,
-    Attention,
-    ClampedMlp,
-    GatedMlp,
-    Grouped,
-    LatentAttention,
-    Layer,
-    MixtureOfExperts,
-    Norm,
-    Placement,
-    Projection,
-    Rotary,
-    Yarn,
+from conformance.oracle.declaring import (
+    EVERY,
+    attention_of,
+    decoder_of,
+    eps_of,
+    gemma_attention_of,
+    gemma_of,
+    head_dim_of,
+    latent_attention_of,
+    mixture_of,
+    mlp_of,
+    qwen_windows,
+    router_loss_of,
+    windows_of,
+    with_experts,
 )
-from conformance.oracle.position_config import FULL, SLIDING, rotary, rotary_by_kind
+from conformance.oracle.parts import POST, Architecture, ClampedMlp, Grouped, Norm
+from conformance.oracle.position_config import FULL, SLIDING, rotary_by_kind
 from conformance.reading import read_json
 from conformance.validation import UsageError, shown
-
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-EVERY: tuple[Projection, ...] = ("q", "k", "v", "o")
 
 
 def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architecture:
@@ -61,37 +56,37 @@ def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architec
 def _llama(config: Config) -> Architecture:
     """Llama: arXiv 2302.13971 section 2.2; grouped-query attention: arXiv 2307.09288 appendix A.2."""
     config.must_be("pretraining_tp", 1)
-    attention = _attention(config, biases=EVERY if config.flag("attention_bias", False) else ())
-    return _decoder(config, attention, _mlp(config, bias=config.flag("mlp_bias", False)))
+    attention = attention_of(config, biases=EVERY if config.flag("attention_bias", False) else ())
+    return decoder_of(config, attention, mlp_of(config, bias=config.flag("mlp_bias", False)))
 
 
 def _pangu(config: Config) -> Architecture:
     """openPangu-Embedded, arXiv 2505.22375: Llama with biases on q, k, v and o and none in the MLP."""
     config.demand("num_key_value_heads", "pad_token_id")
-    attention = _attention(config, biases=EVERY if config.flag("bias") else (), rope_types=("default",))
-    return _decoder(config, attention, _mlp(config))
+    attention = attention_of(config, biases=EVERY if config.flag("bias") else (), rope_types=("default",))
+    return decoder_of(config, attention, mlp_of(config))
 
 
 def _mistral(config: Config) -> Architecture:
     """Mistral: arXiv 2310.06825 section 2: Llama with a sliding window in every layer, where the file sets one."""
     config.demand("num_key_value_heads", "sliding_window")
-    attention = _attention(config, window=config.size("sliding_window", None))
-    return _decoder(config, attention, _mlp(config))
+    attention = attention_of(config, window=config.size("sliding_window", None))
+    return decoder_of(config, attention, mlp_of(config))
 
 
 def _qwen2(config: Config) -> Architecture:
     """Qwen2 and Qwen2.5: arXiv 2407.10671 section 2.2.1: Llama with biases on q, k and v; windows in later layers."""
     config.demand("num_key_value_heads")
-    attention = _attention(config, biases=("q", "k", "v"))
-    return _decoder(config, attention, _mlp(config), windows=_qwen_windows(config))
+    attention = attention_of(config, biases=("q", "k", "v"))
+    return decoder_of(config, attention, mlp_of(config), windows=qwen_windows(config))
 
 
 def _qwen3(config: Config) -> Architecture:
     """Qwen3: arXiv 2505.09388 section 2: no QKV bias, RMSNorm on each head of q and k."""
     config.demand("num_key_value_heads", "head_dim")
     biases = EVERY if config.flag("attention_bias", False) else ()
-    attention = replace(_attention(config, biases=biases), qk_norm="head")
-    return _decoder(config, attention, _mlp(config), windows=_qwen_windows(config))
+    attention = replace(attention_of(config, biases=biases), qk_norm="head")
+    return decoder_of(config, attention, mlp_of(config), windows=qwen_windows(config))
 
 
 def _mixtral(config: Config) -> Architecture:
@@ -99,9 +94,9 @@ def _mixtral(config: Config) -> Architecture:
     config.demand("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "sliding_window")
     if config.take("router_jitter_noise", 0.0) != 0.0:
         raise config.error("sets router_jitter_noise, which is random; set it to 0.0")
-    attention = _attention(config, window=config.size("sliding_window", None))
-    moe = _mixture(config, "num_local_experts", _mlp(config), normalised=True)
-    return replace(_decoder(config, attention, moe), router_loss=_router_loss(config))
+    attention = attention_of(config, window=config.size("sliding_window", None))
+    moe = mixture_of(config, "num_local_experts", mlp_of(config), normalised=True)
+    return replace(decoder_of(config, attention, moe), router_loss=router_loss_of(config))
 
 
 def _qwen2_moe(config: Config) -> Architecture:
@@ -110,10 +105,10 @@ def _qwen2_moe(config: Config) -> Architecture:
     config.must_be("use_sliding_window", False)
     config.take("sliding_window", None)  # which is not used without the switch
     config.take("max_window_layers", None)
-    _windows(config, config.texts("layer_types", [FULL] * config.size("num_hidden_layers")), None)
-    attention = _attention(config, biases=("q", "k", "v") if config.flag("qkv_bias", True) else ())
-    shared = replace(_mlp(config), size=config.size("shared_expert_intermediate_size"))
-    return _with_experts(config, attention, shared=shared)
+    windows_of(config, config.texts("layer_types", [FULL] * config.size("num_hidden_layers")), None)
+    attention = attention_of(config, biases=("q", "k", "v") if config.flag("qkv_bias", True) else ())
+    shared = replace(mlp_of(config), size=config.size("shared_expert_intermediate_size"))
+    return with_experts(config, attention, shared=shared)
 
 
 def _qwen3_moe(config: Config) -> Architecture:
@@ -123,7 +118,7 @@ def _qwen3_moe(config: Config) -> Architecture:
     config.take("sliding_window", None)  # which is not used without the switch
     config.take("max_window_layers", None)
     biases = EVERY if config.flag("attention_bias", False) else ()
-    return _with_experts(config, replace(_attention(config, biases=biases), qk_norm="head"))
+    return with_experts(config, replace(attention_of(config, biases=biases), qk_norm="head"))
 
 
 def _gpt_oss(config: Config) -> Architecture:
@@ -143,13 +138,13 @@ def _gpt_oss(config: Config) -> Architecture:
     config.take("experts_per_token", None)  # as published, beside the keys that are read
     config.take("initial_context_length", None)
     every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
-    windows = _windows(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
-    attention = replace(_attention(config, biases=EVERY if config.flag("attention_bias", True) else ()), sinks=True)
+    windows = windows_of(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
+    attention = replace(attention_of(config, biases=EVERY if config.flag("attention_bias", True) else ()), sinks=True)
     expert = ClampedMlp(size=config.size("intermediate_size"), alpha=1.702, limit=7.0)
-    moe = replace(_mixture(config, "num_local_experts", expert, normalised=True), router="router", router_bias=True)
-    norm = Norm(eps=_eps(config), rounds_last=True)
-    whole = _decoder(config, attention, moe, windows=windows, norm=norm)
-    return replace(whole, router_loss=_router_loss(config))
+    moe = replace(mixture_of(config, "num_local_experts", expert, normalised=True), router="router", router_bias=True)
+    norm = Norm(eps=eps_of(config), rounds_last=True)
+    whole = decoder_of(config, attention, moe, windows=windows, norm=norm)
+    return replace(whole, router_loss=router_loss_of(config))
 
 
 def _deepseek_v3(config: Config) -> Architecture:
@@ -168,11 +163,11 @@ def _deepseek_v3(config: Config) -> Architecture:
         config.take(key, None)
     if config.take("quantization_config", None) is not None:
         raise config.error("has quantized weights; convert them to bfloat16, and take the key out")
-    mlp = _mlp(config)
+    mlp = mlp_of(config)
     expert = replace(mlp, size=config.size("moe_intermediate_size"))
     grouped = Grouped(groups=config.size("n_group"), chosen=config.size("topk_group"))
     moe = replace(
-        _mixture(config, "n_routed_experts", expert, normalised=config.flag("norm_topk_prob")),
+        mixture_of(config, "n_routed_experts", expert, normalised=config.flag("norm_topk_prob")),
         grouped=grouped,
         factor=config.number("routed_scaling_factor"),
         shared=replace(expert, size=expert.size * config.size("n_shared_experts")),
@@ -190,7 +185,7 @@ def _deepseek_v3(config: Config) -> Architecture:
             f"not possible; groups are of one size, and of two experts at least"
         )
     dense = config.size("first_k_dense_replace", least=0)
-    whole = _decoder(config, _latent_attention(config), mlp)
+    whole = decoder_of(config, latent_attention_of(config), mlp)
     layers = (layer if n < dense else replace(layer, feed_forward=moe) for n, layer in enumerate(whole.layers))
     return replace(whole, layers=tuple(layers))
 
@@ -204,16 +199,16 @@ def _phi3(config: Config) -> Architecture:
     config.check_dropout("embd_pdrop")
     config.check_dropout("resid_pdrop")
     config.take("original_max_position_embeddings", None)  # of longrope
-    attention = _attention(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
-    return _decoder(config, replace(attention, fused=True), replace(_mlp(config), fused=True))
+    attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
+    return decoder_of(config, replace(attention, fused=True), replace(mlp_of(config), fused=True))
 
 
 def _olmo2(config: Config) -> Architecture:
     """OLMo 2: arXiv 2501.00656 section 3.2: norms after attention and MLP, and of q and k over all heads together."""
     config.demand("num_key_value_heads", "pad_token_id")
     biases = EVERY if config.flag("attention_bias", False) else ()
-    attention = replace(_attention(config, biases=biases), qk_norm="width")
-    return _decoder(config, attention, _mlp(config), norm=Norm(eps=_eps(config), rounds_last=True), norms=POST)
+    attention = replace(attention_of(config, biases=biases), qk_norm="width")
+    return decoder_of(config, attention, mlp_of(config), norm=Norm(eps=eps_of(config), rounds_last=True), norms=POST)
 
 
 def _gemma2(config: Config) -> Architecture:
@@ -223,10 +218,10 @@ def _gemma2(config: Config) -> Architecture:
     config.demand("attn_logit_softcapping", "final_logit_softcapping")
     if config.take("use_bidirectional_attention", None):
         raise config.error("sets use_bidirectional_attention; the oracle only computes causal attention")
-    attention = replace(_gemma_attention(config), softcap=config.number("attn_logit_softcapping", None))
+    attention = replace(gemma_attention_of(config), softcap=config.number("attn_logit_softcapping", None))
     kinds = config.texts("layer_types", every_second)
-    windows = _windows(config, kinds, config.size("sliding_window"))
-    return _gemma(config, [replace(attention, window=window) for window in windows])
+    windows = windows_of(config, kinds, config.size("sliding_window"))
+    return gemma_of(config, [replace(attention, window=window) for window in windows])
 
 
 def _gemma3(config: Config) -> Architecture:
@@ -241,11 +236,11 @@ def _gemma3(config: Config) -> Architecture:
     count = config.size("num_hidden_layers")
     kinds = config.texts("layer_types", [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)])
     older = {FULL: config.take("rope_theta", None), SLIDING: config.take("rope_local_base_freq", None)}
-    ropes = rotary_by_kind(config, head_dim=_head_dim(config), older=older)
-    attention = replace(_gemma_attention(config, ropes[FULL]), qk_norm="head")
-    windows = _windows(config, kinds, config.size("sliding_window"))
+    ropes = rotary_by_kind(config, head_dim=head_dim_of(config), older=older)
+    attention = replace(gemma_attention_of(config, ropes[FULL]), qk_norm="head")
+    windows = windows_of(config, kinds, config.size("sliding_window"))
     layers = zip(kinds, windows, strict=True)
-    return _gemma(config, [replace(attention, rotary=ropes[kind], window=window) for kind, window in layers])
+    return gemma_of(config, [replace(attention, rotary=ropes[kind], window=window) for kind, window in layers])
 
 
 FAMILIES: dict[str, Callable[[Config], Architecture]] = {
@@ -264,213 +259,3 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }
-
-# What the declarations share
-
-
-def _attention(
-    config: Config,
-    *,
-    biases: tuple[Projection, ...] = (),
-    window: int | None = None,
-    rope_types: tuple[str, ...] | None = None,
-    partial: bool = False,
-) -> Attention:
-    """Llama's attention, with 1 / sqrt(head_dim) before the softmax."""
-    head_dim = _head_dim(config)
-    types = {} if rope_types is None else {"types": rope_types}
-    positions = rotary(config, head_dim=head_dim, partial=partial, **types)
-    return _grouped(config, positions, scale=head_dim**-0.5, biases=biases, window=window)
-
-
-def _latent_attention(config: Config) -> LatentAttention:
-    """DeepSeek's; its norms of latent vectors have an epsilon of transformers' own, whatever rms_norm_eps is."""
-    config.demand("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    config.check_dropout("attention_dropout")
-    heads, turned, plain = (config.size(k) for k in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim"))
-    for key, right in {"num_key_value_heads": heads, "head_dim": turned, "qk_head_dim": turned + plain}.items():
-        config.must_be(key, right)
-    positions = rotary(config, head_dim=turned, types=("default", "yarn"))
-    factor = positions.scaling.score_factor if isinstance(positions.scaling, Yarn) else 1.0
-    return LatentAttention(
-        heads=heads,
-        q_rank=config.size("q_lora_rank", None),
-        kv_rank=config.size("kv_lora_rank"),
-        plain_dim=plain,
-        value_dim=config.size("v_head_dim"),
-        rotary=positions,
-        scale=(plain + turned) ** -0.5 * factor,
-        norm=Norm(eps=1e-6),
-        interleaved=config.flag("rope_interleave", True),
-        bias=config.flag("attention_bias", False),
-    )
-
-
-def _gemma_attention(config: Config, positions: Rotary | None = None) -> Attention:
-    return _grouped(
-        config,
-        positions or rotary(config, head_dim=_head_dim(config)),
-        scale=config.number("query_pre_attn_scalar") ** -0.5,
-        biases=EVERY if config.flag("attention_bias", False) else (),
-    )
-
-
-def _grouped(
-    config: Config,
-    positions: Rotary,
-    *,
-    scale: float,
-    biases: tuple[Projection, ...],
-    window: int | None = None,
-) -> Attention:
-    config.check_dropout("attention_dropout")
-    heads = config.size("num_attention_heads")
-    kv_heads = config.size("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise config.error(f"has {heads} heads, not a multiple of its {kv_heads} kv heads")
-    return Attention(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_head_dim(config),
-        rotary=positions,
-        scale=scale,
-        window=window,
-        biases=biases,
-    )
-
-
-def _mlp(config: Config, *, bias: bool = False) -> GatedMlp:
-    return _gated(config, config.take("hidden_act"), bias=bias)
-
-
-def _gated(config: Config, activation: Any, *, bias: bool = False) -> GatedMlp:
-    if activation not in ACTIVATIONS:
-        raise config.error(f"sets the activation {shown(activation)}; known are {', '.join(ACTIVATIONS)}")
-    return GatedMlp(size=config.size("intermediate_size"), activation=activation, bias=bias)
-
-
-def _with_experts(config: Config, attention: Attention, *, shared: GatedMlp | None = None) -> Architecture:
-    """Qwen's choice of layers: every ``decoder_sparse_step``-th has experts, except those in ``mlp_only_layers``."""
-    config.demand("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    mlp, step = _mlp(config), config.size("decoder_sparse_step", 1)
-    dense = config.take("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
-        raise config.error(f"sets mlp_only_layers={shown(dense)}; it has to be a list of numbers of layers")
-    expert = replace(mlp, size=config.size("moe_intermediate_size"))
-    moe = _mixture(config, "num_experts", expert, normalised=config.flag("norm_topk_prob"), shared=shared)
-    whole = _decoder(config, attention, mlp)
-    layers = tuple(
-        layer if number in dense or (number + 1) % step else replace(layer, feed_forward=moe)
-        for number, layer in enumerate(whole.layers)
-    )
-    return replace(whole, layers=layers, router_loss=_router_loss(config))
-
-
-def _mixture(
-    config: Config, count: str, expert: GatedMlp | ClampedMlp, *, normalised: bool, shared: GatedMlp | None = None
-) -> MixtureOfExperts:
-    """``count``: the key of the number of experts."""
-    experts, chosen = config.size(count), config.size("num_experts_per_tok")
-    if chosen > experts:
-        raise config.error(f"chooses {chosen} of {experts} experts; lower num_experts_per_tok")
-    return MixtureOfExperts(experts=experts, chosen=chosen, expert=expert, normalised=normalised, shared=shared)
-
-
-def _router_loss(config: Config) -> float:
-    """What the load-balancing loss is multiplied by; 0 where ``output_router_logits`` does not switch it on."""
-    factor = config.take("router_aux_loss_coef", None)
-    if not config.flag("output_router_logits", False):
-        return 0.0
-    config.demand("router_aux_loss_coef")
-    return float(config.positive(factor, "router_aux_loss_coef"))
-
-
-def _gemma(config: Config, attentions: Sequence[Attention]) -> Architecture:
-    """What all Gemmas share (arXiv 2403.08295 section 2): tied, scaled embeddings, norms with 1 + weight."""
-    mlp = _gated(config, config.take("hidden_activation", "gelu_pytorch_tanh"))
-    return Architecture(
-        **_outside(config, tied=True),
-        layers=tuple(Layer(attention=attention, feed_forward=mlp, norms=SANDWICH) for attention in attentions),
-        norm=Norm(eps=_eps(config), plus_one=True, rounds_last=True),
-        embedding_scale=config.size("hidden_size") ** 0.5,
-        final_softcap=config.number("final_logit_softcapping", None),
-    )
-
-
-def _decoder(
-    config: Config,
-    attention: Attention | LatentAttention,
-    mlp: GatedMlp | MixtureOfExperts,
-    *,
-    windows: Sequence[int | None] | None = None,
-    norm: Norm | None = None,
-    norms: Placement = PRE,
-) -> Architecture:
-    """Layers that differ at most in their ``windows``."""
-    layers = [Layer(attention=attention, feed_forward=mlp, norms=norms)] * config.size("num_hidden_layers")
-    if windows is not None:
-        assert isinstance(attention, Attention)
-        layers = [replace(layers[0], attention=replace(attention, window=window)) for window in windows]
-    return Architecture(
-        **_outside(config, tied=False),
-        layers=tuple(layers),
-        norm=norm or Norm(eps=_eps(config)),
-    )
-
-
-def _outside(config: Config, *, tied: bool) -> dict[str, Any]:
-    """What is outside of the layers, which all families spell alike; ``tied`` is the family's default."""
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "hidden_size": config.size("hidden_size"),
-        "tied": config.flag("tie_word_embeddings", tied),
-        "padding_token": _padding_token(config),
-        "value_head": _has_value_head(config),
-    }
-
-
-def _padding_token(config: Config) -> int | None:
-    """A token of the vocabulary; as of torch's padding_idx, a negative one counts from its end."""
-    token, size = config.take("pad_token_id", None), config.size("vocab_size")
-    if token is not None and (type(token) is not int or not -size <= token < size):
-        raise config.error(f"sets pad_token_id={shown(token)}, which is no token of a vocabulary of {size}")
-    return token
-
-
-def _has_value_head(config: Config) -> bool:
-    """Whether the folder is a value model: sequence classification with one label, read at every token."""
-    names = config.texts("architectures", [])
-    if not any(name.endswith("ForSequenceClassification") for name in names):
-        return False
-    config.must_be("num_labels", 1)
-    return True
-
-
-def _head_dim(config: Config) -> int:
-    return int(config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads")))
-
-
-def _eps(config: Config) -> float:
-    return float(config.number("rms_norm_eps"))
-
-
-def _qwen_windows(config: Config) -> list[int | None]:
-    """The window of each layer: where it is switched on and no layer_types are given, from max_window_layers on."""
-    count = config.size("num_hidden_layers")
-    windowed = config.flag("use_sliding_window", False)
-    window = config.size("sliding_window", None) if windowed else None
-    config.take("sliding_window", None)  # which is not used without the switch
-    first = config.size("max_window_layers", 28, least=0)  # transformers' default
-    kinds = config.texts("layer_types", [SLIDING if windowed and i >= first else FULL for i in range(count)])
-    return _windows(config, kinds, window)
-
-
-def _windows(config: Config, kinds: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer, by transformers' ``layer_types``."""
-    if len(kinds) != (count := config.size("num_hidden_layers")):
-        raise config.error(f"has {len(kinds)} layer_types for {count} layers")
-    if unknown := set(kinds) - {FULL, SLIDING}:
-        raise config.error(f"has layer_types {sorted(unknown)}; the oracle knows {FULL}, {SLIDING}")
-    if SLIDING in kinds and window is None:
-        raise config.error("has sliding_attention layers but sets no sliding_window; set it, or use full_attention")
-    return [window if kind == SLIDING else None for kind in kinds]
