@@ -68,8 +68,9 @@ def _of_model(
         for step in steps:
             if step.first:
                 optimizer, sizes = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer)
-            if step.skipped and name in step.before:
-                yield _unchanged(step, name)
+            if step.skipped:
+                if name in step.before and name in step.after:
+                    yield _unchanged(step, name)
             elif step.factor is not None and name in step.gradients:
                 before, gradient = step.before[name].double(), step.factor * step.gradients[name].double()
                 after, lr = step.after[name].double(), step.lr
