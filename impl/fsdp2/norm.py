@@ -13,18 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from impl.squares import sums_of_squares
+
 
 def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
     """The mesh dimensions that shard ``gradient``; over the others it is replicated and must not be counted again."""
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
-
-
-def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of squares of each tensor, a float64 scalar."""
-    if tensors[0].dtype == torch.float64:
-        # torch's norm adds up one number after another on a CPU, and is 5e-15 off for a million; its sum adds up pairs.
-        return [tensor.square().sum() for tensor in tensors]
-    return [norm.square() for norm in torch._foreach_norm(tensors, dtype=torch.float64)]  # without copies in float64
 
 
 def gradient_norm(gradients: Sequence[DTensor]) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
 
 On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
-and no computed number changes (tests/test_megatron_placement.py). Streams and events, which order the work on a GPU, do
-nothing on the CPU, where an op is done when it returns. The exact tier needs one more replacement, on GPUs as well: the
+and no computed number changes (tests/test_megatron_placement.py) but the gradient norm, which the library takes with
+torch's norm, and that loses digits on a CPU. Streams and events, which order the work on a GPU, do nothing on the CPU,
+where an op is done when it returns. The exact tier needs one more replacement, on GPUs as well: the
 library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double has to pass as float.
 """
 
@@ -11,8 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
+
+from impl.squares import sums_of_squares
 
 _CPU = torch.device("cpu")
 
@@ -97,6 +101,14 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _l2_norm(
+    _chunk: int, _flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    """In the place of Apex' ``multi_tensor_l2norm`` (docs/findings/torch-norm-on-cpus.md)."""
+    squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
+    return torch.tensor([squares.sum().sqrt().item()], dtype=torch.float, device=_CPU), None
+
+
 _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (
         torch.cuda,
@@ -119,4 +131,5 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}),
     (torch.nn.Module, {"cuda": lambda module, *_: module}),
     (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+    (clip_grads, {"l2_norm_impl": _l2_norm}),
 )

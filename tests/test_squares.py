@@ -1,0 +1,38 @@
+"""The sums of squares behind gradient norms, to the last digits, also on a CPU."""
+
+import math
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+
+from impl.megatron.placement import placed
+from impl.squares import sums_of_squares
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(10**6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+def square_of(tensor: torch.Tensor) -> float:
+    return math.fsum((tensor.double() ** 2).tolist())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float64, 4e-16), (torch.float32, 1e-13), (torch.bfloat16, 1e-13)]
+)
+def test_a_million_numbers_lose_no_digits(dtype: torch.dtype, allowed: float) -> None:
+    tensor = numbers(dtype)
+    (found,) = sums_of_squares([tensor])
+    assert found.dtype == torch.float64
+    assert abs(found.item() / square_of(tensor) - 1) < allowed
+
+
+def test_megatrons_norm_on_a_cpu_has_the_digits_of_its_dtype() -> None:
+    tensors = [numbers(torch.float32), numbers(torch.float32)[:1000]]
+    right = math.sqrt(sum(map(square_of, tensors)))
+    with placed("cpu", exact=False):
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), [tensors], False)
+    assert (norm.dtype, norm.shape) == (torch.float32, (1,))
+    assert abs(norm.item() / right - 1) <= torch.finfo(torch.float32).eps / 2
+    assert abs(torch.norm(tensors[0]).item() ** 2 / square_of(tensors[0]) - 1) > 1e-6  # which it would take
