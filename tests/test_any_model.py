@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from conformance.backend import BackendEntry, Unsupported
 from conformance.layout import Layout
 from conformance.objective import Sft
 from conformance.oracle.decoder import Decoder, read_decoder
+from conformance.oracle.forward import is_buffer
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.transformers_decoder import TransformersDecoder
 from conformance.oracle.variant import HONEST as RIGHT
@@ -58,7 +60,7 @@ def decoder_of_transformers(model: Path) -> TransformersDecoder:
 def observed(decoder: Decoder, model: Path) -> Observed:
     """A step of SFT in float64, on documents that any of the fixtures' tokenizers could give."""
     weights = decoder.load(model, torch.float64, RIGHT, trained=True, devices=["cpu"])
-    role = Model(role=POLICY, decoder=decoder, weights=weights, trained=frozenset(weights))
+    role = Model(role=POLICY, decoder=decoder, weights=weights, trained=frozenset(filterfalse(is_buffer, weights)))
     return observe(BATCH, [role], Sft(), FLOAT64)
 
 

@@ -118,6 +118,7 @@ def test_all_reports_show_what_is_stored(out: Path, capsys: pytest.CaptureFixtur
     assert ["conforming", "tiny/llama/wrongmlp/dp1/exact, there: none"] in shown["facts"]
 
 
+@pytest.mark.exhaustive
 def test_a_cell_that_is_run_again_with_no_bisect_has_none_any_more(ended: tuple[Path, str], out: Path) -> None:
     asked_before = asked(ended[0].parent, "WrongMlp")
     assert cli.main(["run", *asked_before, "--resume", str(out), "--rerun", "failed", "--no-bisect"]) == 1

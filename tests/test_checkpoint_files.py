@@ -141,7 +141,7 @@ def _assert_same_state(one: Path, other: Path) -> None:
 
 
 EXPORTED = [
-    ("fsdp2", "dp2", "qwen3"),
+    exhaustive("fsdp2", "dp2", "qwen3"),
     *(exhaustive("fsdp2", layout, "llama") for layout in ("dp2", "tp2", "sp2", "dp2.tp2")),
     *(exhaustive("fsdp2", "tp2", family) for family in ("qwen3", "gemma3", "pangu")),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", "qwen3") for stage in range(4)),

@@ -122,6 +122,7 @@ def test_an_environment_that_cannot_be_used_is_one_message(
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
     code = "import sys, conformance.run.task, conformance.asking, conformance.world.rank; print(*sys.modules)"
     command = [sys.executable, "-c", code]

@@ -45,7 +45,7 @@ def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session:
 @pytest.mark.parametrize(
     ("backend", "before", "after"),
     [
-        ("fsdp2", "dp2", "tp2"),
+        exhaustive("fsdp2", "dp2", "tp2"),
         exhaustive("megatron", "tp2.seqpar", "pp2.vpp2"),
         exhaustive("megatron", "dp2.zero1.overlap", "tp2.zero1"),
         exhaustive("fsdp2", "sp2", "dp2"),

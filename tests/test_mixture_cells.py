@@ -40,7 +40,9 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("fsdp2", "ep4"), ("deepspeed", "dp2.zero3")])
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("fsdp2", "dp2"), exhaustive("fsdp2", "ep4"), exhaustive("deepspeed", "dp2.zero3")]
+)
 def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
     session: Session, backend: str, layout: str
 ) -> None:
@@ -113,7 +115,7 @@ def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("handed", [("ep2", "dp2.ep2"), ("dp2", "ep2"), ("ep2", "tp2")])
+@pytest.mark.parametrize("handed", [exhaustive(("ep2", "dp2.ep2")), ("dp2", "ep2"), exhaustive(("ep2", "tp2"))])
 def test_a_state_goes_between_layouts_with_and_without_expert_parallelism(
     session: Session, handed: tuple[str, str]
 ) -> None:

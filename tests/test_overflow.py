@@ -82,8 +82,8 @@ def test_the_first_document_with_targets_of_a_step_has_its_weight() -> None:
     ("backend", "layout", "model"),
     [
         ("fsdp2", "dp2", "llama"),
-        ("deepspeed", "dp2.zero2", "llama"),
-        ("megatron", "dp2", "llama"),
+        exhaustive("deepspeed", "dp2.zero2", "llama"),
+        exhaustive("megatron", "dp2", "llama"),
         *(exhaustive("fsdp2", layout, "qwen3") for layout in ("dp2.rep2", "tp2.seqpar.losspar", "dp2.sp2")),
         *(exhaustive("deepspeed", layout, "pangu") for layout in DEEPSPEED),
         *(exhaustive("megatron", layout, "qwen3") for layout in MEGATRON),

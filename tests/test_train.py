@@ -28,7 +28,7 @@ def trainings(pool: Pool, tmp_path: Path) -> Trainings:
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        ("fsdp2", "sft"),
+        exhaustive("fsdp2", "sft"),
         exhaustive("fsdp2", "grpo"),
         exhaustive("fsdp2", "ppo"),
         *(exhaustive(backend, kind) for backend in ("deepspeed", "megatron") for kind in ("sft", "grpo", "ppo")),

@@ -75,7 +75,10 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
     assert "not this" not in told
 
 
-@pytest.mark.parametrize(("signals", "long"), [((signal.SIGINT,), 0.5), ((signal.SIGTERM, signal.SIGINT), 600)])
+@pytest.mark.parametrize(
+    ("signals", "long"),
+    [((signal.SIGINT,), 0.5), pytest.param((signal.SIGTERM, signal.SIGINT), 600, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
     signals: tuple[signal.Signals, ...], long: float, tmp_path: Path
 ) -> None:

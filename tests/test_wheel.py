@@ -74,6 +74,7 @@ def test_the_command_lists_the_cells_of_the_fixtures_inside(installed: Installed
     assert [row["id"] for row in listed["cells"]] == [str(cell) for cell in select_cells(FSDP2)]
 
 
+@pytest.mark.exhaustive
 def test_announced_commands_are_found(installed: Installed) -> None:
     model = CHECKOUT / "fixtures/models/llama"
     found = json.loads(installed.run(installed.target / "bin" / "parity", "inspect", model, "--json"))

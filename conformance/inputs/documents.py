@@ -53,7 +53,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     except StopIteration:
         raise documents.none_left() from None
     documents.tell()
-    _check_variety(batches, documents)
+    _check_variety(batches, documents, model)
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
     check_vocabulary([document for batch in batches for document in batch.documents], model, size)
@@ -73,15 +73,16 @@ def variety_of(batches: Sequence[Batch]) -> Variety:
     return Variety(documents=len(different), lengths=len({len(tokens) for tokens in different}))
 
 
-def _check_variety(batches: Sequence[Batch], documents: Documents) -> None:
+def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) -> None:
     """Raises UsageError for batches of a single document: ranks may exchange or double their shares, and nothing
     differs. Of documents of one length, whose mean of means is nearly the mean, the user is told."""
     variety, config = variety_of(batches), documents.config
     if variety.documents == 1:
         left_out = config.too_long == "drop" and documents.advice()
+        advice = left_out or "raise --max_samples (data.max_samples), or give data with more samples"
         raise UsageError(
-            f"all rows are the same document of {config.path}, so nothing would differ if ranks exchanged their shares "
-            f"or left them out; {left_out or 'raise --max_samples (data.max_samples), or give data with more samples'}"
+            f"all rows are the same document of {config.path} with the tokenizer of {model}, so nothing would differ "
+            f"if ranks exchanged their shares or left them out; {advice}"
         )
     if variety.lengths == 1:
         logger.warning(
