@@ -140,3 +140,16 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
     answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "is_supported"),
+    [("2.11.0+cu130", "tp2", False), ("2.13.0", "tp2", True), ("2.11.0", "ep2.tp2", True), ("2.11.0", "dp2", True)],
+)
+def test_experts_that_tp_cuts_need_a_torch_whose_fsdp2_takes_them(
+    version: str, layout: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported) != is_supported

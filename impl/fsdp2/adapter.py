@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import torch
+
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.expectation import model_config
 from conformance.layout import Layout
@@ -77,6 +79,11 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in CUT:
             return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(CUT)}; use ep1")
+        if layout.tp > 1 and layout.ep == 1 and model_config(scenario).get("model_type") in CUT and _is_older(2, 13):
+            return Unsupported(
+                f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
+                f"2.13, or ep"
+            )
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
         if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
@@ -101,3 +108,8 @@ class Fsdp2Backend(StrategyBackend):
                 "(docs/findings/packed-colwise-checkpoint.md); hand over a state, or use ep beside tp"
             )
         return Supported()
+
+
+def _is_older(*version: int) -> bool:
+    """Whether torch is older than this version, by its first numbers."""
+    return tuple(map(int, torch.__version__.split(".")[: len(version)])) < version
