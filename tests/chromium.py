@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = ("--no-sandbox", "--disable-gpu")
 PHONE = 600  # px; a narrower window is a phone's, with touch
 
 
@@ -20,7 +19,7 @@ def running() -> "Iterator[Browser]":
         pytest.skip("no chromium on PATH; install one to test the page in a browser")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=binary, args=FLAGS)
+        chromium = playwright.chromium.launch(executable_path=binary)
         yield Browser(chromium)
         chromium.close()
 
