@@ -93,5 +93,7 @@ class Browser:
     def _middle(self, selector: str) -> tuple[float, float]:
         find = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{find}.scrollIntoView({{block: 'center', inline: 'center', behavior: 'instant'}})")
+        # The scroll's event comes with the next frame, and the page hides its read-outs then.
+        self.run("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         box = self.run(f"{find}.getBoundingClientRect().toJSON()")
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
