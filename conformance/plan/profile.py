@@ -11,7 +11,7 @@ several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single layo
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -185,8 +185,9 @@ def expand(
     the same id, for example from two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
+    registered = registered_backends()
     for table in profile.cells:
-        chains = _chains(table, backends)
+        chains = _chains(table, backends, registered)
         models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
         models = tuple(map(with_skeleton, models))
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
@@ -209,7 +210,7 @@ def expand(
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
                     )
-    return sorted(cells.values(), key=lambda c: (c.backend, c.world_size, str(c)))
+    return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
 
 
 def _leg_layouts(table: CellTable) -> list[str]:
@@ -217,10 +218,12 @@ def _leg_layouts(table: CellTable) -> list[str]:
     return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 
 
-def _chains(table: CellTable, backends: Sequence[BackendEntry]) -> list[list[BackendEntry]]:
+def _chains(
+    table: CellTable, backends: Sequence[BackendEntry], registered: Mapping[str, BackendEntry]
+) -> list[list[BackendEntry]]:
     """The chains of backends for the legs of the table's cells; only chains whose backends are all selected."""
     asked = {backend.name: backend for backend in backends}
-    known = asked | registered_backends()
+    known = {**registered, **asked}
     for name in (name for chain in table.backends for name in chain.split(TO)):
         if name not in known:
             near = did_you_mean(name, known)
