@@ -61,6 +61,7 @@ def test_a_record_tells_denominators_memory_and_who_holds_which_piece(session: S
     assert {region.rpartition("tp")[2] for region in pieces["model.layers.0.self_attn.q_proj.weight"]} == {"0", "1"}
 
 
+@pytest.mark.exhaustive
 def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "exact", steps=5))
 
