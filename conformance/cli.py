@@ -260,7 +260,7 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
     if runs:
         print(dumps(runs.to_json()) if options.json else text)
-        return EXIT["differs" if runs.changed else "conforms"]
+        return EXIT["conforms" if runs.are_alike else "differs"]
     values = read_output_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}

@@ -20,8 +20,9 @@ from conformance.record.states import STATES
 # Of each table the columns and their dtypes. A "category" is a text that many rows have.
 CELLS = {
     **{"cell": "str", "scenario": "category", "model": "category", "backend": "category", "layout": "category"},
-    **{"variant": "category", "state": "category", "reason": "str", "first_stage": "category", "worst": "float64"},
-    **{"world_size": "int64", "seconds": "float64", "attempts": "int64", "folder": "str", "reproduce": "str"},
+    **{"variant": "category", "state": "category", "reason": "str", "second_class": "category"},
+    **{"first_stage": "category", "worst": "float64", "world_size": "int64", "seconds": "float64"},
+    **{"attempts": "int64", "folder": "str", "reproduce": "str"},
 }
 STEPS = {
     **{"cell": "category", "leg": "int64", "step": "int64", "key": "category", "value": "float64", "oracle": "float64"},
@@ -38,7 +39,8 @@ class Frames:
 
     run: the fields of ``summary.json`` about the run as a whole.
     cells: a row for each cell, in the order in which they were planned. ``state`` is a category in the order of
-        conformance.record.states; ``worst`` the highest observed / allowed (NaN if nothing was compared);
+        conformance.record.states; ``second_class`` whose implementation the reference was, empty if it is the
+        oracle's own; ``worst`` the highest observed / allowed (NaN if nothing was compared);
         ``first_stage`` the first stage that differs, or empty; ``attempts`` how often it was run.
     steps: a row for each number that a backend reported at an optimizer step: ``value``, and ``oracle``, that of the
         float64 oracle (NaN if it has none).
@@ -78,7 +80,7 @@ def _cell(cell: BelievedCell) -> tuple[Any, ...]:
     attempts = (1 if entry.records else 0) + (1 if entry.other else 0) + len(entry.before)
     return (
         *(entry.cell, entry.scenario, entry.model, entry.backend, entry.layout),
-        *(entry.variant, verdict.state, verdict.reason, verdict.first_stage, number(worst)),
+        *(entry.variant, verdict.state, verdict.reason, verdict.second_class, verdict.first_stage, number(worst)),
         *(entry.world_size, entry.seconds, attempts, entry.folder, entry.reproduce),
     )
 

@@ -85,6 +85,9 @@ def blocks(since: Since) -> Iterator[str]:
         for kind, changes in beside.by_kind.items():
             lines = [f"- {code(change.cell)}: {plain(str(change))}" for change in changes]
             yield "\n".join([f"**{KINDS[kind].capitalize()}: {plural(len(changes), 'cell')}**\n", *lines, "\n"])
+        if beside.oracles:
+            lines = [f"- {code(change.cell)}: {plain(str(change))}" for change in beside.oracles]
+            yield "\n".join([f"**Judged by another oracle: {plural(len(lines), 'cell')}**\n", *lines, "\n"])
     for title, lines in (
         ("Flaky", [f"- {code(flaky.cell)}: {plain(flaky.why)}" for flaky in since.flaky]),
         ("Slower", [f"- {plain(str(slower))}" for slower in since.slower]),

@@ -13,12 +13,12 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from conformance.record.baseline import Outcome, outcome
+from conformance.record.baseline import Outcome
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.files import Unreadable, read_end
 from conformance.record.format import Lines, RecordError, read_lines
 from conformance.record.identity import check_oracle, noise_runs
-from conformance.record.results import SUMMARY, Run, inside, read_output_json, states_of
+from conformance.record.results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
 from conformance.record.since import Since
 from conformance.record.states import STATES, RunVerdict, State
 from conformance.record.verdict import Quantity
@@ -101,8 +101,7 @@ class Report:
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
         """How the cells ended, by id."""
-        entries = [cell.entry for cell in self.cells]
-        return {e.cell: outcome(state=e.verdict.state, seconds=e.seconds, before=e.before) for e in entries}
+        return outcomes_of([cell.entry for cell in self.cells])
 
     @cached_property
     def since(self) -> Since | None:

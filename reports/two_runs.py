@@ -26,6 +26,9 @@ def _blocks(runs: TwoRuns) -> Iterator[str]:
     for cell in runs.changed:
         yield f"\n- {code(cell.change.cell)}: {plain(str(cell.change))}"
     yield "\n"
+    if runs.oracles:
+        yield f"\n{plural(len(runs.oracles), 'cell')} judged by another oracle.\n"
+        yield "".join(f"\n- {code(change.cell)}: {plain(str(change))}" for change in runs.oracles) + "\n"
     compared = [cell for cell in runs.cells if cell.ratios]
     if compared:
         yield f"\n{NOTE}\n"

@@ -4,6 +4,7 @@ Verdicts and summaries are written by conformance.record.results, from a sample 
 were wrong with it, except for what a night says otherwise.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -28,12 +29,14 @@ from report_sample import (
 
 from conformance.history.earlier import read_baseline
 from conformance.record.coverage import Floor
+from conformance.record.format import RECORD_FILE, dumps, record_digest
 from conformance.record.results import Entry
 from conformance.record.verdict import Quantity, Verdict
 
 SELECTION = "--profile nightly"
 VERSIONS = {**RUN.environment, "torch": "2.13.0", "backend-parity": "0.1.0", "commit": "1f2e3d4c5b6a"}
 NIGHTLY = (DIFFERS, LATE, RL, CONFORMS, PARTLY, RESUMED, UNSUPPORTED)
+LENT = "transformers' own Qwen3ForCausalLM"
 WRONG = (DIFFERS, LATE, RL)  # what differs in the sample, each in a stage of its own
 
 
@@ -47,11 +50,12 @@ def night(
     crashed: Sequence[str] = (),
     refused: Sequence[str] = (),
     without: Sequence[str] = (),
+    lent: Sequence[str] = (),
 ) -> Path:
     """The run of the night of 2026-08-DAY, compared with the history or folder ``against``.
 
     wrong: the cells of WRONG that differ as in the sample. crashed, refused, without: cells that end so, or are not
-        there.
+        there. lent: cells whose oracle was of the second class.
     """
     sample = out.parent / "sample"
     if not sample.exists():
@@ -61,6 +65,7 @@ def night(
     told = [entry if entry.cell in (*wrong, UNSUPPORTED) else _healed(entry) for entry in kept]
     told = [_failed(entry) if entry.cell in crashed else entry for entry in told]
     told = [_refused(entry) if entry.cell in refused else entry for entry in told]
+    told = [_lent(out, entry) if entry.cell in lent else entry for entry in told]
     baseline = read_baseline(str(against), SELECTION) if against else None
     started = datetime(2026, 8, day, 3, 12, tzinfo=UTC).isoformat(timespec="seconds")
     rewrite(
@@ -73,6 +78,18 @@ def night(
         floor=Floor(baseline=baseline),
     )
     return out
+
+
+def _lent(out: Path, entry: Entry) -> Entry:
+    """The same cell, judged by a record of transformers' own implementation."""
+    own, lent = (out / "oracle" / name / "float64" / RECORD_FILE for name in (Path(entry.oracle or "").name, "lent"))
+    header, *lines, footer = map(json.loads, own.read_text().splitlines())
+    header["resolved"]["second_class"] = LENT
+    text = "".join(dumps(line) + "\n" for line in (header, *lines))
+    footer["sha256"] = record_digest(text.encode(), footer)
+    lent.parent.mkdir(parents=True, exist_ok=True)
+    lent.write_text(text + dumps(footer) + "\n")
+    return replace(entry, oracle="../../oracle/lent", verdict=replace(entry.verdict, second_class=LENT))
 
 
 def _healed(entry: Entry) -> Entry:

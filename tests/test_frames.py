@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from nights import LENT, night
 from report_sample import CELLS as SAMPLE
 from report_sample import CONFORMS, DIFFERS, NOT_RUN, RESUMED, edit, entries_of, entry_of, folder_of, write_sample
 
@@ -62,6 +63,12 @@ def test_cells_say_what_the_report_says(out: Path, frames: Frames) -> None:
     assert rows.loc[DIFFERS, "first_stage"] == "gradients"
     assert (rows.loc[NOT_RUN, "attempts"], rows.loc[CONFORMS, "attempts"]) == (0, 1)
     assert frames.run.profile == "quick"
+
+
+def test_whose_the_oracle_was_is_a_column(tmp_path: Path) -> None:
+    rows = conformance.load(night(tmp_path / "out", 14, lent=[RESUMED])).cells.set_index("cell")
+    assert rows.loc[RESUMED, "second_class"] == LENT
+    assert rows.loc[CONFORMS, "second_class"] == ""
 
 
 def test_every_quantity_is_a_row(out: Path, frames: Frames) -> None:

@@ -1,12 +1,13 @@
 """A history of nights: a run is compared with those before, and every report says what changed, and the suspects."""
 
+import html
 import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nights import SELECTION, VERSIONS, night
+from nights import LENT, SELECTION, VERSIONS, night
 from report_sample import CONFORMS, DIFFERS, LATE, PARTLY, RESUMED, edit
 
 from conformance import cli
@@ -110,6 +111,31 @@ def test_the_history_shows_every_night_and_what_changed(nightly: Path, capsys: p
     (runs,) = json.loads(capsys.readouterr().out).values()
     assert [run["verdict"] for run in runs] == ["conforms", "incomplete"]  # the last green one is never left out
     assert runs[0]["backends"]["megatron"] == {"unsupported": 1, "conforms": 2}
+
+
+def test_a_cell_whose_oracle_is_another_is_told_although_it_conforms_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "history"
+    assert history(kept, "--add", night(tmp_path / "one", 14)) == 0
+    out = night(tmp_path / "two", 15, against=kept, lent=[RESUMED])
+    change = f"the suite's own oracle, now second-class oracle, {LENT}"
+    capsys.readouterr()
+    assert cli.main(["report", str(out)]) == 0  # nothing else changed
+    assert f"  judged by another oracle: {change}: {RESUMED}" in capsys.readouterr().out.splitlines()
+    (told,) = read_output_json(out / "summary.json")["since"]["last"]["oracles"]
+    assert told == {"cell": RESUMED, "before": "", "now": LENT}
+    assert f"**Judged by another oracle: 1 cell**\n\n- `{RESUMED}`: {change}\n" in write_markdown(out).read_text()
+    page = html.unescape(write_html(out).read_text())
+    assert f"<code>{RESUMED}</code> {change}" in page
+    assert history(kept, "--add", out) == 0
+    capsys.readouterr()
+    assert history(kept) == 0
+    assert "1 by a second-class oracle" in capsys.readouterr().out.splitlines()[-1]
+    back = read_report(night(tmp_path / "three", 16, against=kept)).since
+    assert back
+    assert back.last
+    assert [str(change) for change in back.last.oracles] == [f"second-class oracle, {LENT}, now the suite's own oracle"]
 
 
 def test_a_run_is_compared_with_one_folder_as_with_a_history(nightly: Path, tmp_path: Path) -> None:

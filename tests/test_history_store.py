@@ -18,7 +18,11 @@ SELECTION = "--profile quick"
 
 
 def summary(day: int) -> Summary:
-    cells = {f"sft/llama/fsdp2/dp{ranks}/exact": Outcome(state="conforms", seconds=1.5) for ranks in (1, 2, 4)}
+    whose = {1: "", 2: "transformers' own PhiForCausalLM", 4: None}
+    cells = {
+        f"sft/llama/fsdp2/dp{ranks}/exact": Outcome(state="conforms", seconds=1.5, second_class=whose[ranks])
+        for ranks in (1, 2, 4)
+    }
     started = datetime(2026, 8, day, tzinfo=UTC)
     return Summary(
         selection=SELECTION, started=started, seconds=9.5, verdict="conforms", versions={"torch": "2"}, cells=cells
@@ -41,6 +45,33 @@ def read(folder: Path) -> list[Summary]:
 def test_what_was_added_is_read_back(folder: Path) -> None:
     assert read(folder) == [summary(1), summary(2)]
     assert list(folder.iterdir()) == [folder / HISTORY]
+
+
+OLDER = (  # as version 0.1.0 wrote them
+    "CREATE TABLE cells (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE)",
+    "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, "
+    "PRIMARY KEY (run, cell)) WITHOUT ROWID",
+    "CREATE TABLE runs (number INTEGER PRIMARY KEY, selection TEXT NOT NULL, started TEXT NOT NULL, "
+    "seconds REAL NOT NULL, verdict TEXT NOT NULL, versions TEXT NOT NULL, UNIQUE (selection, started, versions))",
+    "PRAGMA user_version = 1",
+    "INSERT INTO cells VALUES (7, 'sft/llama/fsdp2/dp2/exact')",
+    "INSERT INTO runs VALUES (3, '--profile quick', '2026-07-31T00:00:00+00:00', 9.5, 'conforms', "
+    '\'{"torch": "2"}\')',
+    "INSERT INTO outcomes VALUES (3, 7, 'conforms', 1.5)",
+)
+
+
+def test_a_history_of_the_first_schema_is_read_and_goes_on(tmp_path: Path) -> None:
+    """Its runs do not say whose the oracles were, and a file that is only read is not changed."""
+    file = tmp_path / HISTORY
+    _sql(*OLDER)(file)
+    before = file.read_bytes()
+    (older,) = read(tmp_path)
+    assert older.cells == {"sft/llama/fsdp2/dp2/exact": Outcome(state="conforms", seconds=1.5, second_class=None)}
+    assert file.read_bytes() == before
+    with open_history(tmp_path, change=True) as history:
+        history.add(summary(1))
+    assert read(tmp_path) == [older, summary(1)]
 
 
 def test_a_history_that_is_not_there_is_one_message_that_says_how_to_begin(
@@ -111,7 +142,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link": (_link, "is a link"),
     "a folder": (_folder, "is a folder"),
     "a pipe": (_pipe, "is a named pipe"),
-    "another schema": (_sql("PRAGMA user_version = 2"), r"is no history of schema 1 \(it says 2\); use the version"),
+    "another schema": (
+        _sql("PRAGMA user_version = 3"),
+        r"is no history of schema 1 or 2 \(it says 3\); use the version",
+    ),
+    "the number of another": (_sql("PRAGMA user_version = 1"), r"is no history of schema 1 or 2 \(it says 1\); use"),
+    "an oracle that is a blob": (_sql("UPDATE outcomes SET second_class = x'ff'"), "is damaged"),
     "another table": (_sql("CREATE TABLE more (x)"), "is no history"),
     "a column more": (_sql("ALTER TABLE runs ADD COLUMN more TEXT"), "is no history"),
     "a trigger": (

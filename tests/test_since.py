@@ -5,7 +5,9 @@ import random
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,24 @@ def test_the_commit_of_a_checkout_is_a_version(tmp_path: Path) -> None:
     assert commit(tmp_path) == f"{clean}{CHANGED}"
     (tmp_path / "site-packages").mkdir()
     assert commit(tmp_path / "site-packages") is None  # another's repository around an installed suite
+
+
+# --- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_oracles_that_are_known_can_have_changed() -> None:
+    """A run of an older version did not keep them, and a cell that was not judged has none."""
+    known = [outcome(state="conforms", seconds=1, second_class=whose) for whose in ("", "transformers' own Phi")]
+    unknown = [Outcome(state="conforms"), outcome(state="unsupported", seconds=1, second_class="")]
+
+    def told(before: Outcome, now: Outcome) -> int:
+        last = since([{CELL: before}, {CELL: now}]).last
+        assert last
+        return len(last.oracles)
+
+    assert [told(a, b) for a, b in pairwise([*known, known[0]])] == [1, 1]
+    assert not any(told(a, b) for a in unknown for b in known)
+    assert not any(told(one, one) for one in known)
 
 
 # --- flaky -----------------------------------------------------------------------------------------------------------
@@ -178,12 +198,22 @@ def test_only_seconds_that_can_be_compared_are() -> None:
     assert outcome(state="conforms", seconds=float("inf")).seconds is None
 
 
+RUN_OF_ONE: dict[str, Any] = {"versions": {}, "states": ["conforms"], "seconds": [None]}
+
+
+def test_a_baseline_of_an_older_version_does_not_know_the_oracles() -> None:
+    found = baseline_from_json({"path": "p", "cells": [CELL], "runs": [RUN_OF_ONE]})
+    assert found.outcomes(found.runs[0]) == {CELL: Outcome(state="conforms", second_class=None)}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"path": "p", "cells": ["a"], "runs": [{"versions": {}, "states": [], "seconds": []}]},
         {"path": "p", "cells": ["a"], "runs": [{"versions": {}, "states": ["splendid"], "seconds": [None]}]},
         {"path": "p", "cells": ["a"], "runs": [{"versions": {}, "states": [None], "seconds": ["long"]}]},
+        {"path": "p", "cells": ["a"], "runs": [{**RUN_OF_ONE, "second_class": ["", ""]}]},
+        {"path": "p", "cells": ["a"], "runs": [{**RUN_OF_ONE, "second_class": [7]}]},
         {"path": "p", "runs": [{}]},
         {"cells": []},
         [],

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from nights import NIGHTLY, VERSIONS, night
+from nights import LENT, NIGHTLY, VERSIONS, night
 from report_sample import CONFORMS, DIFFERS, PARTLY, RESUMED, UNSUPPORTED, edit, entry_of
 
 from conformance import cli
@@ -55,6 +55,19 @@ def test_the_same_run_twice_is_alike(two: tuple[Path, Path], capsys: pytest.Capt
     assert "No version changed." in text
     assert "0 cells of" in text
     assert " → " not in text
+
+
+def test_runs_that_were_judged_by_other_oracles_are_not_alike(
+    two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = night(tmp_path / "other", 16, crashed=[PARTLY], lent=[RESUMED])
+    code, text = compared((two[0], other), capsys)
+    assert code == 1
+    assert "0 cells of" in text
+    told = plain(f"the suite's own oracle, now second-class oracle, {LENT}")
+    assert f"1 cell judged by another oracle.\n\n- `{RESUMED}`: {told}\n" in text
+    values = json.loads(compared((two[0], other), capsys, "--json")[1])
+    assert values["oracles"] == [{"cell": RESUMED, "before": "", "now": LENT}]
 
 
 def test_the_numbers_are_there_as_json(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from conformance.history.earlier import RUNS, summarise
 from conformance.history.store import Summary, open_history
 from conformance.record.since import version_changes
-from conformance.record.trend import by_backend, fared
+from conformance.record.trend import by_backend, fared, lent_of
 from conformance.validation import UsageError
 
 
@@ -56,13 +56,18 @@ def _lines(selection: str, runs: list[Summary]) -> list[str]:
     for before, run in pairwise([None, *runs]):
         assert run
         told = by_backend(run.cells)
-        columns = [fared(told.get(backend, {})) for backend in backends]
+        lent = lent_of(run.cells)
+        columns = [fared(told.get(backend, {})) + _by_others(lent.get(backend, 0)) for backend in backends]
         changed = version_changes(before.versions, run.versions) if before else ()
         when, verdict = f"{run.started:%Y-%m-%d %H:%M}", run.verdict.replace("_", " ")
         rows.append([when, verdict, *columns, "; ".join(map(str, changed))])
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [f"{selection}:", *(f"  {line}" for line in table)]
+
+
+def _by_others(count: int) -> str:
+    return f", {count} by a second-class oracle" if count else ""
 
 
 def _values(run: Summary) -> dict[str, Any]:
@@ -72,4 +77,5 @@ def _values(run: Summary) -> dict[str, Any]:
         "verdict": run.verdict,
         "versions": run.versions,
         "backends": by_backend(run.cells),
+        "second_class": lent_of(run.cells),
     }

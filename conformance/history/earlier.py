@@ -8,7 +8,7 @@ from typing import Any
 from conformance.history.store import HISTORY, Summary, open_history, utc
 from conformance.record.baseline import Baseline, RunFacts, baseline_from_json, make_baseline, outcome, versions_of
 from conformance.record.cells import read_cells
-from conformance.record.results import SUMMARY, read_output_json, states_of
+from conformance.record.results import SUMMARY, outcomes_of, read_output_json, states_of
 from conformance.record.states import STATES
 from conformance.validation import UsageError
 
@@ -52,7 +52,10 @@ def _facts(values: dict[str, Any], file: Path) -> RunFacts:
             )
         outcomes = {
             str(cell["id"]): outcome(
-                state=cell["state"], seconds=float(cell.get("seconds", 0)), before=cell.get("before", ())
+                state=cell["state"],
+                seconds=float(cell.get("seconds", 0)),
+                before=cell.get("before", ()),
+                second_class=cell.get("second_class"),
             )
             for cell in cells
         }
@@ -81,8 +84,5 @@ def summarise(out: Path) -> Summary:
         seconds=run.seconds,
         verdict=run.verdict(states_of(entries)),
         versions=versions_of(run.environment),
-        cells={
-            entry.cell: outcome(state=entry.verdict.state, seconds=entry.seconds, before=entry.before)
-            for entry in entries
-        },
+        cells=outcomes_of(entries),
     )

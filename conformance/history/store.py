@@ -26,16 +26,20 @@ from conformance.record.states import PASSES, RunVerdict
 from conformance.validation import UsageError, one_line
 
 HISTORY = "history.sqlite"
-HISTORY_SCHEMA = 1
+HISTORY_SCHEMA = 2
 LONGEST = 2**29  # bytes; a year of nights of 3,000 cells is about 40 MiB
 AGAIN = "put a copy that is whole there, or move it away and begin a new history"
+_OUTCOMES = "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, {}"
 TABLES = (
     "CREATE TABLE cells (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE)",
-    "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, "
-    "PRIMARY KEY (run, cell)) WITHOUT ROWID",
+    _OUTCOMES.format("second_class TEXT, PRIMARY KEY (run, cell)) WITHOUT ROWID"),
     "CREATE TABLE runs (number INTEGER PRIMARY KEY, selection TEXT NOT NULL, started TEXT NOT NULL, "
     "seconds REAL NOT NULL, verdict TEXT NOT NULL, versions TEXT NOT NULL, UNIQUE (selection, started, versions))",
 )
+TABLES_OF = {  # by schema; the first did not keep second_class
+    1: (TABLES[0], _OUTCOMES.format("PRIMARY KEY (run, cell)) WITHOUT ROWID"), TABLES[2]),
+    HISTORY_SCHEMA: TABLES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +88,8 @@ class History:
         number = self._connection.execute(insert, values).lastrowid
         self._connection.executemany("INSERT OR IGNORE INTO cells (id) VALUES (?)", [(cell,) for cell in run.cells])
         self._connection.executemany(
-            "INSERT INTO outcomes SELECT ?, number, ?, ? FROM cells WHERE id = ?",
-            [(number, ended.state, ended.seconds, cell) for cell, ended in run.cells.items()],
+            "INSERT INTO outcomes SELECT ?, number, ?, ?, ? FROM cells WHERE id = ?",
+            [(number, ended.state, ended.seconds, ended.second_class, cell) for cell, ended in run.cells.items()],
         )
 
     def prune(self, keep: int) -> int:
@@ -115,10 +119,11 @@ class History:
     def _summary(self, row: tuple[Any, ...]) -> Summary:
         number, selection, started, seconds, verdict, versions = row
         rows = self._rows(
-            "SELECT id, state, seconds FROM outcomes JOIN cells ON cell = number WHERE run = ? ORDER BY cell",
+            "SELECT id, state, seconds, second_class FROM outcomes JOIN cells ON cell = number WHERE run = ? "
+            "ORDER BY cell",
             number,
         )
-        cells = {cell: dict(zip(("state", "seconds"), values, strict=True)) for cell, *values in rows}
+        cells = {cell: dict(zip(("state", "seconds", "second_class"), values, strict=True)) for cell, *values in rows}
         known = {"selection": selection, "started": started, "seconds": seconds, "verdict": verdict, "cells": cells}
         try:
             return _SUMMARY.validate_python({**known, "versions": json.loads(versions)})
@@ -177,7 +182,8 @@ def _begin(connection: sqlite3.Connection) -> None:
 
 
 def _load(connection: sqlite3.Connection, file: Path) -> None:
-    """Read the file into memory. Raises UsageError for anything but a whole file with the tables of this version."""
+    """Read the file into memory. Raises UsageError for anything but a whole file with the tables of this version or of
+    an older one, which are brought to this version; the file is not changed."""
     try:
         content = read_file(file, limit=LONGEST)
     except FileNotFoundError:
@@ -191,16 +197,28 @@ def _load(connection: sqlite3.Connection, file: Path) -> None:
         connection.execute("PRAGMA trusted_schema = OFF")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name").fetchall()
-        if version != HISTORY_SCHEMA or [sql for (sql,) in found] != [*TABLES]:
+        if tuple(sql for (sql,) in found) != TABLES_OF.get(version):
+            known = " or ".join(map(str, TABLES_OF))
             raise UsageError(
-                f"{file} is no history of schema {HISTORY_SCHEMA} (it says {version}); use the version of the suite "
+                f"{file} is no history of schema {known} (it says {version}); use the version of the suite "
                 f"that wrote it, or {AGAIN}"
             )
         (checked,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if version == 1 and checked == "ok":
+            _bring_up(connection)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise _damaged(file, error) from None
     if checked != "ok":
         raise _damaged(file, checked)
+
+
+def _bring_up(connection: sqlite3.Connection) -> None:
+    """From schema 1: whose the oracles were is not known."""
+    connection.execute("ALTER TABLE outcomes RENAME TO older")
+    connection.execute(TABLES[1])
+    connection.execute("INSERT INTO outcomes SELECT run, cell, state, seconds, NULL FROM older")
+    connection.execute("DROP TABLE older")
+    connection.execute(f"PRAGMA user_version = {HISTORY_SCHEMA}")
 
 
 def _damaged(file: Path, why: object) -> UsageError:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from conformance.record.schema import first_error
-from conformance.record.states import NO_FAULT, PASSES, RunVerdict, State, depth
+from conformance.record.states import ANSWERED, NO_FAULT, PASSES, RunVerdict, State, depth
 
 COMMIT = "commit"  # the name among the versions of the git commit of the suite
 CHANGED = "-changed"  # the end of a commit's name if files of the checkout were changed: the code has no name then
@@ -27,23 +27,32 @@ class Outcome:
     seconds: how long it took; None if that is not comparable, because it was not judged, did not pass (what differs is
         run twice), or was run again by the user.
     before: the states in which it had ended when the user had it run again.
+    second_class: whose implementation the reference was; empty if it was the oracle's own; None if the cell was not
+        judged, or an older version did not keep it.
     """
 
     state: State
     seconds: float | None = None
     before: tuple[State, ...] = ()
+    second_class: str | None = None
 
 
-def outcome(*, state: State, seconds: float, before: Sequence[State] = ()) -> Outcome:
+def outcome(*, state: State, seconds: float, before: Sequence[State] = (), second_class: str | None = None) -> Outcome:
     """The Outcome of a cell from the fields of its verdict."""
     comparable = state in NO_FAULT and not before and 0 < seconds < math.inf
-    return Outcome(state=state, seconds=round(seconds, 3) if comparable else None, before=tuple(before))
+    return Outcome(
+        state=state,
+        seconds=round(seconds, 3) if comparable else None,
+        before=tuple(before),
+        second_class=second_class if state in ANSWERED else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRun:
-    """An earlier run. ``states`` and ``seconds`` have an entry for each cell of the baseline; None if the run does not
-    have the cell, or its seconds are not comparable.
+    """An earlier run. ``states``, ``seconds`` and ``second_class`` have an entry for each cell of the baseline; None if
+    the run does not have the cell, or its seconds are not comparable, or its oracle is not known. ``second_class`` is
+    empty in files of older versions.
 
     started: UTC time in ISO format, or empty if it is unknown, as ``verdict`` is None then. versions: by name.
     """
@@ -53,6 +62,7 @@ class EarlierRun:
     versions: dict[str, str]
     states: tuple[State | None, ...]
     seconds: tuple[float | None, ...]
+    second_class: tuple[str | None, ...] = ()
 
     @property
     def is_green(self) -> bool:
@@ -72,7 +82,10 @@ class Baseline:
     runs: tuple[EarlierRun, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(len(run.states) == len(run.seconds) == len(self.cells) for run in self.runs):
+        lengths = {
+            len(column) for run in self.runs for column in (run.states, run.seconds, run.second_class or run.states)
+        }
+        if lengths - {len(self.cells)}:
             raise ValueError("an earlier run has other cells than the baseline")
 
     @property
@@ -86,8 +99,9 @@ class Baseline:
 
     def outcomes(self, run: EarlierRun) -> dict[str, Outcome]:
         """How each cell that ``run`` has ended, by id."""
-        rows = zip(self.cells, run.states, run.seconds, strict=True)
-        return {cell: Outcome(state=state, seconds=seconds) for cell, state, seconds in rows if state}
+        oracles = run.second_class or (None,) * len(self.cells)
+        rows = zip(self.cells, run.states, run.seconds, oracles, strict=True)
+        return {cell: Outcome(state=s, seconds=took, second_class=whose) for cell, s, took, whose in rows if s}
 
     @property
     def demanded(self) -> dict[str, State]:
@@ -128,6 +142,7 @@ def make_baseline(path: str, found: Sequence[RunFacts]) -> Baseline:
                 versions=versions,
                 states=tuple(outcomes[cell].state if cell in outcomes else None for cell in cells),
                 seconds=tuple(outcomes.get(cell, absent).seconds for cell in cells),
+                second_class=tuple(outcomes.get(cell, absent).second_class for cell in cells),
             )
             for started, verdict, versions, outcomes in found
         ),

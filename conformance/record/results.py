@@ -132,6 +132,19 @@ def states_of(entries: Sequence[Entry]) -> States:
     return {entry.cell: entry.verdict.state for entry in entries}
 
 
+def outcomes_of(entries: Sequence[Entry]) -> dict[str, Outcome]:
+    """How the cells ended, by id."""
+    return {
+        entry.cell: outcome(
+            state=entry.verdict.state,
+            seconds=entry.seconds,
+            before=entry.before,
+            second_class=entry.verdict.second_class,
+        )
+        for entry in entries
+    }
+
+
 def write_entry(out: Path, entry: Entry) -> None:
     """Write ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
     folder = inside(out, out / entry.folder)
@@ -180,7 +193,8 @@ def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
     """The content of ``summary.json``, from the run and the summaries of its cells."""
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
-    found = {cell["id"]: outcome(state=cell["state"], seconds=cell["seconds"], before=cell["before"]) for cell in cells}
+    kept = ("state", "seconds", "before", "second_class")
+    found = {cell["id"]: outcome(**{name: cell[name] for name in kept}) for cell in cells}
     since = run.since(found)
     told = {
         "counts": counts,

@@ -84,6 +84,33 @@ def _word(state: State | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OracleChange:
+    """A cell whose reference is somebody else's implementation than in an earlier run. before, now: whose; empty if the
+    oracle's own. A reference of the second class does not see the errors of transformers itself."""
+
+    cell: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{_whose(self.before)}, now {_whose(self.now)}"
+
+
+def oracle_changes(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> tuple[OracleChange, ...]:
+    """The cells that were judged in both runs, by references that are known and not the same."""
+    both = [(cell, before[cell].second_class, now[cell].second_class) for cell in now if cell in before]
+    return tuple(
+        OracleChange(cell=cell, before=then, now=whose)
+        for cell, then, whose in both
+        if then is not None and whose is not None and then != whose
+    )
+
+
+def _whose(second_class: str) -> str:
+    return f"second-class oracle, {second_class}" if second_class else "the suite's own oracle"
+
+
+@dataclass(frozen=True, kw_only=True)
 class VersionChange:
     """A version that may explain a change. Equal texts mean a checkout with changed files, whose code is unknown."""
 
@@ -113,6 +140,7 @@ class Comparison:
     started: str
     verdict: RunVerdict | None
     changes: tuple[Change, ...]
+    oracles: tuple[OracleChange, ...]
     suspects: tuple[VersionChange, ...]
 
     @property
@@ -163,6 +191,7 @@ class Since:
         for name, beside in self.comparisons:
             told = [f"{KINDS[kind]}: {list_cells(changes)}" for kind, changes in beside.by_kind.items()]
             lines.append(f"since {name}{beside.when}: {'; '.join(told) or 'no cell changed'}")
+            lines += [f"  judged by another oracle: {told}" for told in _by_oracle(beside.oracles)]
             if beside.suspects:
                 lines.append(f"  changed in between: {'; '.join(map(str, beside.suspects))}")
         lines += [f"flaky: {flaky.cell}: {flaky.why}" for flaky in self.flaky[:CELLS_LISTED]]
@@ -171,7 +200,13 @@ class Since:
         return [*lines, *(f"slower: {slower}" for slower in self.slower)]
 
 
-def list_cells(changes: Sequence[Change]) -> str:
+def _by_oracle(changes: Sequence[OracleChange]) -> Iterator[str]:
+    """A line for each two oracles."""
+    for said in dict.fromkeys(map(str, changes)):
+        yield f"{said}: {list_cells([change for change in changes if str(change) == said])}"
+
+
+def list_cells(changes: Sequence[Change | OracleChange]) -> str:
     """The first cells and the number of further ones, in words."""
     more = f" and {len(changes) - CELLS_LISTED} more" if len(changes) > CELLS_LISTED else ""
     return ", ".join(change.cell for change in changes[:CELLS_LISTED]) + more
@@ -184,7 +219,8 @@ def since_to_json(since: Since) -> dict[str, Any]:
         if comparison is None:
             return None
         changes = [{"kind": change.kind, **vars(change)} for change in comparison.changes]
-        return {**vars(comparison), "changes": changes, "suspects": [vars(one) for one in comparison.suspects]}
+        told = {name: [vars(one) for one in getattr(comparison, name)] for name in ("oracles", "suspects")}
+        return {**vars(comparison), "changes": changes, **told}
 
     told = {"flaky": [vars(one) for one in since.flaky], "slower": [vars(one) for one in since.slower]}
     return {"path": since.path, "last": beside(since.last), "green": beside(since.green), **told, "text": since.text}
@@ -203,11 +239,13 @@ def compare(baseline: Baseline, now: Mapping[str, Outcome], *, started: str, ver
 
 
 def _beside(baseline: Baseline, run: EarlierRun, now: Mapping[str, Outcome], versions: Mapping[str, str]) -> Comparison:
-    before = {cell: found.state for cell, found in baseline.outcomes(run).items()}
+    before = baseline.outcomes(run)
+    then, ended = ({cell: found.state for cell, found in of.items()} for of in (before, now))
     return Comparison(
         started=run.started,
         verdict=run.verdict,
-        changes=changes_between(before, {cell: found.state for cell, found in now.items()}),
+        changes=changes_between(then, ended),
+        oracles=oracle_changes(before, now),
         suspects=version_changes(run.versions, versions),
     )
 

@@ -18,6 +18,11 @@ def by_backend(outcomes: Mapping[str, Outcome]) -> dict[str, Counts]:
     return {backend: {state: counts[state] for state in STATES if counts[state]} for backend, counts in found.items()}
 
 
+def lent_of(outcomes: Mapping[str, Outcome]) -> dict[str, int]:
+    """By backend, how many of its cells were judged by an oracle of the second class; without those that have none."""
+    return Counter(backend_of(cell) for cell, outcome in outcomes.items() if outcome.second_class)
+
+
 def fared(counts: Counts) -> str:
     """``10 of 12 conform, 2 differs``: of the cells that were not refused; then what else there is; empty if none."""
     asked = sum(count for state, count in counts.items() if state != "unsupported")

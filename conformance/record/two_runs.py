@@ -6,8 +6,8 @@ from typing import Any
 
 from conformance.record.baseline import versions_of
 from conformance.record.cells import BelievedCell, read_cells
-from conformance.record.results import Run, states_of
-from conformance.record.since import Change, VersionChange, version_changes
+from conformance.record.results import Run, outcomes_of, states_of
+from conformance.record.since import Change, OracleChange, VersionChange, oracle_changes, version_changes
 from conformance.record.states import RunVerdict
 
 
@@ -25,18 +25,25 @@ class CellOfTwo:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRuns:
-    """paths, started, verdicts: of the first and of the second run. versions: those that are not known to be equal."""
+    """paths, started, verdicts: of the first and of the second run. versions: those that are not known to be equal.
+    oracles: the cells that were judged by others."""
 
     paths: tuple[str, str]
     started: tuple[str, str]
     verdicts: tuple[RunVerdict, RunVerdict]
     versions: tuple[VersionChange, ...]
+    oracles: tuple[OracleChange, ...]
     cells: tuple[CellOfTwo, ...]
 
     @property
     def changed(self) -> list[CellOfTwo]:
         """The cells that did not end alike."""
         return [cell for cell in self.cells if cell.change.before != cell.change.now]
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all cells ended alike, judged by the same oracles."""
+        return not self.changed and not self.oracles
 
     def to_json(self) -> dict[str, Any]:
         cells = [{**vars(cell.change), "ratios": cell.ratios} for cell in self.cells]
@@ -47,11 +54,13 @@ def compare_runs(first: Path, second: Path) -> TwoRuns:
     """The cells of both runs, in the order of the first. Raises UsageError for a folder that cannot be trusted."""
     (run, cells), (other, others) = read_cells(first), read_cells(second)
     one, two = ({cell.entry.cell: cell for cell in found} for found in (cells, others))
+    ended = [outcomes_of([cell.entry for cell in found]) for found in (cells, others)]
     return TwoRuns(
         paths=(str(first), str(second)),
         started=(run.started, other.started),
         verdicts=(_verdict(run, cells), _verdict(other, others)),
         versions=version_changes(versions_of(run.environment), versions_of(other.environment)),
+        oracles=oracle_changes(*ended),
         cells=tuple(_beside(cell, one.get(cell), two.get(cell)) for cell in dict.fromkeys([*one, *two])),
     )
 
