@@ -11,7 +11,7 @@ import torch
 from conformance.asking import package_version
 from conformance.backend import BrokenBackend, MissingExtra, registered_backends
 from conformance.paths import cache_folder
-from conformance.room.check import room_of
+from conformance.room.machine import room_of
 from conformance.validation import UsageError
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}

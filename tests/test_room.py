@@ -76,6 +76,30 @@ def test_a_run_has_the_memory_of_its_worst_cell_and_the_disk_of_all() -> None:
     assert of_all.disk == sum(one.record for _, one in estimates) + sum(oracles.values())
 
 
+def test_workers_run_their_largest_cells_at_once_and_share_disk() -> None:
+    """pytest -n: every worker has ranks, an oracle and a judge of its own, and keeps its worlds."""
+    cells = [(one, estimate(one, SIZE)) for one in (cell(precision="fp32"), cell(), cell(layout="dp4.tp2"))]
+    one, two, many = (total(cells, workers=workers) for workers in (1, 2, 99))
+    least, middle, most = sorted(of_cell.host for _, of_cell in cells)
+    assert most <= one.host < most + 2e9  # two ranks wait for cells of another world
+    assert middle <= two.host - one.host < middle + 2e9
+    assert least <= many.host - two.host < least + 2e9  # there are no further cells
+    assert {one.worst, two.worst, many.worst} == {one.worst}
+    assert one.disk == two.disk
+
+
+def test_as_many_workers_are_advised_as_fit() -> None:
+    cells = [cell(seed=seed) for seed in range(4)]
+    room = replace(PLENTY, memory=needs_of(cells, PLENTY, workers=2).total.host * 1.01)
+    needs = needs_of(cells, room, workers=4)
+    assert advice(needs, room) == "2 of the 4 workers would fit: -n 2"
+    assert "4 cells at once, the largest sft-packed/llama/fsdp2/dp2/exact" in needs.impossible[0]
+    assert "3 cells at once" in needs_of(cells, room, workers=3).doubtful[0]
+    assert not needs_of(cells, room, workers=2).doubtful
+    alone = replace(PLENTY, memory=needs_of(cells, PLENTY).total.host / 1.4)  # would not be refused, but does not fit
+    assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
+
+
 def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:
     cells = [cell()]
     needed = needs_of(cells, PLENTY).total.host

@@ -1,6 +1,7 @@
 """Room: what memory, disk and time the selected cells will take, and whether this machine has it.
 
+machine.py    what memory and disk this machine has
 estimate.py   arithmetic: models, layouts and batches -> bytes and seconds (docs/real-data.md has the formulas)
-check.py      what this machine has, refusals, and what would fit
+check.py      refusals, and what would fit
 command.py    parity plan
 """

@@ -4,55 +4,34 @@ An estimate may be wrong by a factor of DOUBT. So a run is refused where even th
 is warned in between.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from conformance.paths import cache_folder
 from conformance.plan.cell import Cell
 from conformance.role import Role
-from conformance.room.estimate import Estimate, Size, Total, estimate, free_of, size_of, total
+from conformance.room.estimate import Estimate, Size, Total, estimate, size_of, total
+from conformance.room.machine import Room
 from conformance.validation import UsageError
 from conformance.world import Device
-from conformance.world.launch import available_memory
 
 DOUBT = 1.5
 GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What there is, in bytes. cache: of the oracle's cache; None where it is on the file system of the output."""
-
-    memory: float
-    disk: float
-    cache: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the cells of a run need, and what is too much of it, a sentence each."""
+    """What the cells of a run need, ``workers`` of them at once, and what is too much of it, a sentence each."""
 
+    workers: int
     cells: Sequence[tuple[Cell, Estimate]]
     total: Total
     impossible: tuple[str, ...]
     doubtful: tuple[str, ...]
 
 
-def room_of(out: Path) -> Room:
-    """Of this machine now; ``out`` need not exist yet."""
-    folder, cache = free_of(out), free_of(cache_folder())
-    apart = folder.stat().st_dev != cache.stat().st_dev
-    return Room(
-        memory=available_memory(),
-        disk=shutil.disk_usage(folder).free,
-        cache=shutil.disk_usage(cache).free if apart else None,
-    )
-
-
-def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu") -> Needs:
-    """Raises UsageError for a model that cannot be used. ``cells``: one or more."""
+def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu", workers: int = 1) -> Needs:
+    """Raises UsageError for a model that cannot be used. ``cells``: one or more. ``workers``: processes that run
+    cells at the same time, each with ranks, an oracle and a judge of its own."""
     sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
     found = []
     for cell in cells:
@@ -60,23 +39,25 @@ def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu") -> Ne
         if key not in sizes:
             sizes[key] = size_of(cell.scenario)
         found.append((cell, estimate(cell, sizes[key], device=device)))
-    of_all = total(found)
+    workers = min(workers, len(found))
+    of_all = total(found, workers=workers)
     impossible, doubtful = [], []
-    for needed, there, said in _held_against(of_all, room):
+    for needed, there, said in _held_against(of_all, room, workers):
         if needed > DOUBT * there:
             impossible.append(said)
         elif needed > there:
             doubtful.append(said)
-    return Needs(cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
+    return Needs(workers=workers, cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
 
 
-def check_room(cells: Sequence[Cell], out: Path, *, device: Device, warn: Callable[[str], None]) -> None:
-    """Raises UsageError, which says what would fit, if the cells cannot fit on this machine; ``warn`` gets what may
-    not fit."""
+def check_room(
+    cells: Sequence[Cell], room: Room, *, device: Device, warn: Callable[[str], None], workers: int = 1
+) -> None:
+    """Raises UsageError, which says what would fit, if the cells cannot fit into ``room``; ``warn`` gets what may not
+    fit."""
     if not cells:
         return
-    room = room_of(out)
-    needs = needs_of(cells, room, device=device)
+    needs = needs_of(cells, room, device=device, workers=workers)
     if needs.impossible:
         raise UsageError(f"{'; '.join(needs.impossible)}; {advice(needs, room)} (parity plan shows the estimates)")
     for said in needs.doubtful:
@@ -85,6 +66,9 @@ def check_room(cells: Sequence[Cell], out: Path, *, device: Device, warn: Callab
 
 def advice(needs: Needs, room: Room) -> str:
     """What of the selection would fit, or what makes cells smaller."""
+    fewer = (n for n in range(needs.workers - 1, 0, -1) if total(needs.cells, workers=n).host <= room.memory)
+    if workers := next(fewer, None):
+        return f"{workers} of the {needs.workers} workers would fit: -n {workers}"
     fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
     several = len(needs.cells) > 1
     if fitting and several and needs.total.host > room.memory:
@@ -97,10 +81,11 @@ def advice(needs: Needs, room: Room) -> str:
     )
 
 
-def _held_against(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
+def _held_against(of_all: Total, room: Room, workers: int) -> list[tuple[float, float, str]]:
     """(needed, there, in words)."""
+    who = f"{of_all.worst} needs" if workers == 1 else f"{workers} cells at once, the largest {of_all.worst}, need"
     memory = (
-        f"{of_all.worst} needs about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
+        f"{who} about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
         f"{room.memory / GB:.1f} GB are free"
     )
     on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)

@@ -7,7 +7,6 @@ a factor of 1.5. P is the number of parameters, V the vocabulary, b the bytes of
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from conformance.inputs.random_model import is_large, shapes_of
 from conformance.observable import unobserved_step
@@ -26,11 +25,13 @@ RANK = 60e6  # bytes that a rank adds without a model
 STATES = 4  # copies of what a rank trains: weights, gradients and two moments
 PASSING = 2  # further whole copies: of what is loaded, gathered, or kept for the record
 LOGITS = 5  # tensors of tokens x V at once: logits, their log-probs and exponentials, and gradients
-ORACLE = 7.5  # copies, in float64: weights, gradients, moments, and what a step makes of them before it is written
-JUDGE = 13  # copies, in float64: of a step of the cell and of the oracle, and the update that is rebuilt
+ORACLE = 6  # copies, in float64: weights, gradients, moments, and what a step makes of them before it is written
+JUDGE = 4.5  # copies, in float64: what rounding does to moments and weights, and the tensors that are compared
+PIECES = 0.5e9  # bytes that oracle and judge hold in pieces below glibc's threshold, which are given back late
+AT_ONCE = 0.5  # of their peaks that ranks hold while the oracle is at its own, or the oracle while ranks are
 ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU, without a model
 LOADED = 1.2  # copies of the model in the host's memory while a rank on a GPU loads it
-IDLE = 0.5  # of its peak that a rank holds on to between cells
+IDLE = 150e6  # bytes that a rank holds on to between cells; on a GPU those that it has without a model
 OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
 
@@ -49,13 +50,14 @@ class Size:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Of one cell. rank, oracle, judge: bytes of the memory of a rank, of the oracle's process and of this process,
-    at their peaks. ranks: their largest number. record: bytes of the cell's records, with what legs hand over.
-    references: bytes of each oracle record, by what it is of. operations: multiplications and additions of a step's
-    forward and backward passes, of all ranks. steps: their number. at_once: whether ranks and oracle compute at the
-    same time."""
+    at their peaks. ranks: their largest number. idle: bytes of a rank between cells. record: bytes of the cell's
+    records, with what legs hand over. references: bytes of each oracle record, by what it is of. operations:
+    multiplications and additions of a step's forward and backward passes, of all ranks. steps: their number. at_once:
+    whether ranks and oracle compute at the same time."""
 
     rank: float
     ranks: int
+    idle: float
     oracle: float
     judge: float
     record: float
@@ -66,10 +68,10 @@ class Estimate:
 
     @property
     def host(self) -> float:
-        """Bytes at the worst moment: ranks and oracle at work, or the judge beside what they hold on to."""
-        ranks = self.ranks * self.rank
-        at_work = IMPORTED * 2 + (ranks + self.oracle if self.at_once else max(ranks, self.oracle))
-        return max(at_work, IMPORTED * 3 + self.judge + IDLE * (self.ranks * self.rank + self.oracle))
+        """Bytes at the worst moment: ranks or oracle at their peak, or the judge beside ranks that wait."""
+        less, more = sorted((self.ranks * self.rank, self.oracle))
+        at_work = more + (AT_ONCE * less if self.at_once else 0.0)
+        return 2 * IMPORTED + max(at_work, self.judge + (self.ranks + 1) * self.idle)
 
     def seconds(self, rates: Mapping[Precision, float], precision: Precision, *, processors: int) -> float:
         """Of training and oracle, one after another, at ``rates`` of operations per second of one processor."""
@@ -114,16 +116,17 @@ def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
     own = BYTES[scenario.precision]
     longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
     rank = max(_rank(leg, scenario, size) for leg in cell.legs)
-    oracle = RANK + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
+    oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
     if device == "cuda":
         rank = ON_GPU + LOADED * size.parameters * own
         oracle = ON_GPU if is_large(scenario) else oracle
     return Estimate(
         rank=rank,
         ranks=cell.world_size,
+        idle=ON_GPU if device == "cuda" else IDLE,
         oracle=oracle,
         at_once=not is_large(scenario),
-        judge=JUDGE * size.trained * size.kept * FLOAT64_BYTES,
+        judge=PIECES + JUDGE * size.trained * size.kept * FLOAT64_BYTES,
         record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
         references={
             f"{cell.asked_of_oracle} {run}": (size.parameters + 2 * scenario.steps * size.trained)
@@ -136,28 +139,29 @@ def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
     )
 
 
-def total(cells: Sequence[tuple[Cell, Estimate]], *, caches: bool = True) -> Total:
-    """Of the cells of one run; cells that ask the same of an oracle share its records."""
-    worst, most = max(cells, key=lambda one: one[1].host)
+def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
+    """Of the cells of one run, of which as many are run at once as there are ``workers``, the largest ones at the worst
+    moment; cells that ask the same of an oracle share its records."""
+    largest = sorted(cells, key=lambda one: one[1].host, reverse=True)[:workers]
     references: dict[str, float] = {}
     for _, of_cell in cells:
         references |= of_cell.references
     oracles = sum(references.values())
     return Total(
-        host=most.host + IDLE * _others(cells, worst),
-        worst=worst,
+        host=sum(of_cell.host + _others(cells, cell) for cell, of_cell in largest),
+        worst=largest[0][0],
         disk=sum(of_cell.record for _, of_cell in cells) + oracles,
-        cache=oracles if caches else 0.0,
+        cache=oracles,
     )
 
 
 def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
-    """Bytes of the ranks of other worlds, which stay alive for further cells: one world of a backend and size."""
+    """Bytes of the ranks of other worlds, which wait for further cells: one world of a backend and size."""
     worlds: dict[tuple[str, int], float] = {}
     for cell, of_cell in cells:
         for leg in cell.legs:
             key = leg.backend.name, leg.layout.world_size
-            worlds[key] = max(worlds.get(key, 0.0), of_cell.rank * leg.layout.world_size)
+            worlds[key] = of_cell.idle * leg.layout.world_size
     for leg in worst.legs:
         worlds.pop((leg.backend.name, leg.layout.world_size), None)
     return sum(worlds.values())
@@ -181,9 +185,3 @@ def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
     observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
     handed = 2 * 3 * size.trained if leg.save else 0
     return float(((size.parameters + 2 * observed * size.trained) * size.kept + handed) * own)
-
-
-def free_of(path: Path) -> Path:
-    """The nearest folder above ``path`` that exists, whose file system will hold it."""
-    path = path.absolute()
-    return next(parent for parent in (path, *path.parents) if parent.is_dir())

@@ -17,10 +17,11 @@ from conformance.defect import Known
 from conformance.faults import find_fault
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
+from conformance.room.machine import available_memory
 from conformance.run.environment import model_sizes
 from conformance.validation import UsageError
 from conformance.world import Device
-from conformance.world.launch import StartError, available_memory, check_host
+from conformance.world.launch import StartError, check_host
 
 
 def check_device(device: Device) -> None:

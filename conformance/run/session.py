@@ -36,6 +36,7 @@ from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_su
 from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.room.check import check_room
+from conformance.room.machine import room_of
 from conformance.run.environment import environment
 from conformance.run.legs import TraceFailed, find_in_traced, run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
@@ -139,7 +140,7 @@ class Session:
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         waiting = self._waiting = deque(cell for cell in cells if not self.refusal(cell))
-        check_room(waiting, self.config.out, device=self.config.device, warn=logger.warning)
+        check_room(waiting, room_of(self.config.out), device=self.config.device, warn=logger.warning)
         for cell in waiting:
             if not is_large(cell.scenario):
                 self._request(cell)

@@ -14,6 +14,7 @@ from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
 from conformance.room.check import check_room
+from conformance.room.machine import Room, room_of
 from conformance.run.refusal import Refusals, check_device
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
@@ -66,14 +67,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
-    """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does."""
+    """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does, one of
+    them in every worker. All workers hold them against what their controller saw, so that all decide alike."""
     refusals = Refusals(device := ranks(config).device)
     able = [cell for cell in cells if not refusals.refusal(cell, resolve(cell.scenario.model))]
 
     def warn(said: str) -> None:
         warnings.warn(pytest.PytestWarning(said), stacklevel=2)
 
-    check_room(able, config.stash[OUT], device=device, warn=warn)
+    given = getattr(config, "workerinput", {})
+    room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
+    check_room(able, room, device=device, warn=warn, workers=given.get("workercount", 1))
 
 
 def session_config(config: pytest.Config) -> SessionConfig:

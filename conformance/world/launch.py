@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from conformance.room.machine import available_memory
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.nursery import Forked, environment, fork_zygote
 from conformance.world.process import process_state
@@ -245,12 +246,6 @@ def check_host(size: int, *, memory: int) -> None:
     if size * RANK_BYTES > memory:
         needs = f"each needs more than {RANK_BYTES // 2**20} MiB of memory, and {memory // 2**20} MiB are free"
         raise too_small(size, f"{needs}, enough for {max(1, memory // RANK_BYTES)}")
-
-
-def available_memory() -> int:
-    """Bytes of memory that are available without swapping, by the kernel's estimate (MemAvailable)."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
