@@ -2,11 +2,13 @@
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import toy_objectives
 from safetensors import safe_open
 
@@ -186,8 +188,17 @@ def test_a_data_set_that_cannot_be_used_leaves_no_file_behind(tmp_path: Path) ->
 # --- what belongs to the user ----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_through_the_links_to_the_users_weights(tmp_path: Path) -> None:
+def save_in_place(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str, str] | None) -> None:
+    """As versions of safetensors write that do not rename a new file: through a link."""
+    target.write_bytes(safetensors.torch.save(tensors, metadata=metadata))
+
+
+@pytest.mark.parametrize("save", [safetensors.torch.save_file, save_in_place])
+def test_nothing_is_written_through_the_links_to_the_users_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., None]
+) -> None:
     """Nor where an earlier attempt left links, or a caller would write where one is."""
+    monkeypatch.setattr(model, "save_file", save)
     source = Path(shutil.copytree(FIXTURES / "models" / "llama", tmp_path / "llama"))
     before = {file: file.read_bytes() for file in source.rglob("*") if file.is_file()}
     asked = scenario(Ppo(), model=str(source), data={"path": "data/rollouts.jsonl", "rows": 6})
