@@ -6,7 +6,7 @@ GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, af
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.bisect.tell import told
+from conformance.bisect.tell import told_as_stored
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
 from reports import earlier, handover, planted, side_by_side
@@ -127,7 +127,7 @@ def _failure(cause: Cause) -> str:
         told_of = [f"Hint: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())]
         lines += ["", *told_of]
     if cell.bisection:
-        bisected = told(cell.bisection)
+        bisected = told_as_stored(cell.bisection)
         lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]
         lines += [f"- {plain(word)}: {plain(text)}" for word, text in bisected.facts]
     if cell.entry.reproduce:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.bisect.tell import told
+from conformance.bisect.tell import told_as_stored
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.record.format import Line, Lines, dumps
 from conformance.record.states import STATES
@@ -89,7 +89,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
-        "bisection": vars(told(cell.bisection)) if cell.bisection else None,
+        "bisection": vars(told_as_stored(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
         "legs": [_leg(leg, shared) for leg in cell.legs],
         "oracle": {

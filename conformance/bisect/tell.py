@@ -4,7 +4,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conformance.record.bisection import OUTSIDE, PARAMETERS, UNKNOWN, Bisected, Bisection, Collectives, First, Issued
+from conformance.record.bisection import (
+    BISECTION,
+    OUTSIDE,
+    PARAMETERS,
+    UNKNOWN,
+    Bisected,
+    Bisection,
+    Collectives,
+    First,
+    Issued,
+)
 from conformance.record.said import size_off
 
 MOST = 4  # parameters that are listed one by one
@@ -42,6 +52,18 @@ def told(bisection: Bisection) -> Told:
     facts += [(one.model, "all that was compared is right") for one in others if one.is_right and not main.is_right]
     of = "" if main.model == POLICY else f" of the {main.model}"
     return Told(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
+
+
+def told_as_stored(bisection: Bisection) -> Told:
+    """What reports tell of a file that they have read, and what it rests on."""
+    fresh = told(bisection)
+    if not bisection.models:
+        return fresh
+    rests = (
+        f"on {BISECTION}, which anybody with access to the folder can write: its digest shows that the file is whole, "
+        f"and proves nothing else; {BISECT} {bisection.cell} runs cell and oracle again and proves it anew"
+    )
+    return Told(answer=fresh.answer, facts=(*fresh.facts, ("rests", rests)))
 
 
 def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
