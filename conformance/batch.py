@@ -12,12 +12,14 @@ from pathlib import Path
 
 Column = tuple[float, ...] | float
 OF_INPUTS = "token."  # begins the name of a column whose numbers belong to tokens as inputs, and not as targets
+EXPERTS = f"{OF_INPUTS}expert."  # begins the name of each expert_column
 
 
-def expert_column(layer: int, slot: int) -> str:
+def expert_column(layer: int, slot: int, of: str = "routing") -> str:
     """The column with the number of the expert that a router chooses for each token: the router in the order of layers,
-    and which of the experts that it chooses."""
-    return f"{OF_INPUTS}expert.{layer}.{slot}"
+    and which of the experts that it chooses. ``of``: the key of the observable that this forward pass is recorded under
+    (conformance.observable), which other weights make than another pass of the same step."""
+    return f"{EXPERTS}{of}.{layer}.{slot}"
 
 
 @dataclass(frozen=True)

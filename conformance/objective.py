@@ -24,6 +24,7 @@ from conformance.observable import (
     TOKEN_COUNT,
     Observable,
     loaded_observables,
+    look_routing_observable,
     routing_observables,
     trained_observables,
 )
@@ -37,7 +38,8 @@ Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 class Objective(Protocol):
     """The protocol of an objective, which is a frozen pydantic dataclass with a field ``kind``.
 
-    reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.inputs.rollouts).
+    reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.inputs.rollouts). One that
+        reads roll-outs also has ``looking``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
 
@@ -111,8 +113,10 @@ def all_observables(objective: Objective, *, scaled: bool = False, routed: bool 
     judged (``conformance.oracle.decoder.is_routed``)."""
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
+    looking = getattr(objective, "looking", ()) if routed else ()
+    looked = [look_routing_observable(role.prefix, trained=role.trained) for role in looking]
     routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
-    return (CONFIGURATION, *loaded, GENERATORS, *routers, *objective.observables(), *trained)
+    return (CONFIGURATION, *loaded, GENERATORS, *looked, *routers, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:

@@ -125,8 +125,9 @@ LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
-# Of a model with a mixture of experts, see routing_observables.
+# Of a model with a mixture of experts, see routing_observables. Each forward pass of a step has its own.
 ROUTING, ROUTER_LOSS = "routing", "router_loss"
+OLD_ROUTING = "old_routing"
 
 # Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
 # and the number of updates in a row since it last fell or grew.
@@ -196,6 +197,24 @@ def routing_observables(model: str) -> tuple[Observable, ...]:
             replicated="all ranks",
             drawn=True,
         ),
+    )
+
+
+def look_routing(model: str, *, trained: bool) -> str:
+    """The key of what a model's routers do over a roll-out before its first update. A trained one's is called old, as
+    its log-probs and values of then are."""
+    return model_key(model, OLD_ROUTING if trained else ROUTING)
+
+
+def look_routing_observable(model: str, *, trained: bool) -> Observable:
+    """What a model's routers do before the first update of a roll-out; see routing_observables."""
+    return Observable(
+        key=look_routing(model, trained=trained),
+        stage=_stage(model, "old routing" if trained else "routing"),
+        kind="rows",
+        required=False,
+        effect_at=_stage("" if trained else model, "advantages" if trained else "log-probs"),
+        replicated="holders",
     )
 
 

@@ -118,6 +118,11 @@ class PolicyGradient:
         return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
 
     @property
+    def looking(self) -> tuple[Role, ...]:
+        """The roles whose models run over a roll-out before its first update, in evaluation mode."""
+        return tuple(role for role in self.roles if role != POLICY or self.recompute_old_logprobs)
+
+    @property
     def steps_per_rollout(self) -> int:
         return self.mini_batches * self.ppo_epochs
 

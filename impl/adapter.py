@@ -61,7 +61,7 @@ HANDOVER_SEAMS = {
     "read_generators": "impl.checkpoints.generators:read_file",
 }
 # Seams of the backends that run models with routers.
-ROUTER_SEAMS = {"router_loss": "impl.trainer:router_loss"}
+ROUTER_SEAMS = {"router_loss": "impl.trainer:router_loss", "choices_for": "impl.trainer:choices_for"}
 # Seams of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",
@@ -130,6 +130,8 @@ class StrategyBackend:
         if self.objective.reads == "rollouts":
             batch = self.rollouts.annotated(batch)
         metrics = train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
+        if self.objective.reads == "rollouts":
+            metrics.rows.update(self.rollouts.routing(batch))
         self.step = batch.step + 1
         if self.judges_loss_scale:
             for role in (role for role in self.objective.roles if role.trained):

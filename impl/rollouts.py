@@ -6,13 +6,17 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from conformance.batch import Batch
+from conformance.batch import Batch, Row
 from conformance.objective import Objective
+from conformance.observable import ROUTING, look_routing
 from conformance.validation import UsageError
 from impl.objectives import functions_of
 from impl.outputs import Wanted
+from impl.routing import choices_for, routing_rows
 from impl.strategy import Context, Trainable
 from impl.trainer import step_inputs, target_rows
+
+Rows = dict[tuple[int, int], Tensor]  # by mini-batch and row
 
 
 class RolloutFunctions(Protocol):
@@ -32,14 +36,26 @@ class RolloutFunctions(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a roll-out before its first update.
+
+    batches: its mini-batches with the columns that ``annotate`` has added. routing: what routers did in the passes that
+    these are made of, of this rank's rows: by the key of its observable, then by mini-batch and row.
+    """
+
+    batches: Sequence[Batch]
+    routing: Mapping[str, Rows] = field(default_factory=dict)
+
+
 @dataclass
 class Rollouts:
-    """Keeps the annotated mini-batches of the current roll-out (``known``), which began at step ``first``."""
+    """Keeps what is known of the current roll-out, which began at step ``first``."""
 
     context: Context
     models: Mapping[str, Trainable]
     objective: Objective
-    known: list[Batch] = field(default_factory=list)
+    known: Looked = field(default_factory=lambda: Looked(()))
     first: int = 0
 
     def annotated(self, batch: Batch) -> Batch:
@@ -49,37 +65,77 @@ class Rollouts:
         """
         if batch.rollout:
             self.known, self.first = look_ahead(self.context, self.models, self.objective, batch.rollout), batch.step
-        if not self.known:
+        if not self.known.batches:
             raise UsageError(
                 f"step {batch.step} is in the middle of a roll-out, whose first update needs what was computed before "
                 f"it; let every leg begin with a roll-out: steps in multiples of mini_batches x ppo_epochs"
             )
-        return replace(batch, rows=self.known[(batch.step - self.first) % len(self.known)].rows)
+        known = self.known.batches[self._mini_batch(batch)]
+        pairs = zip(batch.rows, known.rows, strict=True)
+        return replace(batch, rows=tuple(_with_columns(own, other) for own, other in pairs))
+
+    def routing(self, batch: Batch) -> dict[str, dict[int, Tensor]]:
+        """What routers did in the passes before the first update, of this rank's rows of ``batch``, by row."""
+        number = self._mini_batch(batch)
+        return {
+            key: {row: weights for (of, row), weights in rows.items() if of == number}
+            for key, rows in self.known.routing.items()
+        }
+
+    def _mini_batch(self, batch: Batch) -> int:
+        return (batch.step - self.first) % len(self.known.batches)
+
+
+def _with_columns(row: Row, known: Row) -> Row:
+    """A row of a step with the columns that its roll-out has. Its own stay: the experts of an update are the step's."""
+    columns = [{**other.columns, **own.columns} for own, other in zip(row.documents, known.documents, strict=True)]
+    documents = zip(row.documents, columns, strict=True)
+    return replace(row, documents=tuple(replace(document, columns=all_of_it) for document, all_of_it in documents))
 
 
 def look_ahead(
     context: Context, models: Mapping[str, Trainable], objective: Objective, batches: Sequence[Batch]
-) -> list[Batch]:
+) -> Looked:
     """Run forward passes over a whole roll-out, and return its mini-batches with the columns computed from them."""
     functions = cast(RolloutFunctions, functions_of(objective))
-    found: dict[str, dict[tuple[int, int], Tensor]] = {}
+    found: dict[str, Rows] = {}
+    routing: dict[str, Rows] = {}
     for role in objective.roles:
         if want := functions.looks(role.name):
-            own: dict[tuple[int, int], Tensor] = {}
+            key = look_routing(role.prefix, trained=role.trained)
+            own: Rows = {}
+            routed: Rows = {}
             for number, batch in enumerate(batches):
-                rows = look(context, models[role.name], batch, want, functions.temperature)
-                own |= {(number, index): numbers for index, numbers in rows.items()}
+                seen = look(context, models[role.name], batch, want, functions.temperature, key)
+                own |= {(number, index): numbers for index, numbers in seen.rows.items()}
+                routed |= {(number, index): weights for index, weights in seen.routing.items()}
             # Columns are computed from the rows of all ranks.
             found[role.name] = {key: numbers for of_rank in context.all_gather(own) for key, numbers in of_rank.items()}
-    return functions.annotate(batches, found)
+            routing |= {key: routed} if routed else {}
+    return Looked(functions.annotate(batches, found), routing)
 
 
-def look(context: Context, trainable: Trainable, batch: Batch, want: Wanted, temperature: float) -> dict[int, Tensor]:
-    """The output ``want`` at the targets of this rank's rows of one mini-batch, by row index: (targets,)."""
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """By row index: an output at its targets, (targets,), and what routers did, (tokens x routers x experts,), where
+    the model has any."""
+
+    rows: dict[int, Tensor]
+    routing: dict[int, Tensor]
+
+
+def look(
+    context: Context, trainable: Trainable, batch: Batch, want: Wanted, temperature: float, routing: str = ROUTING
+) -> Seen:
+    """The output ``want`` of this rank's rows of one mini-batch. ``routing``: the key that its choices of experts have,
+    where they are given."""
     micro_batches, inputs = step_inputs(context, batch)
-    found = trainable.forward_backward(inputs, want=want, temperature=temperature, loss=None)
+    replayed = [choices_for(one, routing) for one in inputs]
+    found = trainable.forward_backward(replayed, want=want, temperature=temperature, loss=None)
     (name,) = want
-    rows: dict[int, Tensor] = {}
+    seen = Seen(rows={}, routing={})
     for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
-        rows |= target_rows(micro_batch, mine, getattr(outputs, name))
-    return rows
+        seen.rows.update(target_rows(micro_batch, mine, getattr(outputs, name)))
+        if outputs.routing is not None:
+            seen.routing.update(routing_rows(mine, outputs, [row.index for row in micro_batch]))
+    return seen

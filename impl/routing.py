@@ -16,7 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from conformance.batch import expert_column
+from conformance.batch import EXPERTS, expert_column
+from conformance.observable import ROUTING
 from impl.collate import MicroBatch
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
@@ -102,6 +103,15 @@ def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Te
     """The weights (N, K) of ``chosen`` experts, before a factor."""
     weights = probabilities.gather(-1, chosen)
     return weights / weights.sum(dim=-1, keepdim=True) if normalised else weights
+
+
+def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
+    """The micro-batch for the forward pass that is recorded under ``key``: of the choices in its columns, it has those
+    for this pass, under the names that ``Routers.begin`` reads, and no others."""
+    own, read = f"{EXPERTS}{key}.", f"{EXPERTS}{ROUTING}."
+    columns = {name: column for name, column in inputs.columns.items() if not name.startswith(EXPERTS)}
+    given = {name.removeprefix(own): column for name, column in inputs.columns.items() if name.startswith(own)}
+    return replace(inputs, columns=columns | {read + place: column for place, column in given.items()})
 
 
 def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:

@@ -16,7 +16,7 @@ from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
-from impl.routing import balance_of, router_loss, routing_rows, step_balance
+from impl.routing import balance_of, choices_for, router_loss, routing_rows, step_balance
 from impl.strategy import Context, Trainable
 
 
@@ -112,7 +112,8 @@ def _run(
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
 
-    balance = step_balance(context, trainable, inputs) if role.trained else None
+    replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
+    balance = step_balance(context, trainable, replayed) if role.trained else None
 
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
         value = evaluate(index, outputs).loss
@@ -123,7 +124,7 @@ def _run(
 
     asked: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
-        inputs, want=functions.wants(role.name), temperature=functions.temperature, loss=asked
+        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked
     )
     # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
     with torch.no_grad():

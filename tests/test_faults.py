@@ -50,6 +50,7 @@ BELOW: dict[str, Precision] = {
     "default-betas": "bf16",
     "moments-in-bf16": "bf16",
     "summed-in-bf16": "bf16",
+    "replay-of-another-pass": "fp32",
 }
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
 LATER = {
@@ -63,6 +64,7 @@ LATER = {
     "scale-not-halved": 2,
     "scale-never-grows": 4,
     "overflow-stays": 3,
+    "replay-of-another-pass": 2,
 }
 CLIPS_TWICE = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "max_grad_norm": 2.5}  # of 2.6, 2.7, 2.3
 DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too

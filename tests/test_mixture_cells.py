@@ -9,8 +9,9 @@ from cells import ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
 from conformance.backend import BackendEntry, Unsupported
 from conformance.batch import expert_column, read_batches
 from conformance.layout import Layout
+from conformance.oracle.run import CHOICES
 from conformance.plan.cell import Cell
-from conformance.run.replay import CHOICES
+from conformance.record.identity import FLOAT64
 from conformance.run.session import Session
 from conformance.scenario import Precision
 
@@ -75,13 +76,34 @@ def test_below_the_exact_tier_the_oracles_choices_are_taken(
     cell = cell_of(backend, "sft-packed", model, layout, precision)
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
-    given, own = read_batches(session._oracles.folder(cell) / CHOICES), record_of(session, cell).steps
+    given, own = read_batches(session._oracles.folder(cell) / FLOAT64 / CHOICES), record_of(session, cell).steps
     assert len(given) == STEPS
     for batch, step in zip(given, own, strict=True):
         document = batch.rows[0].documents[0]
         weights = step.tensors()["routing/0"].view(batch.rows[0].length, -1, experts_of(model))
         for token, expert in enumerate(document.columns[expert_column(0, 1)]):  # type: ignore[arg-type]
             assert weights[token, 0, int(expert)] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "scenario", "layout", "precision"),
+    [
+        ("fsdp2", "grpo", "ep2", "fp32"),
+        ("fsdp2", "ppo", "tp2", "fp32"),
+        ("fsdp2", "grpo-half", "sp2", "bf16"),
+        ("deepspeed", "grpo", "dp2.zero3", "fp32"),
+        ("deepspeed", "grpo-half", "dp2.zero2", "bf16"),
+    ],
+)
+def test_below_the_exact_tier_each_pass_of_a_roll_out_takes_its_own(
+    session: Session, backend: str, scenario: str, layout: str, precision: Precision
+) -> None:
+    cell = cell_of(backend, scenario, "qwen3-moe", layout, precision, steps=3)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    looked = {"routing", "old routing", *(["critic old routing"] if scenario == "ppo" else []), "reference routing"}
+    assert looked <= {quantity.stage for quantity in verdict.quantities}
 
 
 def experts_of(model: str) -> int:

@@ -20,6 +20,7 @@ from conformance.lora import LoraConfig
 from conformance.oracle.architecture import FAMILIES, Architecture, read_architecture
 from conformance.oracle.forward import Policy, Weights, check_shapes, forward, is_buffer, load_weights, parameter_shapes
 from conformance.oracle.lora import adapter_shapes, load_adapter, lora_of, merged
+from conformance.oracle.parts import MixtureOfExperts
 from conformance.oracle.routing import Routing, routing_of
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
@@ -50,8 +51,13 @@ class Decoder(Protocol):
     @property
     def router_loss(self) -> float: ...
 
-    def routing(self, document: Document) -> Routing | None:
-        """For the forward pass of a document; None if nothing is known of its routers, or it has none."""
+    @property
+    def routers(self) -> tuple[MixtureOfExperts, ...]:
+        """In the order of its layers; empty if nothing is known of its routers, or it has none."""
+        ...
+
+    def routing(self, document: Document, key: str) -> Routing | None:
+        """For the forward pass of a document that is recorded under ``key``; None without ``routers``."""
         ...
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
@@ -160,9 +166,12 @@ class Written:
     def router_loss(self) -> float:
         return self.architecture.router_loss
 
-    def routing(self, document: Document) -> Routing | None:
-        routers = self.architecture.routers
-        return routing_of(document, len(routers), routers[0].chosen) if routers else None
+    @property
+    def routers(self) -> tuple[MixtureOfExperts, ...]:
+        return self.architecture.routers
+
+    def routing(self, document: Document, key: str) -> Routing | None:
+        return routing_of(document, len(self.routers), self.routers[0].chosen, key) if self.routers else None
 
     def forward(
         self,

@@ -28,7 +28,7 @@ class ResponseFunctions:
     # --- before the first update of a roll-out ------------------------------------------------------------------------
 
     def looks(self, model: str) -> bool:
-        return model != POLICY.name or self.objective.recompute_old_logprobs
+        return any(role.name == model for role in self.objective.looking)
 
     def look(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
         if model == CRITIC.name:

@@ -59,12 +59,13 @@ class Routing:
         return torch.stack(self.weights, dim=1).detach().flatten()
 
 
-def routing_of(document: Document, routers: int, count: int) -> Routing:
-    """For a document's forward pass: with the choices in its columns, if it has any."""
+def routing_of(document: Document, routers: int, count: int, key: str) -> Routing:
+    """For a document's forward pass that is recorded under ``key``: with the choices for it in the document's columns,
+    if it has any."""
     columns: Mapping[str, object] = document.columns
-    if expert_column(0, 0) not in columns:
+    if expert_column(0, 0, key) not in columns:
         return Routing()
-    layers = ([columns[expert_column(layer, slot)] for slot in range(count)] for layer in range(routers))
+    layers = ([columns[expert_column(layer, slot, key)] for slot in range(count)] for layer in range(routers))
     return Routing(replayed=tuple(torch.tensor(slots).T.long() for slots in layers))
 
 

@@ -7,29 +7,29 @@ backend is held against documents that cannot see each other.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from conformance.batch import Batch, Document
+from conformance.batch import Batch
 from conformance.defect import Defect
 from conformance.inputs.model import elements_of
-from conformance.objective import Objective, all_observables
+from conformance.objective import all_observables
 from conformance.observable import SKIPPED, model_key
+from conformance.oracle.choices import Choices
 from conformance.oracle.decoder import is_routed, is_written, read_decoder
 from conformance.oracle.defects import variant_of
 from conformance.oracle.devices import bytes_needed, devices_for
 from conformance.oracle.forward import Policy, Weights, is_buffer
 from conformance.oracle.header import header
+from conformance.oracle.look_ahead import annotated, look_ahead, with_columns
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.tap import Tap
-from conformance.oracle.term import RolloutFunctions
 from conformance.oracle.training import clip_factor, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.sketch import kept, sketched_above
@@ -39,6 +39,7 @@ from conformance.run.exact import exact_tier
 from conformance.scenario import Scenario
 from conformance.world.heartbeat import mark
 
+CHOICES = "choices.safetensors"  # in the folder of the float64 record
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
 
 POLICIES: dict[PolicyName, Policy] = {
@@ -108,7 +109,11 @@ def run_oracle(
                 routed=is_routed(models[roles[0].name]),
             ),
         )
-        _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above)
+        started = time.perf_counter()
+        choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above)
+        if policy_name == "float64" and choices.routers:
+            choices.write(out / CHOICES)
+        writer.finish({"seconds": time.perf_counter() - started})
 
 
 def observe_step(
@@ -137,7 +142,7 @@ def observe_step(
         first = max(number for number, one in enumerate(batches[: step + 1]) if one.rollout)
         as_before(first)
         known = look_ahead(batches[first].rollout, loaded, rollout_functions_of(objective), policy, HONEST)
-        batch = replace(batch, rows=known[(step - first) % len(known)].rows)
+        batch = with_columns(batch, known[(step - first) % len(known)].batch)
     as_before(step)
     return observe(batch, loaded, objective, policy, HONEST, taps)
 
@@ -183,19 +188,23 @@ def _train(
     restarts: Sequence[int],
     merges: Sequence[int],
     above: float,
-) -> None:
-    started = time.perf_counter()
+) -> Choices:
     writer.loaded({name: t for model in models for name, t in _kept(model, "weight", model.weights, above).items()})
     adapters = {model.role.name: {n: model.weights[n] for n in model.decoder.adapter_names} for model in models}
-    for step, batch in enumerate(annotated(batches[: scenario.steps], models, scenario.objective, policy, variant)):
+    choices = Choices(batches, models[-1].decoder.routers)
+    for step, looked in enumerate(annotated(batches, models, scenario.objective, policy, variant)):
+        choices.note(step, looked.rows)
+        if step >= scenario.steps:  # a mini-batch that advantages need, and no update
+            continue
         step_started = time.perf_counter()
         if step in restarts:
             _begin(scenario, models)
         for model in (model for model in models if step in merges and adapters[model.role.name]):
             model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
-        observed = observe(batch, models, scenario.objective, policy, variant)
+        observed = observe(looked.batch, models, scenario.objective, policy, variant)
+        choices.note(step, observed.rows)
         values, tensors = dict(observed.values), dict[str, Tensor]()
-        for key, rows in observed.rows.items():
+        for key, rows in {**looked.rows, **observed.rows}.items():
             tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
         for model in models:
             if not model.role.trained:
@@ -218,7 +227,7 @@ def _train(
             _update(model, gradients, factor, lr, is_last=step == scenario.steps - 1)
             tensors |= _kept(model, "weight", model.weights, above)
         writer.step(values, tensors, seconds=time.perf_counter() - step_started)
-    writer.finish({"seconds": time.perf_counter() - started})
+    return choices
 
 
 def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_last: bool) -> None:
@@ -230,47 +239,6 @@ def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_la
         if is_last:
             del model.optimizers[name]
     model.updates += 1
-
-
-def annotated(
-    batches: Sequence[Batch], models: Sequence[Model], objective: Objective, policy: Policy, variant: Variant = HONEST
-) -> Iterator[Batch]:
-    """The batches, one when it is asked for; those of a roll-out with the columns that are computed of it as a whole,
-    by the weights that the models have when its first one is asked for. Its mini-batches go round, epoch by epoch."""
-    if objective.reads == "samples":
-        yield from batches
-        return
-    functions = rollout_functions_of(objective)
-    known: list[Batch] = []
-    first = 0
-    for batch in batches:
-        if batch.rollout:
-            known, first = look_ahead(batch.rollout, models, functions, policy, variant), batch.step
-        yield replace(batch, rows=known[(batch.step - first) % len(known)].rows)
-
-
-@torch.no_grad()
-def look_ahead(
-    batches: Sequence[Batch],
-    models: Sequence[Model],
-    functions: RolloutFunctions,
-    policy: Policy,
-    variant: Variant,
-) -> list[Batch]:
-    """The mini-batches of a roll-out with all their columns."""
-
-    def look(model: Model, document: Document) -> Tensor:
-        if not any(document.targets):
-            return torch.zeros(0, dtype=policy.stable)
-        output = model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant)
-        return functions.look(model.role.name, output, document, stable=policy.stable)
-
-    found = {
-        model.role.name: [[look(model, document) for document in batch.documents] for batch in batches]
-        for model in models
-        if functions.looks(model.role.name)
-    }
-    return functions.annotate(batches, found, stable=policy.stable)
 
 
 def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from conformance.batch import Batch, Row
+from conformance.batch import Batch, Document, Row
 from conformance.objective import Objective
 from conformance.observable import ROUTER_LOSS, ROUTING, model_key
 from conformance.oracle.decoder import Decoder
@@ -43,6 +43,10 @@ class Model:
     optimizers: dict[str, Sgd | AdamW] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     updates: int = 0
+
+    def routing(self, document: Document) -> Routing | None:
+        """For the document's forward pass of an update."""
+        return self.decoder.routing(document, model_key(self.role.prefix, ROUTING))
 
     def scale(self, policy: Policy) -> float:
         """What the loss is multiplied by before the backward pass: in fp16 the loss scale, else 1."""
@@ -97,7 +101,7 @@ def observe(
                 tap.begins(row.index, at)
             others: dict[str, Tensor] = {}
             for model in running:
-                name, routing = model.role.name, model.decoder.routing(document) if model.role.trained else None
+                name, routing = model.role.name, model.routing(document) if model.role.trained else None
                 # A document without targets adds nothing to any loss but that of routers, whatever it holds.
                 if not (taught or routing):
                     continue
@@ -143,7 +147,7 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
         return None
     balance = Balance()
     for document in batch.documents:
-        routing = model.decoder.routing(document)
+        routing = model.routing(document)
         assert routing is not None
         model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
         balance.add(routing)

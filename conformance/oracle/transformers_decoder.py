@@ -120,8 +120,9 @@ class TransformersDecoder:
         return variant.loaded(weights, None, trained=trained)
 
     router_loss = 0.0
+    routers = ()
 
-    def routing(self, document: Document) -> None:
+    def routing(self, document: Document, key: str) -> None:
         return None
 
     def forward(

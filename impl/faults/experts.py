@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.faults.fault import Fault, Function
+from conformance.observable import OLD_ROUTING, ROUTING
 
 
 def _gradient_of_first_rank(routers_of: Function) -> Function:
@@ -68,6 +69,13 @@ def _router_loss_of_micro_batch(router_loss: Function) -> Function:
         own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
         share: Tensor = factor * own * len(weights) / balance.choosers  # the mean over micro-batches, by their tokens
         return share
+
+    return faulty
+
+
+def _replay_of_another_pass(choices_for: Function) -> Function:
+    def faulty(inputs: Any, key: str) -> Any:
+        return choices_for(inputs, OLD_ROUTING if key == ROUTING else key)
 
     return faulty
 
@@ -138,6 +146,16 @@ EXPERT_FAULTS = (
         loss_blind=True,
         needs="a model whose configuration adds its routers' loss, and several micro-batches",
         wrap=_router_loss_of_micro_batch,
+    ),
+    Fault(
+        name="replay-of-another-pass",
+        summary="an update is given the experts that were recorded for the old log-probs, under other weights",
+        source="https://github.com/areal-project/AReaL/pull/1166, whose queue may give a pass another one's",
+        seam="choices_for",
+        stage="routing",
+        loss_blind=True,
+        needs="roll-outs of a model with routers, below the exact tier, and a second update",
+        wrap=_replay_of_another_pass,
     ),
     Fault(
         name="tokens-off-by-one",

@@ -21,6 +21,7 @@ DROPOUT = 0.1
 TIERS: tuple[Precision, ...] = ("exact", "fp32", "bf16", "fp16")
 
 LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounded"
+NOT_GIVEN = "in the exact tier backends choose experts by themselves"
 OF_HALF = "what it changes runs in half precision only"
 OF_FP16 = "only fp16 has a loss scale"
 NO_SCENARIO = "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO"
@@ -58,6 +59,7 @@ def _sft(scenario: str, model: str, *, blank: Mapping[Precision, str] | None = N
 
 
 _ROUNDED: dict[Precision, str] = {"exact": LIFTED}
+_GIVEN: dict[Precision, str] = {"exact": NOT_GIVEN}
 _HALF: dict[Precision, str] = {"exact": OF_HALF, "fp32": OF_HALF}
 _FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP16}
 _OVERFLOW = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
@@ -116,6 +118,7 @@ _SFT = {
     "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2"),
     "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2"),
     "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3"),
+    "replay-of-another-pass": _sft("grpo", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", blank=_GIVEN),
     "tokens-off-by-one": _sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
     "experts-not-divided": _sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
     "duplicates-counted": _sft("sft-sgd", "llama", megatron="tp2"),

@@ -13,8 +13,8 @@ from impl.rollouts import look_ahead
 
 
 def _temperature_not_in_looks(look: Function) -> Function:
-    def faulty(context: Any, trainable: Any, batch: Any, want: Any, temperature: float) -> Any:
-        return look(context, trainable, batch, want, 1.0)
+    def faulty(context: Any, trainable: Any, batch: Any, want: Any, temperature: float, *routing: Any) -> Any:
+        return look(context, trainable, batch, want, 1.0, *routing)
 
     return faulty
 

@@ -37,10 +37,9 @@ class PolicyGradientFunctions:
     # --- before the first update of a roll-out ------------------------------------------------------------------------
 
     def looks(self, model: str) -> Wanted:
-        if model == CRITIC.name:
-            return frozenset({"values"})
-        needed = model == REFERENCE.name or self.objective.recompute_old_logprobs
-        return frozenset({"logprobs"}) if needed else frozenset()
+        if all(role.name != model for role in self.objective.looking):
+            return frozenset()
+        return frozenset({"values" if model == CRITIC.name else "logprobs"})
 
     def annotate(self, batches: Sequence[Batch], found: Looks) -> list[Batch]:
         """The mini-batches with the columns that ``evaluate`` reads."""

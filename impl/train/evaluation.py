@@ -32,7 +32,7 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
     """The mean of -log p over all targets, by forward passes without dropout; collective."""
     total, count = 0.0, 0
     for batch in batches:
-        rows = look(context, policy, batch, frozenset({"logprobs"}), 1.0)
+        rows = look(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
         total -= sum(logprobs.sum().item() for logprobs in rows.values())
         count += batch.target_count
     return {"eval_loss": context.all_reduce(total) / count}
