@@ -11,7 +11,7 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-LATENT = ("deepseek_v3",)  # model types whose values have heads of another size than queries and keys
+LATENT = ("deepseek_v2", "deepseek_v3")  # model types whose values have heads of another size than queries and keys
 
 
 def beyond_kernels(folder: Path) -> str:

@@ -22,7 +22,8 @@ from impl.collate import MicroBatch
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
-CUT = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")  # model types whose experts expert_parallel.py computes
+# Model types whose experts expert_parallel.py computes
+CUT = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
 
 
@@ -52,8 +53,9 @@ class Routers:
 
     def _wrap(self, number: int, gate: Any) -> None:
         inner = gate.forward
-        # Those of Mixtral and gpt-oss have no such switch, and always divide by the sum.
-        normalised, factor = getattr(gate, "norm_topk_prob", True), getattr(gate, "routed_scaling_factor", 1.0)
+        # Those of Mixtral and gpt-oss have no such switch and always divide by the sum; DeepSeek-V2's never does.
+        normalised = getattr(gate, "norm_topk_prob", "DeepseekV2" not in type(gate).__name__)
+        factor = getattr(gate, "routed_scaling_factor", 1.0)
 
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits, weights, chosen = inner(hidden)

@@ -1,6 +1,6 @@
-"""gpt-oss and DeepSeek-V3: sinks, latent attention, and routers and experts that are not those of other mixtures.
+"""gpt-oss, DeepSeek-V2 and V3: sinks, latent attention, and routers and experts that are not those of other mixtures.
 
-What all mixtures share is in test_mixture.py and test_mixture_cells.py, and test_oracle.py holds the oracle of both
+What all mixtures share is in test_mixture.py and test_mixture_cells.py, and test_oracle.py holds the oracle of all
 against transformers.
 """
 
@@ -27,6 +27,7 @@ from conformance.scenario import Precision
 from conformance.validation import UsageError
 from impl.models import load_model, published_buffers
 
+DEEPSEEK = ("deepseek-v3", "deepseek-v2")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -38,11 +39,11 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
         exhaustive("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
-        *(exhaustive("fsdp2", "sft-packed", "deepseek-v3", layout) for layout in ("dp2", "tp2", "sp2", "ep2")),
-        exhaustive("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero3"),
-        exhaustive("deepspeed", "sft-packed", "deepseek-v3", "sp2.zero2"),
-        *(exhaustive("fsdp2", "grpo", model, "dp2") for model in ("gpt-oss", "deepseek-v3")),
-        *(exhaustive("deepspeed", "grpo", model, "dp2.zero2") for model in ("gpt-oss", "deepseek-v3")),
+        *(exhaustive("fsdp2", "sft-packed", m, layout) for m in DEEPSEEK for layout in ("dp2", "tp2", "sp2", "ep2")),
+        *(exhaustive("deepspeed", "sft-packed", model, "dp2.zero3") for model in DEEPSEEK),
+        *(exhaustive("deepspeed", "sft-packed", model, "sp2.zero2") for model in DEEPSEEK),
+        *(exhaustive("fsdp2", "grpo", model, "dp2") for model in ("gpt-oss", *DEEPSEEK)),
+        *(exhaustive("deepspeed", "grpo", model, "dp2.zero2") for model in ("gpt-oss", *DEEPSEEK)),
     ],
 )
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
@@ -51,7 +52,7 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("model", ["gpt-oss", *DEEPSEEK])
 @pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2")])
 def test_lower_precisions_are_as_good_as_a_single_process(
     session: Session, backend: str, layout: str, model: str, precision: Precision
@@ -119,7 +120,7 @@ def test_quantized_weights_are_refused_with_a_way_on(tmp_path: Path) -> None:
         read_architecture(tmp_path)
 
 
-# DeepSeek-V3 ----------------------------------------------------------------------------------------------------------
+# DeepSeek-V2 and V3 ---------------------------------------------------------------------------------------------------
 
 
 def test_latent_attention_is_as_declared_and_its_scores_are_scaled_twice() -> None:
@@ -132,12 +133,18 @@ def test_latent_attention_is_as_declared_and_its_scores_are_scaled_twice() -> No
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"rope_interleave": False, "norm_topk_prob": False}, {"q_lora_rank": None}, {"first_k_dense_replace": 0}],
-    ids=["pairs apart, not normalised", "whole queries", "no dense layer"],
+    ("family", "changes"),
+    [
+        ("deepseek-v3", {"rope_interleave": False, "norm_topk_prob": False}),
+        ("deepseek-v3", {"q_lora_rank": None}),
+        ("deepseek-v3", {"first_k_dense_replace": 0}),
+        ("deepseek-v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+        ("deepseek-v2", {"first_k_dense_replace": 0, "mlp_bias": True, "attention_bias": True}),
+    ],
+    ids=["pairs apart, not normalised", "whole queries", "no dense layer", "V2-Lite", "biases"],
 )
-def test_other_settings_agree_with_transformers_too(tmp_path: Path, changes: dict[str, Any]) -> None:
-    values = json.loads((folder("deepseek-v3") / "config.json").read_text()) | changes
+def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    values = json.loads((folder(family) / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
     torch.manual_seed(0)
     random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -153,6 +160,19 @@ def test_other_settings_agree_with_transformers_too(tmp_path: Path, changes: dic
     architecture = read_architecture(tmp_path)
     found = forward(tokens, load_weights(tmp_path, architecture, torch.float64), architecture, FLOAT64)
     assert float((found - expected).norm() / expected.norm()) < 1e-13
+
+
+def test_groups_limit_some_choices_of_v2() -> None:
+    own, model = logits_with("deepseek-v2"), policy_model("deepseek-v2")
+    assert isinstance(model.decoder, Written)
+    whole = model.decoder.architecture
+    greedy = replace(whole.routers[0], grouped=None)
+    layers = tuple(
+        replace(layer, feed_forward=greedy) if layer.feed_forward == whole.routers[0] else layer
+        for layer in whole.layers
+    )
+    found = forward(torch.tensor(LONG.tokens), model.weights, replace(whole, layers=layers), FLOAT64)
+    assert (found - own).abs().max() > 1e-2
 
 
 def test_the_bias_that_corrects_choices_decides_some_and_is_not_trained() -> None:
@@ -186,20 +206,24 @@ def test_the_bias_goes_with_a_training_state(session: Session, backend: str, lay
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"n_group": 3}, "which is not possible"),
-        ({"topk_group": 1}, "chooses 3 of 8 experts in 1 of 4 groups"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads"),
-        ({"topk_method": "greedy"}, "topk_method"),
-        ({"routed_scaling_factor": None}, "does not say 'routed_scaling_factor'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16"),
+        ("deepseek-v3", {"n_group": 3}, "which is not possible"),
+        ("deepseek-v3", {"topk_group": 1}, "chooses 3 of 8 experts in 1 of 4 groups"),
+        ("deepseek-v3", {"num_key_value_heads": 4}, "num_key_value_heads"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek-v3", {"routed_scaling_factor": None}, "does not say 'routed_scaling_factor'"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "known are greedy and group_limited_greedy"),
+        ("deepseek-v2", {"n_group": None}, "does not say 'n_group'"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "only computes norm_topk_prob=False"),
+        ("deepseek-v2", {"rope_interleave": False}, "only computes rope_interleave=True"),
     ],
 )
 def test_what_a_configuration_of_deepseek_gets_wrong_is_told(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    shutil.copy(folder("deepseek-v3") / "config.json", tmp_path)
+    shutil.copy(folder(family) / "config.json", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
     with pytest.raises(UsageError, match=message):

@@ -22,7 +22,7 @@ from impl.models import published_buffers
 MODELS = FIXTURES / "models"
 FURTHER = [
     *("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2"),
-    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2"),
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
 TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe", "deepseek-v3"}
@@ -78,7 +78,7 @@ def test_a_remade_folder_is_complete(remade: Path) -> None:
 def test_models_are_small_and_cut_well(name: str) -> None:
     config = AutoConfig.from_pretrained(MODELS / name, trust_remote_code=True)
     assert (MODELS / name / "model.safetensors").stat().st_size < 500_000
-    groups = 1 if name == "deepseek-v3" else 2  # keys of latent attention are in no groups
+    groups = 1 if name.startswith("deepseek") else 2  # keys of latent attention are in no groups
     assert config.num_attention_heads == groups * config.num_key_value_heads == 8
     assert config.vocab_size % 8 == config.intermediate_size % 8 == 0
     assert config.attention_dropout == 0.0

@@ -31,7 +31,7 @@ from conformance.run.exact import Leak, LeakWatch, exact_tier
 from conformance.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
-ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3")
+ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2")
 FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
@@ -183,7 +183,7 @@ def test_fixtures_cannot_hide_a_bug() -> None:
     assert len(kinds) == 2
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss", "deepseek-v3", "deepseek-v2"])
 def test_scaled_positions_have_pairs_that_keep_their_frequency_lose_it_and_lie_between(family: str) -> None:
     rotary = read_architecture(folder(family)).layers[0].attention.rotary
     assert rotary.scaling is not None

@@ -12,11 +12,11 @@ from conformance.oracle.declaring import (
     EVERY,
     attention_of,
     decoder_of,
+    deepseek_of,
     eps_of,
     gemma_attention_of,
     gemma_of,
     head_dim_of,
-    latent_attention_of,
     mixture_of,
     mlp_of,
     qwen_windows,
@@ -24,7 +24,7 @@ from conformance.oracle.declaring import (
     windows_of,
     with_experts,
 )
-from conformance.oracle.parts import POST, Architecture, ClampedMlp, Grouped, Norm
+from conformance.oracle.parts import POST, Architecture, ClampedMlp, Norm
 from conformance.oracle.position_config import FULL, SLIDING, rotary_by_kind
 from conformance.reading import read_json
 from conformance.validation import UsageError, shown
@@ -147,47 +147,35 @@ def _gpt_oss(config: Config) -> Architecture:
     return replace(whole, router_loss=router_loss_of(config))
 
 
+def _deepseek_v2(config: Config) -> Architecture:
+    """DeepSeek-V2: arXiv 2405.04434 section 2: latent attention, and experts, in groups or not, beside shared ones.
+
+    Its losses that balance experts, devices and communication are not in transformers' code.
+    """
+    config.demand("topk_method")
+    config.must_be("norm_topk_prob", False)
+    config.must_be("scoring_func", "softmax")
+    config.must_be("rope_interleave", True)
+    method, groups = config.take("topk_method"), ("n_group", "topk_group")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error(f"sets topk_method={shown(method)}; known are greedy and group_limited_greedy")
+    if method == "greedy":
+        for key in groups:
+            config.take(key, None)  # which are not used without the method
+        return deepseek_of(config, normalised=False, mlp_bias=config.flag("mlp_bias", False))
+    return deepseek_of(config, normalised=False, best=1, mlp_bias=config.flag("mlp_bias", False))
+
+
 def _deepseek_v3(config: Config) -> Architecture:
     """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, and experts in groups beside shared ones.
 
     Its layers for multi-token prediction and its sequence-wise loss are not in transformers' code.
     """
-    config.demand("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
-    config.demand("n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor")
-    config.must_be("pretraining_tp", 1)
-    config.must_be("output_router_logits", False)
-    config.must_be("moe_layer_freq", 1)
+    config.demand("norm_topk_prob")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("scoring_func", "sigmoid")
-    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"):
-        config.take(key, None)
-    if config.take("quantization_config", None) is not None:
-        raise config.error("has quantized weights; convert them to bfloat16, and take the key out")
-    mlp = mlp_of(config)
-    expert = replace(mlp, size=config.size("moe_intermediate_size"))
-    grouped = Grouped(groups=config.size("n_group"), chosen=config.size("topk_group"))
-    moe = replace(
-        mixture_of(config, "n_routed_experts", expert, normalised=config.flag("norm_topk_prob")),
-        grouped=grouped,
-        factor=config.number("routed_scaling_factor"),
-        shared=replace(expert, size=expert.size * config.size("n_shared_experts")),
-        shared_gate=False,
-    )
-    size = moe.experts // grouped.groups
-    if (
-        moe.experts % grouped.groups
-        or size < 2
-        or moe.chosen > size * grouped.chosen
-        or grouped.chosen > grouped.groups
-    ):
-        raise config.error(
-            f"chooses {moe.chosen} of {moe.experts} experts in {grouped.chosen} of {grouped.groups} groups, which is "
-            f"not possible; groups are of one size, and of two experts at least"
-        )
-    dense = config.size("first_k_dense_replace", least=0)
-    whole = decoder_of(config, latent_attention_of(config), mlp)
-    layers = (layer if n < dense else replace(layer, feed_forward=moe) for n, layer in enumerate(whole.layers))
-    return replace(whole, layers=tuple(layers))
+    config.take("num_nextn_predict_layers", None)
+    return deepseek_of(config, normalised=config.flag("norm_topk_prob"), best=2, corrected=True)
 
 
 def _phi3(config: Config) -> Architecture:
@@ -253,6 +241,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "phi3": _phi3,
     "olmo2": _olmo2,

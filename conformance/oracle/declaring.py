@@ -12,6 +12,7 @@ from conformance.oracle.parts import (
     Attention,
     ClampedMlp,
     GatedMlp,
+    Grouped,
     LatentAttention,
     Layer,
     MixtureOfExperts,
@@ -134,6 +135,52 @@ def mixture_of(
     if chosen > experts:
         raise config.error(f"chooses {chosen} of {experts} experts; lower num_experts_per_tok")
     return MixtureOfExperts(experts=experts, chosen=chosen, expert=expert, normalised=normalised, shared=shared)
+
+
+def deepseek_of(
+    config: Config, *, normalised: bool, best: int = 0, corrected: bool = False, mlp_bias: bool = False
+) -> Architecture:
+    """What DeepSeek-V2 and V3 share: latent attention, and experts beside shared ones behind the first layers.
+
+    best: see Grouped; 0: experts are in no groups.
+    """
+    config.demand("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+    config.demand("num_experts_per_tok", "routed_scaling_factor")
+    config.must_be("pretraining_tp", 1)
+    config.must_be("output_router_logits", False)
+    config.must_be("moe_layer_freq", 1)
+    for key in ("ep_size", "aux_loss_alpha", "seq_aux"):
+        config.take(key, None)
+    if config.take("quantization_config", None) is not None:
+        raise config.error("has quantized weights; convert them to bfloat16, and take the key out")
+    mlp = mlp_of(config, bias=mlp_bias)
+    expert = replace(mlp, size=config.size("moe_intermediate_size"), bias=False)
+    moe = replace(
+        mixture_of(config, "n_routed_experts", expert, normalised=normalised),
+        router_stable=True,
+        corrected=corrected,
+        factor=config.number("routed_scaling_factor"),
+        shared=replace(mlp, size=expert.size * config.size("n_shared_experts")),
+        shared_gate=False,
+    )
+    if best:
+        moe = replace(moe, grouped=_groups_of(config, moe, best))
+    dense = config.size("first_k_dense_replace", least=0)
+    whole = decoder_of(config, latent_attention_of(config), mlp)
+    layers = (layer if n < dense else replace(layer, feed_forward=moe) for n, layer in enumerate(whole.layers))
+    return replace(whole, layers=tuple(layers))
+
+
+def _groups_of(config: Config, moe: MixtureOfExperts, best: int) -> Grouped:
+    config.demand("n_group", "topk_group")
+    grouped = Grouped(groups=config.size("n_group"), chosen=config.size("topk_group"), best=best)
+    size, rest = divmod(moe.experts, grouped.groups)
+    if rest or size < best or moe.chosen > size * grouped.chosen or grouped.chosen > grouped.groups:
+        raise config.error(
+            f"chooses {moe.chosen} of {moe.experts} experts in {grouped.chosen} of {grouped.groups} groups, which is "
+            f"not possible; groups are of one size, and here of {best} experts at least"
+        )
+    return grouped
 
 
 def router_loss_of(config: Config) -> float:

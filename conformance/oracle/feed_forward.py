@@ -21,7 +21,7 @@ def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[
     if isinstance(part, GatedMlp):
         return _gated_shapes(part, hidden, "mlp")
     shapes: dict[str, tuple[int, ...]] = {f"mlp.{part.router}.weight": (part.experts, hidden)}
-    if part.grouped:
+    if part.corrected:
         shapes[f"mlp.{part.router}.{CORRECTION}"] = (part.experts,)
     if part.router_bias:
         shapes[f"mlp.{part.router}.bias"] = (part.experts,)
@@ -77,15 +77,20 @@ def mixture_of_experts(
 
     g is a softmax over all experts of x W^T (2101.03961 eq. 1-2), of which the largest are kept; with ``normalised``
     they are divided by their sum, which is a softmax over the chosen ones (2401.04088 section 2.1). The softmax is in
-    the stable dtype. No expert is full: every token goes to all that it has chosen. DeepSeek-V3's sigmoids are computed
-    in the stable dtype as a whole, and a factor multiplies its gates.
+    the stable dtype. No expert is full: every token goes to all that it has chosen. DeepSeek-V3 has sigmoids (arXiv
+    2412.19437 eq. 15) and chooses by these with a bias that balances experts (eq. 16). A factor multiplies the gates.
     """
     weight, bias = w[f"mlp.{moe.router}.weight"], w.get(f"mlp.{moe.router}.bias")
-    if moe.grouped:
-        probabilities_TX = torch.sigmoid(F.linear(x.to(policy.stable), weight.to(policy.stable)))
-        preferred_TX = _preferred(probabilities_TX.detach(), w[f"mlp.{moe.router}.{CORRECTION}"], moe.grouped)
+    if moe.router_stable:
+        logits_TX = F.linear(x.to(policy.stable), weight.to(policy.stable))
     else:
-        probabilities_TX = preferred_TX = torch.softmax(F.linear(x, weight, bias).to(policy.stable), dim=-1)
+        logits_TX = F.linear(x, weight, bias).to(policy.stable)
+    probabilities_TX = torch.sigmoid(logits_TX) if moe.corrected else torch.softmax(logits_TX, dim=-1)
+    preferred_TX = probabilities_TX.detach()
+    if moe.corrected:
+        preferred_TX = preferred_TX + w[f"mlp.{moe.router}.{CORRECTION}"]
+    if moe.grouped:
+        preferred_TX = _of_best_groups(preferred_TX, moe.grouped)
     chosen_TK = routing.choose(preferred_TX, moe.chosen)
     gates_TK = probabilities_TX.gather(-1, chosen_TK)
     if moe.normalised:
@@ -107,15 +112,16 @@ def mixture_of_experts(
     return y + share_T1 * module(moe.shared_name, run, x)
 
 
-def _preferred(scores: Tensor, correction: Tensor, grouped: Grouped) -> Tensor:
-    """By what experts are chosen, (T, X): scores with a bias that balances them (arXiv 2412.19437 equations 14 to 16).
+def _of_best_groups(scores: Tensor, grouped: Grouped) -> Tensor:
+    """By what experts are chosen, (T, X): their scores, in the groups that are best for the token, and no others.
 
-    Only experts of the best groups take part: those with the largest sums of their two highest numbers (section 2.1.2).
+    Groups are limited in DeepSeek-V2 by their highest score (arXiv 2405.04434 section 2.2.2, of a group per device), in
+    DeepSeek-V3 by the sum of the two highest (2412.19437 section 2.1.2).
     """
-    corrected_TGX = (scores + correction).unflatten(-1, (grouped.groups, -1))
-    best_TG = corrected_TGX.topk(2, dim=-1).values.sum(dim=-1).topk(grouped.chosen, dim=-1).indices
-    others_TG = torch.ones_like(corrected_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
-    preferred: Tensor = corrected_TGX.masked_fill(others_TG[..., None], -torch.inf)
+    scores_TGX = scores.unflatten(-1, (grouped.groups, -1))
+    best_TG = scores_TGX.topk(grouped.best, dim=-1).values.sum(dim=-1).topk(grouped.chosen, dim=-1).indices
+    others_TG = torch.ones_like(scores_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
+    preferred: Tensor = scores_TGX.masked_fill(others_TG[..., None], -torch.inf)
     return preferred.flatten(-2)
 
 

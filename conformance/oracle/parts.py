@@ -134,13 +134,14 @@ class ClampedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """A router with sigmoids, which chooses ``chosen`` of so many ``groups`` of experts first, by scores with a bias.
+    """A router that chooses ``chosen`` of so many ``groups`` of experts first.
 
-    The bias is a buffer: it is not trained, and whoever trains sets it from how often experts are chosen, or leaves it.
+    best: how many of a group's highest scores are added up, by which groups are chosen.
     """
 
     groups: int
     chosen: int
+    best: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,9 @@ class MixtureOfExperts:
     """``chosen`` of so many ``experts`` for each token, each of them gated, weighted by a softmax over all experts.
 
     normalised: the weights of the chosen experts are divided by their sum; then they are multiplied by ``factor``.
-    router: the router's name; with ``router_bias``, it has one. grouped: sigmoids instead of the softmax. shared: an
+    router: the router's name; with ``router_bias``, it has one. router_stable: its logits are computed in the stable
+    dtype as well. corrected: sigmoids instead of the softmax, and experts are chosen by these with a bias. It is a
+    buffer: it is not trained, and whoever trains sets it from how often experts are chosen, or leaves it. shared: an
     expert that every token goes through, with ``shared_gate`` weighted by a sigmoid of its own.
     """
 
@@ -158,6 +161,8 @@ class MixtureOfExperts:
     normalised: bool
     router: str = "gate"
     router_bias: bool = False
+    router_stable: bool = False
+    corrected: bool = False
     grouped: Grouped | None = None
     factor: float = 1.0
     shared: GatedMlp | None = None
