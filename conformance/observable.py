@@ -126,7 +126,7 @@ TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replic
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
 # Of a model with a mixture of experts, see routing_observables. Each forward pass of a step has its own.
-ROUTING, ROUTER_LOSS = "routing", "router_loss"
+ROUTING, ROUTER_LOSS, ROUTER_Z_LOSS = "routing", "router_loss", "router_z_loss"
 OLD_ROUTING = "old_routing"
 
 # Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
@@ -176,7 +176,8 @@ def routing_observables(model: str) -> tuple[Observable, ...]:
 
     ``routing``: for every token, router and expert the factor of the expert's output, which is 0 where it is not
     chosen: so choices and weights are one quantity. Below the exact tier, where rounding turns choices over, those of
-    the oracle are given (``expert_column``). ``router_loss``: the load-balancing loss of the step, without its factor.
+    the oracle are given (``expert_column``). ``router_loss``: the load-balancing loss of the step, and
+    ``router_z_loss``: the z-loss, both without their factors.
     """
     stage = _stage(model, "routing")
     return (
@@ -188,14 +189,18 @@ def routing_observables(model: str) -> tuple[Observable, ...]:
             effect_at=_stage(model, "gradients"),
             replicated="holders",
         ),
-        Observable(
-            key=model_key(model, ROUTER_LOSS),
-            stage=stage,
-            kind="scalar",
-            required=False,
-            effect_at=_stage(model, "gradients"),
-            replicated="all ranks",
-            drawn=True,
+        *(
+            Observable(
+                key=model_key(model, key),
+                stage=stage,
+                kind="scalar",
+                required=False,
+                effect_at=_stage(model, "gradients"),
+                replicated="all ranks",
+                drawn=True,
+                title=title,
+            )
+            for key, title in ((ROUTER_LOSS, "load-balancing loss"), (ROUTER_Z_LOSS, "z-loss of routers"))
         ),
     )
 

@@ -145,6 +145,8 @@ class Scenario:
     ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
     the documents. ``loss_scale``: in fp16, how the loss is scaled; if it is given, it is judged at every step which
     updates are skipped, and how the scale falls and grows. ``lora``: the policy has adapters; only they are trained.
+    ``router_z_loss``: what the z-loss of the routers of a mixture of experts is multiplied by, before it is added to
+    the loss of each trained model (Zoph et al., arXiv 2202.08906, equation 5); 0 adds none.
     ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command line, and a
     scenario's file cannot. ``sketch``: of matrices with more elements than this, records
     keep sketches (conformance.record.sketch); None: as is usual for the model's size.
@@ -164,6 +166,7 @@ class Scenario:
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     loss_scale: LossScaleConfig | None = None
     lora: LoraConfig | None = None
+    router_z_loss: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     trust_remote_code: Flag = False
     sketch: Annotated[int, Field(strict=True, ge=0, le=2**50)] | None = None
 

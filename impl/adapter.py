@@ -61,7 +61,11 @@ HANDOVER_SEAMS = {
     "read_generators": "impl.checkpoints.generators:read_file",
 }
 # Seams of the backends that run models with routers.
-ROUTER_SEAMS = {"router_loss": "impl.trainer:router_loss", "choices_for": "impl.trainer:choices_for"}
+ROUTER_SEAMS = {
+    "router_loss": "impl.trainer:router_loss",
+    "z_loss": "impl.trainer:z_loss",
+    "choices_for": "impl.trainer:choices_for",
+}
 # Seams of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.outputs:through_softmax_",
@@ -102,6 +106,7 @@ class StrategyBackend:
             packed=scenario.data.packed,
             loss_scale=scenario.loss_scale or LossScaleConfig(),
             trust_remote_code=scenario.trust_remote_code,
+            router_z_loss=scenario.router_z_loss,
         )
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
         self.judges_loss_scale = scenario.judged_loss_scale is not None

@@ -40,6 +40,7 @@ class Outputs:
         padding and sharding, so its sum is the number of targets that the loss really covers.
     routing, probabilities: (rows, length, routers, experts), of a model with a mixture of experts, whatever was
         requested: the weight of each expert's output, 0 where it is not chosen, and the router's softmax.
+    squares: (rows, length, routers), of such a model: the square of the log of the sum of exp(logits) of each router.
     """
 
     logprobs: Tensor | None = None
@@ -48,6 +49,7 @@ class Outputs:
     targets: Tensor | None = None
     routing: Tensor | None = None
     probabilities: Tensor | None = None
+    squares: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
         """A copy with ``function`` applied to each output that is not None."""

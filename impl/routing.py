@@ -29,11 +29,12 @@ KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen, and their probabilities
-    (N, X), with a gradient."""
+    """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen; with a gradient, their
+    probabilities (N, X), and the squares (N,) that the z-loss is the mean of."""
 
     weights: Tensor
     probabilities: Tensor
+    squares: Tensor
 
 
 class Routers:
@@ -64,7 +65,8 @@ class Routers:
                 chosen = self._replayed[number]
                 weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
             dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
-            self._seen[number] = Choice(weights=dense, probabilities=probabilities)
+            squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
+            self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
             return logits, weights, chosen
 
         gate.forward = forward
@@ -83,7 +85,8 @@ class Routers:
             torch.stack(parts, dim=1).view(shape)
             for parts in ([choice.weights for choice in seen], [choice.probabilities for choice in seen])
         )
-        return replace(outputs, routing=weights, probabilities=probabilities)
+        squares = torch.stack([choice.squares for choice in seen], dim=1).view(shape[:-1])
+        return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
 
 def routers_of(model: transformers.PreTrainedModel) -> Routers | None:
@@ -126,17 +129,25 @@ def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
 class Balance:
     """Sums over the tokens and routers of all data ranks and micro-batches of a step, in the dtype of probabilities.
 
-    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices.
+    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices. squares: what
+    the z-loss is made of. tokens: without padding.
     """
 
     counts: Tensor
     probabilities: Tensor
     choosers: Tensor
+    squares: Tensor
+    tokens: Tensor
 
     @property
     def loss(self) -> Tensor:
         """X sum_x f_x P_x (arXiv 2101.03961, equation 4), of the whole step."""
         return self.share(self.probabilities)
+
+    @property
+    def z_loss(self) -> Tensor:
+        """Of the whole step; see the function of this name."""
+        return self.squares / self.tokens
 
     def share(self, probabilities: Tensor) -> Tensor:
         """The part of the loss that these sums of probabilities (X,) have; the parts add up to ``loss``."""
@@ -147,8 +158,9 @@ def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[O
     """From the outputs of all micro-batches of this rank; collective over data ranks."""
     sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
     total = context.all_reduce_tensor(sums)
-    experts = (len(total) - 1) // 2
-    return Balance(counts=total[:experts], probabilities=total[experts:-1], choosers=total[-1])
+    counts, probabilities = total[:-3].chunk(2)
+    choosers, squares, tokens = total[-3:]
+    return Balance(counts=counts, probabilities=probabilities, choosers=choosers, squares=squares, tokens=tokens)
 
 
 def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +168,9 @@ def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]
     chosen = outputs.routing[inputs.real] > 0  # (tokens, routers, X)
     probabilities = probability_sums(inputs, outputs).detach()
     counts = chosen.sum(dim=(0, 1)).to(probabilities.dtype)
-    return counts, probabilities, counts.new_tensor([chosen.shape[0] * chosen.shape[1]])
+    tokens = counts.new_tensor([chosen.shape[0]])
+    squares = square_sum(inputs, outputs).detach()[None]
+    return counts, probabilities, torch.cat([counts.new_tensor([chosen.shape[0] * chosen.shape[1]]), squares, tokens])
 
 
 def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
@@ -176,6 +190,18 @@ def step_balance(context: Context, trainable: Trainable, inputs: Sequence[MicroB
 def router_loss(factor: float, balance: Balance, inputs: MicroBatch, outputs: Outputs) -> Tensor:
     """What a micro-batch adds to the loss of the step for its routers."""
     return factor * balance.share(probability_sums(inputs, outputs))
+
+
+def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """What the z-loss is made of: over all real tokens of a micro-batch and all routers."""
+    assert outputs.squares is not None
+    return outputs.squares[inputs.real].sum()
+
+
+def z_loss(factor: float, tokens: float, inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """What a micro-batch adds to the loss of the step for the logits of its routers (arXiv 2202.08906, equation 5).
+    ``tokens``: of all data ranks and micro-batches of the step, without padding."""
+    return factor * square_sum(inputs, outputs) / tokens
 
 
 def routing_rows(inputs: MicroBatch, outputs: Outputs, indices: Sequence[int]) -> dict[int, Tensor]:

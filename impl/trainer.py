@@ -9,14 +9,14 @@ import torch
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
 from conformance.objective import Objective
-from conformance.observable import ROUTER_LOSS, ROUTING, model_key
+from conformance.observable import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, model_key
 from conformance.role import Role
 from impl.collate import MicroBatch, collate
 from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
-from impl.routing import balance_of, choices_for, router_loss, routing_rows, step_balance
+from impl.routing import balance_of, choices_for, router_loss, routing_rows, step_balance, z_loss
 from impl.strategy import Context, Trainable
 
 
@@ -113,14 +113,18 @@ def _run(
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
 
     replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
+    factor = context.config.router_z_loss
+    tokens = context.all_reduce(float(sum(int(one.real.sum()) for one in inputs))) if factor else 0.0
     balance = step_balance(context, trainable, replayed) if role.trained else None
 
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
         value = evaluate(index, outputs).loss
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
-        if balance is None:
-            return value
-        return value + router_loss(trainable.router_loss_factor, balance, inputs[index], outputs)
+        if balance is not None:
+            value = value + router_loss(trainable.router_loss_factor, balance, inputs[index], outputs)
+        if factor:
+            value = value + z_loss(factor, tokens, inputs[index], outputs)
+        return value
 
     asked: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
@@ -147,8 +151,9 @@ def _routing(
     rows: dict[int, torch.Tensor] = {}
     for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
         rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
-    loss = balance_of(context, inputs, found).loss.item()
-    return {model_key(role.prefix, ROUTER_LOSS): loss}, {model_key(role.prefix, ROUTING): rows}
+    balance = balance_of(context, inputs, found)
+    values = {ROUTER_LOSS: balance.loss.item(), ROUTER_Z_LOSS: balance.z_loss.item()}
+    return {model_key(role.prefix, key): x for key, x in values.items()}, {model_key(role.prefix, ROUTING): rows}
 
 
 def _update(trainable: Trainable, role: Role, on_gradients: Callable[[str], None]) -> dict[str, float]:

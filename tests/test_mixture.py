@@ -13,15 +13,18 @@ from safetensors.torch import load_file, save_file
 from test_oracle import BATCH, FLOAT64, LONG, ROUTED, folder, observe_sft, policy_model, relative
 
 from conformance.batch import Batch, Document, Row, expert_column
-from conformance.inputs.prepare import batches_of
+from conformance.inputs.prepare import batches_of, prepare_inputs
 from conformance.objective import Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.experts import stacked
 from conformance.oracle.forward import load_weights
 from conformance.oracle.parts import MixtureOfExperts
 from conformance.oracle.step import Observed, observe
+from conformance.paths import FIXTURES
+from conformance.run.exact import exact_tier
 from conformance.scenario import load_scenario
 from conformance.validation import UsageError
+from impl.models import load_model
 
 
 def routers(family: str) -> tuple[MixtureOfExperts, ...]:
@@ -73,6 +76,36 @@ def test_the_loss_that_balances_is_of_the_step_and_not_of_how_it_is_cut() -> Non
     alone = [replace(BATCH, rows=(row,)) for row in BATCH.rows if row.target_count]
     losses = [observe_sft(batch, "qwen3-moe").values["router_loss"] for batch in alone]
     assert abs(sum(losses) / len(losses) - apart.values["router_loss"]) > 1e-2
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_z_loss_is_that_of_megatron_core_summed_over_layers(family: str) -> None:
+    """Of a step that is one document. Its gradient is that of the loss with it, less that of the loss without."""
+    moe = pytest.importorskip("megatron.core.transformer.moe.moe_utils", reason="megatron-core is not installed")
+    step = replace(BATCH, rows=BATCH.rows[:1])
+    tokens = torch.tensor(BATCH.rows[0].documents[0].tokens)
+    with exact_tier():
+        model = load_model(folder(family), dtype=torch.float64, attention="eager")
+        seen: list[torch.Tensor] = []
+        for gate in (m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")):
+            gate.register_forward_hook(lambda gate, inputs, output: seen.append(output[0]))
+        model(input_ids=tokens[None])
+        theirs = torch.stack([moe.z_loss_func(logits, 1.0) for logits in seen]).sum()
+        theirs.backward()
+    with_it = observe(step, [replace(policy_model(family), z_loss=1.0)], Sft(), FLOAT64)
+    without = observe_sft(step, family)
+    assert with_it.values["router_z_loss"] == without.values["router_z_loss"] == pytest.approx(theirs.item(), rel=1e-13)
+    gates = [name for name in with_it.gradients["policy"] if name.endswith((".mlp.gate.weight", ".mlp.router.weight"))]
+    assert len(gates) == len(routers(family))
+    for name in gates:
+        own = with_it.gradients["policy"][name] - without.gradients["policy"][name]
+        assert relative(own, model.get_parameter(name).grad) < 1e-12
+
+
+def test_a_z_loss_needs_routers(tmp_path: Path) -> None:
+    scenario = load_scenario(FIXTURES / "scenarios" / "sft-z-loss.toml", model="models/llama", precision="exact")
+    with pytest.raises(UsageError, match=r"router_z_loss=0\.025 is for mixtures of experts .*, and llama is none"):
+        prepare_inputs(scenario, tmp_path)
 
 
 def test_a_document_without_targets_is_routed_and_balanced_too() -> None:

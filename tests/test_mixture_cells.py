@@ -32,6 +32,9 @@ EXPERTS = 8  # of each router of qwen3-moe
         exhaustive("fsdp2", "ppo", "mixtral", "tp2"),
         exhaustive("deepspeed", "grpo", "qwen3-moe", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "mixtral", "ulysses2.zero2"),
+        exhaustive("fsdp2", "sft-z-loss", "qwen3-moe", "ep2.sp2"),
+        exhaustive("fsdp2", "sft-z-loss", "deepseek-v2", "tp2"),
+        exhaustive("deepspeed", "sft-z-loss", "mixtral", "sp2.zero2"),
         *(exhaustive("deepspeed", "sft-packed", "mixtral", f"dp2.zero{stage}") for stage in (0, 1, 2)),
     ],
 )

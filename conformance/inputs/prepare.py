@@ -82,8 +82,13 @@ def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
 
 
 def check_trained(scenario: Scenario, decoder: Decoder) -> None:
-    """Raises UsageError for adapters that the model cannot have, if a pattern of frozen parameters matches no parameter
-    that would be trained without it, and if no parameter is left to train."""
+    """Raises UsageError for adapters that the model cannot have, for a z-loss where it has no routers, if a pattern of
+    frozen parameters matches no parameter that would be trained without it, and if no parameter is left to train."""
+    if scenario.router_z_loss and not decoder.routers:
+        raise UsageError(
+            f"router_z_loss={scenario.router_z_loss:g} is for mixtures of experts that the oracle computes "
+            f"(docs/mixture-of-experts.md), and {scenario.model_name} is none; set it to 0, or give another model"
+        )
     for role in scenario.objective.roles:
         if not role.trained:
             continue

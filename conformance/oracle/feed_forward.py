@@ -96,7 +96,7 @@ def mixture_of_experts(
     if moe.normalised:
         gates_TK = gates_TK / gates_TK.sum(dim=-1, keepdim=True)
     gates_TK = gates_TK * moe.factor
-    routing.note(probabilities_TX, chosen_TK, gates_TK)
+    routing.note(logits_TX, probabilities_TX, chosen_TK, gates_TK)
     gates_TK = gates_TK.to(policy.compute)
     y = torch.zeros_like(x)
     for number in range(moe.experts):

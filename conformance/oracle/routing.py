@@ -9,6 +9,10 @@ without targets as well, and no padding. So the loss does not depend on how a st
 (the global batch of arXiv 2501.11873, equation 3). transformers' ``load_balancing_loss_func`` is the same formula over
 one forward pass, so it depends on that cut; where a whole step is one forward pass without padding, the two are equal.
 f has no gradient, so each document's share of the gradient is that of P, once the choices of the step are counted.
+
+The z-loss keeps the routers' logits x small (ST-MoE, arXiv 2202.08906, equation 5). Of an optimizer step of B tokens:
+
+    sum over routers of 1/B sum over tokens of (log sum_x exp(x_x))^2
 """
 
 from collections.abc import Mapping
@@ -27,12 +31,14 @@ class Routing:
     replayed: the choices that take the place of the routers' own, (T, K) of each router; empty: their own are taken.
     weights: of each router (T, X), the factor of each expert's output, 0 where it is not chosen.
     counts: (X,), how often each expert was chosen by any router. probabilities: (X,), their sums, with a gradient.
+    squares: of all tokens and routers, the sum that the z-loss is made of, with a gradient.
     """
 
     replayed: tuple[Tensor, ...] = ()
     weights: list[Tensor] = field(default_factory=list)
     counts: Tensor | None = None
     probabilities: Tensor | None = None
+    squares: Tensor | None = None
 
     def choose(self, probabilities: Tensor, count: int) -> Tensor:
         """The experts of each token, (T, K). ``probabilities``: (T, X)."""
@@ -40,8 +46,9 @@ class Routing:
             return self.replayed[len(self.weights)].to(probabilities.device)
         return probabilities.topk(count, dim=-1).indices
 
-    def note(self, probabilities: Tensor, chosen: Tensor, gates: Tensor) -> None:
-        """Keep what a router has done: ``chosen`` and the factors ``gates`` of their outputs, (T, K).
+    def note(self, logits: Tensor, probabilities: Tensor, chosen: Tensor, gates: Tensor) -> None:
+        """Keep what a router has done: its ``logits`` and ``probabilities`` (T, X), which experts it has ``chosen``,
+        and the factors ``gates`` of their outputs (T, K).
 
         Layers may be on several devices; all is kept where the first one is.
         """
@@ -49,9 +56,10 @@ class Routing:
         probabilities, chosen, gates = probabilities.to(home), chosen.to(home), gates.to(home)
         self.weights.append(gates.new_zeros(probabilities.shape).scatter(-1, chosen, gates))
         counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).to(gates.dtype)
-        sums = probabilities.sum(dim=0)
+        sums, squares = probabilities.sum(dim=0), torch.logsumexp(logits, dim=-1).square().sum().to(home)
         self.counts = counts if self.counts is None else self.counts + counts
         self.probabilities = sums if self.probabilities is None else self.probabilities + sums
+        self.squares = squares if self.squares is None else self.squares + squares
 
     @property
     def rows(self) -> Tensor:
@@ -71,15 +79,18 @@ def routing_of(document: Document, routers: int, count: int, key: str) -> Routin
 
 @dataclass
 class Balance:
-    """Sums over the documents of a step: ``counts`` and ``probabilities`` (X,), and N, the ``choosers``."""
+    """Sums over the documents of a step: ``counts`` and ``probabilities`` (X,), N, the ``choosers``, ``squares``."""
 
     counts: Tensor | None = None
     probabilities: Tensor | None = None
     choosers: int = 0
+    squares: float = 0.0
 
     def add(self, routing: Routing) -> None:
         assert routing.counts is not None
         assert routing.probabilities is not None
+        assert routing.squares is not None
+        self.squares += routing.squares.item()
         found = routing.probabilities.detach()
         self.counts = routing.counts if self.counts is None else self.counts + routing.counts
         self.probabilities = found if self.probabilities is None else self.probabilities + found

@@ -160,7 +160,7 @@ def _load(
     weights = decoder.load(folder, held, variant, trained=role.trained, devices=devices)
     own = (name for name in weights if not is_buffer(name))
     trained = frozenset(name for name in own if scenario.trains(role, name.removeprefix(UNNAMED)))
-    return Model(role=role, decoder=decoder, weights=weights, trained=trained)
+    return Model(role=role, decoder=decoder, weights=weights, trained=trained, z_loss=scenario.router_z_loss)
 
 
 def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
 from conformance.objective import Objective
-from conformance.observable import ROUTER_LOSS, ROUTING, model_key
+from conformance.observable import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, model_key
 from conformance.oracle.decoder import Decoder
 from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.loss_scale import LossScale
@@ -33,7 +33,8 @@ FP16_LOSS_SCALE = 2.0**12
 class Model:
     """One role's model. ``trained``: names of the parameters that get gradients. ``optimizers``: one for each of them.
 
-    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted.
+    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted. ``z_loss``: what the
+    z-loss of its routers is multiplied by.
     """
 
     role: Role
@@ -43,6 +44,7 @@ class Model:
     optimizers: dict[str, Sgd | AdamW] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     updates: int = 0
+    z_loss: float = 0.0
 
     def routing(self, document: Document) -> Routing | None:
         """For the document's forward pass of an update."""
@@ -91,6 +93,7 @@ def observe(
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     # What a frozen model says of a roll-out stands in its columns.
     running = [m for m in models if m.role.trained or objective.reads == "samples"]
+    tokens_of_step = sum(row.length for row in batch.rows)
     balances = {m.role.name: Balance() for m in running}
     chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
     for row in _rows(batch, leaves.values(), variant):
@@ -111,7 +114,7 @@ def observe(
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
                     balances[name].add(routing)
-                    loss = loss + _router_share(model, routing, chosen[name]).to(output.device)
+                    loss = loss + _router_share(model, routing, chosen[name], tokens_of_step).to(output.device)
                 if not taught:
                     if loss.requires_grad:
                         (loss * model.scale(policy)).backward()
@@ -132,6 +135,7 @@ def observe(
     for model in running:
         if (balance := balances[model.role.name]).probabilities is not None:
             values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()
+            values[model_key(model.role.prefix, ROUTER_Z_LOSS)] = balance.squares / tokens_of_step
     gradients = {
         model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
         for model in models
@@ -154,12 +158,13 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
     return balance
 
 
-def _router_share(model: Model, routing: Routing, step: Balance | None) -> Tensor:
-    """What a document adds to the load-balancing loss, times its factor; 0 where that is in no loss."""
+def _router_share(model: Model, routing: Routing, step: Balance | None, tokens: int) -> Tensor:
+    """What a document adds to the losses of its model's routers, times their factors; 0 where they are in no loss.
+    ``tokens``: of the whole step."""
+    assert routing.squares is not None
     assert routing.probabilities is not None
-    if step is None:
-        return routing.probabilities.new_zeros(())
-    return model.decoder.router_loss * step.loss(routing.probabilities)
+    share = model.z_loss * routing.squares / tokens
+    return share if step is None else share + model.decoder.router_loss * step.loss(routing.probabilities)
 
 
 def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:

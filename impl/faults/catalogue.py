@@ -73,6 +73,7 @@ load_progress       (model, progress): sets schedule and loss scale
 write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
 routers_of          (model) -> its routers, or None for a model without
 router_loss         (factor, balance of the step, inputs, outputs) -> a micro-batch's share of the routers' loss
+z_loss              (factor, tokens of the step, inputs, outputs) -> a micro-batch's share of the z-loss of routers
 choices_for         (inputs, key of a forward pass) -> the inputs with the choices of experts that are given for it
 sorted_by_expert    (chosen experts) -> places in the order of their experts, and the token of each
 expert_divisor      (group of ranks with other experts) -> what gradients of experts are divided by

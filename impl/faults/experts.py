@@ -73,6 +73,14 @@ def _router_loss_of_micro_batch(router_loss: Function) -> Function:
     return faulty
 
 
+def _z_loss_of_micro_batch(z_loss: Function) -> Function:
+    def faulty(factor: float, tokens: float, inputs: Any, outputs: Any) -> Tensor:
+        own: Tensor = z_loss(factor, float(inputs.real.sum()), inputs, outputs)
+        return own
+
+    return faulty
+
+
 def _replay_of_another_pass(choices_for: Function) -> Function:
     def faulty(inputs: Any, key: str) -> Any:
         return choices_for(inputs, OLD_ROUTING if key == ROUTING else key)
@@ -146,6 +154,16 @@ EXPERT_FAULTS = (
         loss_blind=True,
         needs="a model whose configuration adds its routers' loss, and several micro-batches",
         wrap=_router_loss_of_micro_batch,
+    ),
+    Fault(
+        name="z-loss-of-micro-batch",
+        summary="the z-loss of routers is the mean over a micro-batch and not over the step, so each adds a whole one",
+        source="https://github.com/NVIDIA-NeMo/Automodel/pull/3359",
+        seam="z_loss",
+        stage="gradients",
+        loss_blind=True,
+        needs="a scenario with router_z_loss, and several micro-batches",
+        wrap=_z_loss_of_micro_batch,
     ),
     Fault(
         name="replay-of-another-pass",

@@ -118,6 +118,7 @@ _SFT = {
     "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2"),
     "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2"),
     "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3"),
+    "z-loss-of-micro-batch": _sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2"),
     "replay-of-another-pass": _sft("grpo", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", blank=_GIVEN),
     "tokens-off-by-one": _sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
     "experts-not-divided": _sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
