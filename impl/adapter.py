@@ -87,6 +87,7 @@ class StrategyBackend:
     seams: ClassVar[dict[str, str]]
     context: Context
     models: dict[str, Trainable]
+    adapter: Path | None = None  # the folder of the policy's adapter, where it is not beside its weights
     step: int  # optimizer steps done so far, including those before a loaded checkpoint
 
     @classmethod
@@ -98,6 +99,7 @@ class StrategyBackend:
         raise NotImplementedError
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        adapter = self.adapter or weights.get(POLICY.name, Path()) / ADAPTER
         config = ContextConfig(
             layout=layout,
             precision=scenario.precision,
@@ -112,7 +114,7 @@ class StrategyBackend:
         self.judges_loss_scale = scenario.judged_loss_scale is not None
         self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
         if scenario.lora:
-            self.shapes[POLICY.name] |= adapter_shapes(weights[POLICY.name] / ADAPTER)
+            self.shapes[POLICY.name] |= adapter_shapes(adapter)
         self.context = get_context(self.info.name, config)
         self.context.setup_distributed()
         self.models = {}
@@ -122,7 +124,7 @@ class StrategyBackend:
             model = trainable.load_model(weights[role.name])
             if scenario.lora and role == POLICY:
                 assert isinstance(trainable, Adaptable)
-                trainable.add_adapter(model, weights[role.name] / ADAPTER)
+                trainable.add_adapter(model, adapter)
             if self.objective.disable_dropout:
                 switch_off_dropout(model)
             trainable.prepare(model, optimizer, scenario.schedule)

@@ -6,19 +6,20 @@ each adapted linear layer, which changes names: ``q_proj.weight`` is ``q_proj.ba
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from conformance.backend import Support, Supported, Unsupported
-from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, is_adapter
+from conformance.backend import NamedTensors, Support, Supported, Unsupported
+from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig, is_adapter
 from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
 from impl.models import published_buffers
 
+_OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the last one is how the others end, too
 NAME = "default"  # what peft calls the only adapter of a model
 INSTALL = "pip install 'backend-parity[lora]'"
 
@@ -83,6 +84,26 @@ def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tenso
     """The weights of ``model`` with the adapter in ``folder`` added to them; in one process, which needs all of it."""
     merged = load_adapter(model, folder).merge_and_unload()
     return {name: p.detach() for name, p in merged.named_parameters()} | published_buffers(merged)
+
+
+def added_up(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) -> NamedTensors:
+    """The weights of a model with adapters on ``targets``, one after another, as those of a model without: of each
+    target W + scale B A, in the wider dtype, in the place of the three."""
+    scale = lora.lora_alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
+    waiting: dict[str, dict[str, torch.Tensor]] = {target: {} for target in targets}
+    for name, tensor in weights:
+        module = next((name.removesuffix(end) for end in _OF_TARGET if name.endswith(end)), "")
+        if module not in waiting:
+            yield name, tensor
+            continue
+        parts = waiting[module]
+        parts[name.removeprefix(module)] = tensor.clone()  # what is gathered may be gone at the next one
+        if len(parts) == len(_OF_TARGET):
+            a, b, base = (parts[end] for end in _OF_TARGET)
+            product = b @ a
+            yield f"{module}.weight", base.to(torch.promote_types(base.dtype, product.dtype)) + scale * product
+            del waiting[module]
+    assert not waiting, f"no adapter of {', '.join(waiting)} among the weights"
 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cells import exhaustive
+from cells import BACKENDS, exhaustive
 from conftest import make_cell
 from safetensors import safe_open
 
@@ -19,14 +20,17 @@ from conformance.inputs.model import INDEX
 from conformance.inputs.prepare import prepare_inputs
 from conformance.inputs.random_model import RECIPE, draw_weights, is_large, is_sketched, shapes_of, with_skeleton
 from conformance.inputs.tokenizer import load_tokenizer
+from conformance.layout import Layout
+from conformance.lora import ADAPTER, WEIGHTS_FILE, LoraConfig
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.devices import SPARE, bytes_needed, devices_for
 from conformance.oracle.forward import device_of, load_weights, parameter_shapes
 from conformance.oracle.run import POLICIES, run_oracle
 from conformance.paths import FIXTURES
+from conformance.plan.cell import Cell
 from conformance.record.results import read_run
 from conformance.record.tensors import Record, read_record
-from conformance.role import Role
+from conformance.role import CRITIC, Role
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Scenario, load_scenario
 from conformance.validation import UsageError
@@ -108,8 +112,33 @@ def test_a_vocabulary_smaller_than_the_small_models_and_a_value_model_are_refuse
     model = random_model.random_model(Path(with_skeleton(str(shrunk(tmp_path / "others")))))
     assert model
     with pytest.raises(UsageError, match="no value model is made"):
-        draw_weights(model, Role(name="critic", head="value"), tmp_path, seed=0)
+        draw_weights(model, scenario_of(tmp_path / "others/openpangu-embedded-1b"), CRITIC, tmp_path)
     assert not (tmp_path / INDEX).exists()
+
+
+LORA = LoraConfig(r=2, lora_alpha=3, target_modules=("q_proj", "down_proj"))
+
+
+def test_an_adapter_is_drawn_beside_random_weights_and_a_reference_is_its_base(tmp_path: Path) -> None:
+    scenario = replace(scenario_of(shrunk(tmp_path / "models"), "grpo-real"), lora=LORA)
+    models = prepare_inputs(scenario, tmp_path / "out").models
+    architecture = read_architecture(models["policy"])
+    policy, reference = (load_weights(models[name], architecture, torch.float64) for name in ("policy", "reference"))
+    assert all(torch.equal(weight, reference[name]) for name, weight in policy.items())
+    assert (models["policy"] / ADAPTER / WEIGHTS_FILE).is_file()
+    assert not (models["reference"] / ADAPTER).exists()
+
+
+@pytest.mark.exhaustive
+def test_adapters_on_random_weights_are_judged_by_sketches_and_not_merged(session: Session, tmp_path: Path) -> None:
+    scenario = replace(scenario_of(shrunk(tmp_path / "models"), steps=2), lora=LORA, sketch=64)
+    assert is_sketched(scenario)
+    cell = Cell.single(scenario=scenario, backend=BACKENDS["fsdp2"], layout=Layout.parse("dp2"))
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    first = replace(cell.legs[0], steps=1, save="merge")
+    with pytest.raises(UsageError, match="give --sketch a number that no matrix exceeds"):
+        session.refusal(replace(cell, legs=(first, replace(first, save=None)), program="merge"))
 
 
 @pytest.mark.parametrize(("size", "elements"), [("1b", 1.16e9), ("7b", 8.03e9)])

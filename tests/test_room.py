@@ -18,7 +18,7 @@ from conformance.plan.cell import Cell
 from conformance.room.check import Room, advice, needs_of
 from conformance.room.estimate import Estimate, Size, estimate, size_of, total
 
-SIZE = Size(parameters=10**9, trained=10**9, vocabulary=32_000)
+SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
 PLENTY = Room(memory=1e15, disk=1e15, cache=None)
 
 
@@ -55,6 +55,22 @@ def test_a_record_has_the_loaded_weights_and_two_tensors_of_each_parameter_for_e
     assert five.record == (1 + 2 * 4) * 8e9  # one step of three or more is not observed
     assert estimate(cell(precision="fp32"), SIZE).record == (1 + 2 * 2) * 4e9
     assert sorted(estimate(cell(precision="fp32"), SIZE).references.values()) == [5 * 4e9, 5 * 8e9]
+
+
+def test_of_adapters_the_base_is_recorded_and_gets_no_gradients() -> None:
+    adapted = cell_of("fsdp2", "sft-lora", "llama", "dp2", "exact", steps=2)
+    base, size = size_of(cell().scenario), size_of(adapted.scenario)
+    lora = adapted.scenario.lora
+    assert lora
+    shapes = parameter_shapes(read_architecture(FIXTURES / "models" / "llama"))
+    count = sum(lora.r * sum(shapes[f"{target}.weight"]) for target in lora.targets(shapes))
+    assert size.trained == count < base.trained / 5
+    assert size.parameters == size.recorded == base.parameters + count
+    made = estimate(adapted, size)
+    assert made.record == (size.parameters + 2 * (count + size.recorded)) * 8.0
+    assert made.rank < estimate(cell(), base).rank
+    grpo = size_of(cell_of("fsdp2", "grpo-lora", "llama", "dp2", "exact", steps=2).scenario)
+    assert grpo.parameters - grpo.recorded == base.parameters, "the frozen reference"
 
 
 def test_cutting_the_model_or_the_rows_makes_ranks_smaller() -> None:

@@ -6,8 +6,9 @@ scales it twice, would compute the same numbers until the first update, and A wo
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,8 +30,12 @@ def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int
         a, b = f"{target}.lora_A.weight", f"{target}.lora_B.weight"
         tensors[a] = _normal((lora.r, columns), f"{key} {a}") / columns**0.5
         tensors[b] = _normal((rows, lora.r), f"{key} {b}") * B_SIZE / lora.r**0.5
-    folder.mkdir(parents=True)
-    told = {
+    write_adapter_files(folder, lora, targets, tensors)
+
+
+def adapter_config(lora: LoraConfig, targets: Sequence[str]) -> dict[str, Any]:
+    """What CONFIG_FILE says, in peft's words."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
@@ -41,7 +46,14 @@ def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int
         "bias": "none",
         "target_modules": list(targets),
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def write_adapter_files(
+    folder: Path, lora: LoraConfig, targets: Sequence[str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write an adapter in peft's format, in float32, into ``folder``, which is new."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(adapter_config(lora, targets), indent=2), encoding="utf-8")
     save_file({FILE_PREFIX + name: t.float() for name, t in tensors.items()}, folder / WEIGHTS_FILE)
 
 

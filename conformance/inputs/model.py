@@ -55,8 +55,8 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     if any(out.iterdir()):
         raise UsageError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
-    is_base = scenario.lora is not None and (role == POLICY or not role.trained)
-    key = f"{scenario.seed} {'' if is_base else role.prefix}".strip()
+    is_base = is_base_of(scenario, role)
+    key = key_of(scenario, role)
     if scenario.lora and role == POLICY:
         write_adapter(out / ADAPTER, scenario.lora, weight_shapes(model), key=key)
     twins = _twins(files)
@@ -68,6 +68,16 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
     if role.head == "value":
         _make_value_model(out, key=key)
     return out
+
+
+def is_base_of(scenario: Scenario, role: Role) -> bool:
+    """Whether a role's weights are the base of adapters: the policy's, and those of a frozen reference."""
+    return scenario.lora is not None and (role == POLICY or not role.trained)
+
+
+def key_of(scenario: Scenario, role: Role) -> str:
+    """What decides the numbers of a role: the seed, and which role it is; of a base, every role has the same."""
+    return f"{scenario.seed} {'' if is_base_of(scenario, role) else role.prefix}".strip()
 
 
 def value_config(file: Path) -> int:

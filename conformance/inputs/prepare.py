@@ -64,7 +64,7 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
                     else:
                         prepare_model(scenario, role, unfinished)
             if drawn and draws:
-                draw_weights(drawn, role, model, seed=scenario.seed)
+                draw_weights(drawn, scenario, role, model)
             models[role.name] = model
         asked = scenario_to_json(scenario)
         used = {name: asked[name] for name in ("data", "steps", "seed", "model")}

@@ -29,16 +29,18 @@ from pydantic.dataclasses import dataclass as validated
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conformance.inputs.adapter import write_adapter
 from conformance.inputs.files import complete_or_nothing, locked
 from conformance.inputs.folder import CONFIG, NOT_COPIED, check_model_folder
-from conformance.inputs.model import INDEX, generator_of, noisy, weight_shapes
+from conformance.inputs.model import INDEX, generator_of, key_of, noisy, weight_shapes
+from conformance.lora import ADAPTER
 from conformance.oracle.architecture import Architecture, read_architecture
 from conformance.oracle.decoder import is_written
 from conformance.oracle.forward import parameter_shapes
 from conformance.paths import cache_folder, resolve
 from conformance.reading import read_json, read_toml
 from conformance.record.sketch import LARGE_MODELS, sketched_above
-from conformance.role import Role
+from conformance.role import POLICY, Role
 from conformance.scenario import Count, Scenario
 from conformance.validation import STRICT, UsageError, explain
 
@@ -174,19 +176,22 @@ def is_sketched(scenario: Scenario) -> bool:
     return sketched_above(scenario.sketch, elements(scenario)) < elements(scenario)
 
 
-def draw_weights(model: RandomModel, role: Role, out: Path, *, seed: int) -> None:
-    """Draw the weights of one role into its folder ``out``, unless they are there. For ``seed``, of the scenario, and
-    for roles they are perturbed as those of any model are (conformance.inputs.model).
+def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) -> None:
+    """Draw the weights of one role into its folder ``out``, unless they are there, and the adapter of a policy that has
+    one. For the scenario's seed and for roles they are perturbed as those of any model are (conformance.inputs.model).
 
     Raises UsageError for a value model.
     """
     if (out / INDEX).exists():
         return
+    key = key_of(scenario, role)
+    if scenario.lora and role == POLICY:
+        shutil.rmtree(out / ADAPTER, ignore_errors=True)  # what a run that was interrupted left
+        write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
     if role.head == "value":
         raise UsageError(
             f"a {model.like} of another size has random weights, of which no value model is made; use another objective"
         )
-    key = f"{seed} {role.prefix}".strip()
     where: dict[str, str] = {}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for number, names in enumerate(_files(model), start=1):

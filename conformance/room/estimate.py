@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from conformance.inputs.random_model import is_large, shapes_of
 from conformance.observable import unobserved_step
-from conformance.oracle.decoder import read_decoder
+from conformance.oracle.decoder import Decoder, read_decoder
 from conformance.paths import resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.identity import FLOAT64, noise_runs
@@ -38,11 +38,13 @@ DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judge
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """parameters: of all models of the objective together; trained: of those that are trained. kept: numbers that a
-    record keeps of a trained model, for each of its parameters: 1, or less where it keeps sketches."""
+    """parameters: of all models of the objective together, with adapters; trained: those of them that get gradients;
+    recorded: those of models that are trained, base and adapters, whose weights are recorded after every step. kept:
+    numbers that a record keeps of a model, for each of its parameters: 1, or less where it keeps sketches."""
 
     parameters: int
     trained: int
+    recorded: int
     vocabulary: int
     kept: float = 1.0
 
@@ -102,12 +104,23 @@ def size_of(scenario: Scenario) -> Size:
     decoder = read_decoder(model, disable_dropout=disable, trusted=trusted)
     roles = scenario.objective.roles
     above = sketched_above(scenario.sketch, count * len(roles))
+    recorded = count * sum(role.trained for role in roles)
+    adapters = _adapters(scenario, decoder, shapes_of(model))
     return Size(
-        parameters=count * len(roles),
-        trained=count * sum(role.trained for role in roles),
+        parameters=count * len(roles) + adapters,
+        trained=recorded - count + adapters if scenario.lora else recorded,  # of the policy, adapters alone
+        recorded=recorded + adapters,
         vocabulary=decoder.vocab_size,
         kept=sum(numbers_kept(shape, above=above) for shape in shapes) / count,
     )
+
+
+def _adapters(scenario: Scenario, decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Parameters of the policy's adapters. Raises UsageError for targets that it does not have."""
+    lora = scenario.lora
+    if lora is None:
+        return 0
+    return sum(lora.r * sum(shapes[f"{target}.weight"]) for target in lora.targets(decoder.parameter_names("causal")))
 
 
 def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
@@ -126,15 +139,16 @@ def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
         idle=ON_GPU if device == "cuda" else IDLE,
         oracle=oracle,
         at_once=not is_large(scenario),
-        judge=PIECES + JUDGE * size.trained * size.kept * FLOAT64_BYTES,
+        judge=PIECES + JUDGE * size.recorded * size.kept * FLOAT64_BYTES,
         record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
         references={
-            f"{cell.asked_of_oracle} {run}": (size.parameters + 2 * scenario.steps * size.trained)
+            f"{cell.asked_of_oracle} {run}": (size.parameters + scenario.steps * (size.trained + size.recorded))
             * size.kept
             * (FLOAT64_BYTES if run == FLOAT64 else own)
             for run in (FLOAT64, *noise_runs(scenario.precision)[:1])
         },
-        operations=6.0 * size.trained * data.rows * data.max_len,  # Kaplan et al., arXiv 2001.08361, section 2.1
+        # Kaplan et al., arXiv 2001.08361, table 1; what is frozen has no gradients of weights.
+        operations=(4.0 * size.recorded + 2.0 * size.trained) * data.rows * data.max_len,
         steps=scenario.steps,
     )
 
@@ -171,7 +185,7 @@ def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
     layout, own = leg.layout, BYTES[scenario.precision]
     rows = -(-scenario.data.rows // (layout.data * scenario.accumulation))
     tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
-    states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.trained + _frozen(size)
+    states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)
     return RANK + states * own + LOGITS * tokens * size.vocabulary * own
 
 
@@ -184,4 +198,4 @@ def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
     and moments, in the record and in the folder that is saved."""
     observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
     handed = 2 * 3 * size.trained if leg.save else 0
-    return float(((size.parameters + 2 * observed * size.trained) * size.kept + handed) * own)
+    return float(((size.parameters + observed * (size.trained + size.recorded)) * size.kept + handed) * own)

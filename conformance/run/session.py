@@ -20,7 +20,7 @@ from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
-from conformance.inputs.random_model import is_large
+from conformance.inputs.random_model import is_large, is_sketched
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both, told_of
 from conformance.objective import all_observables
@@ -43,6 +43,7 @@ from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
 from conformance.run.resume import Earlier, before
 from conformance.run.storage import check_output_folder, lasting, make_folder
+from conformance.validation import UsageError
 from conformance.world import Device, Pool
 
 TRACED = "traced"  # in a cell's folder, while it is bisected
@@ -309,6 +310,11 @@ class Session:
         Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
         functions_of(cell.scenario.objective)
+        if is_sketched(cell.scenario) and any(leg.save == "merge" for leg in cell.legs):
+            raise UsageError(
+                f"{cell} merges an adapter, which is judged by whole matrices, and its records keep sketches of them; "
+                f"give --sketch a number that no matrix exceeds, or select other cells"
+            )
         inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
         return self._refusals.refusal(cell, next(iter(inputs.models.values())))
 

@@ -41,14 +41,15 @@ class OutputConfig:
     """What a training leaves, and what it goes on from.
 
     log: JSON lines, one for each step. trackers: where numbers go besides. save_path: the Hugging Face folder at the
-    end. ckpt_path: the folder of checkpoints (impl/checkpoints/training_folder.py), one every ``save_steps`` updates,
-    of which ``keep`` stay. async_save: they are written while the training goes on. load_checkpoint: go on from the
-    last one in ``ckpt_path``.
+    end; merged: with the adapter added to its weights. ckpt_path: the folder of checkpoints
+    (impl/checkpoints/training_folder.py), one every ``save_steps`` updates, of which ``keep`` stay. async_save: they
+    are written while the training goes on. load_checkpoint: go on from the last one in ``ckpt_path``.
     """
 
     log: Path
     trackers: tuple[Tracker, ...] = ()
     save_path: Path | None = None
+    merged: bool = False
     ckpt_path: Path | None = None
     save_steps: int = 100
     keep: int = 2

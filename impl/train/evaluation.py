@@ -40,7 +40,7 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
 
 def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt], reward: Reward) -> dict[str, float]:
     """The mean ``reward`` of the likeliest response to each prompt; collective."""
-    source.engine.load(source.policy.named_tensors("weight"))
+    source.load_engine()
     groups = sampled(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
     rewards = [
         reward(text_of(response, source.tokenizer), prompt.answer)

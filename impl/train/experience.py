@@ -17,6 +17,7 @@ from conformance.rl import PolicyGradient
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.data_position import DataPosition
+from impl.lora import added_up
 from impl.strategy import Context, Trainable
 from impl.train.config import RolloutConfig
 from impl.train.prompts import Prompt
@@ -28,7 +29,8 @@ from impl.trainer import largest
 
 @dataclass
 class RolloutSource:
-    """Roll-outs one after the other, each with all of its updates. ``tokenizer`` reads responses for the reward."""
+    """Roll-outs one after the other, each with all of its updates. ``tokenizer`` reads responses for the reward.
+    ``targets``: the layers of the policy that have adapters."""
 
     context: Context
     policy: Trainable
@@ -39,12 +41,13 @@ class RolloutSource:
     reward: Reward
     tokenizer: Any
     position: DataPosition
+    targets: tuple[str, ...] = ()
 
     def next(self, step: int) -> Work:
         numbers, self.position = self.position.take(self.config.prompts)
         prompts = [self.prompts[number] for number in numbers]
         rollout = step // self.objective.steps_per_rollout
-        self.engine.load(self.policy.named_tensors("weight"))
+        self.load_engine()
         samples = range(self.config.n_samples_per_prompt)
         seeds = [[seed_of(self.scenario.seed, rollout, place, n) for n in samples] for place in range(len(prompts))]
         groups = sampled(self.context, self.engine, prompts, seeds, greedy=self.config.greedy)
@@ -59,6 +62,11 @@ class RolloutSource:
         ]
         random.Random(f"{self.scenario.seed} {rollout}").shuffle(documents)  # a group lies in different rows and ranks
         return Work(batches=self._batches(step, documents), numbers=told_of(groups, rewards))
+
+    def load_engine(self) -> None:
+        """Give the engine the policy's weights of now; those of adapters added to their base. Collective."""
+        weights, lora = self.policy.named_tensors("weight"), self.scenario.lora
+        self.engine.load(added_up(weights, lora, self.targets) if lora else weights)
 
     @property
     def objective(self) -> PolicyGradient:

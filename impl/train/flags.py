@@ -143,6 +143,27 @@ FLAGS = (
         choices=("bf16", "fp16", "fp32", "exact"),
         help="of the forward and backward pass; masters are float32. exact: all in float64, for comparisons",
     ),
+    # Adapters
+    Flag(
+        name="lora_rank",
+        kind=int,
+        least=1,
+        most=2**16,
+        refused={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
+        help="train adapters of this rank (LoRA) on the frozen policy (default: none, all of it is trained)",
+    ),
+    Flag(name="lora_alpha", kind=int, least=1, most=2**16, help="adapters are scaled by this / rank (default: 16)"),
+    Flag(
+        name="target_modules",
+        kind=str,
+        help="linear layers with an adapter, such as q_proj,v_proj (default: all-linear)",
+    ),
+    Flag(
+        name="lora_save",
+        kind=str,
+        choices=("adapter", "merged"),
+        help="--save_path gets the adapter beside the base, or added to it (default: adapter)",
+    ),
     # Ranks
     Flag(
         name="nproc_per_node",

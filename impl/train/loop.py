@@ -7,7 +7,7 @@ held-out data and write a checkpoint. What a step computes is impl/trainer.py, w
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ from conformance.role import POLICY
 from conformance.run.exact import exact_tier
 from conformance.run.generators import seed_generators
 from impl.adapter import StrategyBackend
+from impl.strategy import Adaptable
 from impl.train.checkpoints import Checkpoints, found_checkpoint, training_folder
 from impl.train.config import TrainConfig
 from impl.train.experience import logprob_gap
 from impl.train.inputs import read_inputs
-from impl.train.setup import Evaluate, check, evaluation_of, model_folders, set_up, source_of
+from impl.train.setup import Evaluate, adapter_folder, check, evaluation_of, model_folders, set_up, source_of
 from impl.train.source import Source
 from impl.train.speed import Speed, model_size, peak_flops, peak_memory
 from impl.train.stop import Stop
@@ -61,7 +62,8 @@ def train(config: TrainConfig) -> None:
             stack.enter_context(exact_tier())
         stop = stack.enter_context(Stop())
         seed_generators(scenario.seed, dist.get_rank(), done)
-        backend = set_up(config, folders, device)
+        adapter = adapter_folder(config, goes_on=checkpoint is not None)
+        backend = set_up(config, folders, device, adapter)
         source = source_of(config, backend, inputs, device)
         checkpoints = Checkpoints(backend, training_folder(output))
         if checkpoint:
@@ -79,7 +81,12 @@ def train(config: TrainConfig) -> None:
         )
         training.run()
         if backend.step >= scenario.steps and output.save_path:
-            backend.models[POLICY.name].save_model(output.save_path)
+            policy = backend.models[POLICY.name]
+            if output.merged:
+                assert isinstance(policy, Adaptable)
+                policy.save_merged(output.save_path)
+            else:
+                policy.save_model(output.save_path)
             training.told.say(f"wrote the model {output.save_path}")
         backend.teardown()  # collective, and so not where a rank has failed
 
@@ -157,7 +164,10 @@ def speed_of(config: TrainConfig, folders: Mapping[str, Path], device: str) -> S
     """What a step's speed is measured by."""
     peak = peak_flops(device, config.scenario.precision)
     roles = [role for role in config.scenario.objective.roles if role.trained]
+    models = {role.name: model_size(folders[role.name], role.head) for role in roles}
+    if config.scenario.lora:  # what adapters compute themselves is left out
+        models[POLICY.name] = replace(models[POLICY.name], frozen=models[POLICY.name].parameters)
     return Speed(
-        models={role.name: model_size(folders[role.name], role.head) for role in roles},
+        models=models,
         peak=peak and peak * dist.get_world_size(),
     )

@@ -40,6 +40,10 @@ class States:
     def lasting(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
+    def __add__(self, other: "States") -> "States":
+        """Of a frozen base and its adapters, which are held side by side."""
+        return States(**{part: size + getattr(other, part) for part, size in vars(self).items()})
+
 
 def states_of(backend: str, layout: Layout, precision: Precision, shapes: Shapes, *, trained: bool) -> States:
     """Of a model with AdamW, or of a frozen one."""

@@ -11,18 +11,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from conformance.backend import MissingExtra, Unsupported, find_backend
 from conformance.inputs.folder import check_model_folder, runs_code
 from conformance.inputs.model import weight_files
 from conformance.inputs.samples import read_dataset
 from conformance.layout import Layout
+from conformance.lora import ALL_LINEAR, LoraConfig
 from conformance.paths import resolve
 from conformance.reading import read_json
 from conformance.run.environment import model_sizes
 from conformance.scenario import Scenario, parse_scenario
-from conformance.validation import UsageError
+from conformance.validation import UsageError, explain
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import Value
+from impl.train.shapes import parameter_shapes
 from impl.train.values import Values
 
 Device = Literal["cpu", "cuda"]
@@ -221,9 +225,33 @@ def _scenario(read: Values, command: str, *, model: Path, batch: _Batch) -> Scen
                 "total_steps": steps,
             },
             "objective": {"kind": command} if command == "sft" else _policy_gradient(read, command, batch),
+            "lora": _lora(read, model),
         },
         source="the options",
     )
+
+
+def _lora(read: Values, model: Path) -> dict[str, Any] | None:
+    """The scenario's adapters. Raises UsageError for targets that the model does not have."""
+    if not read.given("lora_rank"):
+        for name in ("lora_alpha", "target_modules", "lora_save"):
+            if read.given(name):
+                raise UsageError(f"--{name} is about adapters, and without --lora_rank there are none; give a rank")
+        return None
+    said = read.text("target_modules") if read.given("target_modules") else ALL_LINEAR
+    targets = said if said == ALL_LINEAR else tuple(name.strip() for name in said.split(","))
+    values = {
+        "r": read.whole("lora_rank"),
+        "lora_alpha": read.whole("lora_alpha") if read.given("lora_alpha") else 16,
+        "target_modules": targets,
+    }
+    if read.given("lora_save") and read.text("lora_save") == "merged" and not read.given("save_path"):
+        raise UsageError("--lora_save merged: where to? give --save_path a folder")
+    try:
+        TypeAdapter(LoraConfig).validate_python(values).targets(parameter_shapes(model, "causal"))
+    except ValidationError as error:
+        raise explain(error, source="--target_modules", what="adapter") from None
+    return values
 
 
 def _dataset(read: Values, name: str, command: str) -> str:
@@ -335,6 +363,7 @@ def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
             *(("wandb",) if read.flag("use_wandb") else ()),
         ),
         save_path=read.path("save_path"),
+        merged=read.given("lora_save") and read.text("lora_save") == "merged",
         ckpt_path=checkpoints,
         save_steps=read.whole("save_steps"),
         keep=read.whole("max_ckpt_num"),

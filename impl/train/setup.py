@@ -6,6 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from conformance.backend import Unsupported, find_backend
+from conformance.lora import ADAPTER
 from conformance.role import POLICY
 from conformance.validation import UsageError
 from impl.adapter import StrategyBackend
@@ -20,7 +21,9 @@ from impl.train.experience import RolloutSource
 from impl.train.inputs import DocumentInputs, PromptInputs, held_out_data
 from impl.train.prompts import reward_of
 from impl.train.rollout import Sampling, make_engine
+from impl.train.shapes import parameter_shapes
 from impl.train.source import DocumentSource, Source
+from impl.train.start_adapter import check_same, write_start
 
 Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log
 
@@ -81,9 +84,31 @@ def model_folders(config: TrainConfig) -> dict[str, Path]:
     return folders
 
 
-def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str) -> StrategyBackend:
+def adapter_folder(config: TrainConfig, *, goes_on: bool) -> Path | None:
+    """The adapter that the policy begins with, in a folder beside the log; None without one. Collective.
+
+    ``goes_on``: from a checkpoint. Raises UsageError where the training began with an adapter of other settings.
+    """
+    scenario, lora = config.scenario, config.scenario.lora
+    if lora is None:
+        return None
+    folder = config.output.log.with_name(f"{config.output.log.name}.{ADAPTER}")
+
+    def make() -> None:
+        shapes = parameter_shapes(config.models[POLICY.name], POLICY.head)
+        if goes_on and folder.exists():
+            check_same(folder, lora, shapes)
+        else:
+            write_start(folder, lora, shapes, seed=scenario.seed)
+
+    on_first(f"making the adapter {folder}", make)
+    return folder
+
+
+def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapter: Path | None) -> StrategyBackend:
     """The backend with all models loaded; collective."""
     backend = backend_class(config.backend)()
+    backend.adapter = adapter
     backend.setup(config.scenario, config.layout, folders, device)
     return backend
 
@@ -112,6 +137,7 @@ def source_of(
         reward=reward_of(scenario.data),
         tokenizer=inputs.tokenizer,
         position=DataPosition(seed=scenario.seed, documents=len(inputs.prompts)),
+        targets=scenario.lora.targets(parameter_shapes(policy, POLICY.head)) if scenario.lora else (),
     )
 
 

@@ -22,17 +22,21 @@ _SLOTS, _AS_FAST = {"PCIE", "NVL"}, {"A100"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """parameters: of matrix products, and so without an input embedding. attention: layers x heads x head size."""
+    """parameters: of matrix products, and so without an input embedding. attention: layers x heads x head size.
+    frozen: those of ``parameters`` that get no gradient."""
 
     parameters: int
     attention: int
+    frozen: int = 0
 
     def flops(self, lengths: Iterable[int]) -> float:
-        """Of forward and backward passes over documents of these lengths: 6 N T + 12 L H Q T^2 for one of T tokens.
+        """Of forward and backward passes over documents of these lengths: 6 N T + 12 L H Q T^2 for one of T tokens, and
+        2 T less for each frozen parameter.
 
         Chowdhery et al., arXiv 2204.02311, appendix B; nothing is added for recomputation.
         """
-        return float(sum(6 * self.parameters * t + 12 * self.attention * t * t for t in lengths))
+        products = 6 * self.parameters - 2 * self.frozen
+        return float(sum(products * t + 12 * self.attention * t * t for t in lengths))
 
 
 def model_size(folder: Path, head: Head) -> ModelSize:
