@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import conformance.packages
+from conformance.asking import adapter_of
 from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
 from conformance.validation import UsageError
 
@@ -189,3 +190,9 @@ def test_another_package_that_stands_in_the_way_of_a_backend_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match=r"no module 'in_the_way.adapter' \(the package .*in_the_way/__init__.py"):
         BackendEntry(name="other", target="in_the_way.adapter:Backend").load()
+
+
+def test_a_method_that_an_adapter_has_set_to_none_is_one_that_it_lacks() -> None:
+    """As plain_backend.Plain does with ``traced``, which its base class has: its cells are not bisected."""
+    assert "traced" in adapter_of(find_backend("fsdp2")).traits.methods
+    assert "traced" not in adapter_of(find_backend("plain_backend:Plain")).traits.methods
