@@ -96,7 +96,7 @@ class Here:
             packages={package: package_version(package) for package in info.packages},
             objectives=tuple(getattr(adapter, "objectives", ("sft",))),
             seams=tuple(getattr(adapter, "seams", ())),
-            methods=tuple(name for name in OPTIONAL if hasattr(adapter, name)),
+            methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
             preload=(says.__module__, "conformance.run.task", *getattr(adapter, "preload", _PRELOAD)),
             fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
         )
