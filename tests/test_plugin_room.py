@@ -24,7 +24,7 @@ import os
 import conformance.room.machine as machine
 
 def available_memory():  # workers take what their controller saw, so that all decide alike
-    return 1e15 if "PYTEST_XDIST_WORKER" in os.environ else 2.2e9
+    return 1e15 if "PYTEST_XDIST_WORKER" in os.environ else 3e9
 
 machine.available_memory = available_memory
 """
@@ -32,7 +32,7 @@ machine.available_memory = available_memory
 
 @pytest.mark.exhaustive
 def test_workers_together_need_the_room_of_as_many_cells(tmp_path: Path) -> None:
-    """2.2 GB are enough for one of these cells at a time, and not for three."""
+    """3 GB are enough for one of these cells at a time, and not for three."""
     (tmp_path / "small_machine.py").write_text(SMALL_MACHINE)
     cells = [argument for dp in (1, 2, 4) for argument in ("--parity-cells", f"*/dp{dp}/*")]
     small = ("-n", "3", "-p", "small_machine", "--parity-backend", "plain_backend:Plain")

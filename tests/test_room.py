@@ -135,6 +135,8 @@ def test_the_advice_names_a_cell_that_would_fit() -> None:
     assert small < large
     room = replace(PLENTY, memory=small * 1.01)
     assert advice(needs_of(cells, room), room) == f"1 of 2 cells would fit, such as --cells {cells[0]}"
+    waiting = replace(PLENTY, memory=large * 1.01)  # not enough where the ranks of one wait while the other runs
+    assert advice(needs_of(cells, waiting), waiting) == f"each cell would fit alone, such as --cells {cells[0]}"
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_started(

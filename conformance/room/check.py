@@ -72,7 +72,8 @@ def advice(needs: Needs, room: Room) -> str:
     fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
     several = len(needs.cells) > 1
     if fitting and several and needs.total.host > room.memory:
-        return f"{len(fitting)} of {len(needs.cells)} cells would fit, such as --cells {fitting[0][0]}"
+        alone = "each cell would fit alone" if len(fitting) == len(needs.cells) else ""
+        return f"{alone or f'{len(fitting)} of {len(needs.cells)} cells would fit'}, such as --cells {fitting[0][0]}"
     if needs.total.host <= room.memory and several:
         return "select fewer cells (--cells), give --shard K/N and merge on another disk, or make room"
     return (
