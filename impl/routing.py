@@ -30,11 +30,11 @@ KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen; with a gradient, their
-    probabilities (N, X), and the squares (N,) that the z-loss is the mean of."""
+    probabilities (N, X), and the squares (N,) that the z-loss is the mean of; None from who does not tell them."""
 
     weights: Tensor
     probabilities: Tensor
-    squares: Tensor
+    squares: Tensor | None = None
 
 
 class Routers:
@@ -85,7 +85,7 @@ class Routers:
             torch.stack(parts, dim=1).view(shape)
             for parts in ([choice.weights for choice in seen], [choice.probabilities for choice in seen])
         )
-        squares = torch.stack([choice.squares for choice in seen], dim=1).view(shape[:-1])
+        squares = torch.stack([_told(choice.squares) for choice in seen], dim=1).view(shape[:-1])
         return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
 
@@ -129,25 +129,17 @@ def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
 class Balance:
     """Sums over the tokens and routers of all data ranks and micro-batches of a step, in the dtype of probabilities.
 
-    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices. squares: what
-    the z-loss is made of. tokens: without padding.
+    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices.
     """
 
     counts: Tensor
     probabilities: Tensor
     choosers: Tensor
-    squares: Tensor
-    tokens: Tensor
 
     @property
     def loss(self) -> Tensor:
         """X sum_x f_x P_x (arXiv 2101.03961, equation 4), of the whole step."""
         return self.share(self.probabilities)
-
-    @property
-    def z_loss(self) -> Tensor:
-        """Of the whole step; see the function of this name."""
-        return self.squares / self.tokens
 
     def share(self, probabilities: Tensor) -> Tensor:
         """The part of the loss that these sums of probabilities (X,) have; the parts add up to ``loss``."""
@@ -158,9 +150,8 @@ def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[O
     """From the outputs of all micro-batches of this rank; collective over data ranks."""
     sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
     total = context.all_reduce_tensor(sums)
-    counts, probabilities = total[:-3].chunk(2)
-    choosers, squares, tokens = total[-3:]
-    return Balance(counts=counts, probabilities=probabilities, choosers=choosers, squares=squares, tokens=tokens)
+    experts = (len(total) - 1) // 2
+    return Balance(counts=total[:experts], probabilities=total[experts:-1], choosers=total[-1])
 
 
 def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,9 +159,7 @@ def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]
     chosen = outputs.routing[inputs.real] > 0  # (tokens, routers, X)
     probabilities = probability_sums(inputs, outputs).detach()
     counts = chosen.sum(dim=(0, 1)).to(probabilities.dtype)
-    tokens = counts.new_tensor([chosen.shape[0]])
-    squares = square_sum(inputs, outputs).detach()[None]
-    return counts, probabilities, torch.cat([counts.new_tensor([chosen.shape[0] * chosen.shape[1]]), squares, tokens])
+    return counts, probabilities, counts.new_tensor([chosen.shape[0] * chosen.shape[1]])
 
 
 def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
@@ -194,13 +183,30 @@ def router_loss(factor: float, balance: Balance, inputs: MicroBatch, outputs: Ou
 
 def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:
     """What the z-loss is made of: over all real tokens of a micro-batch and all routers."""
-    assert outputs.squares is not None
-    return outputs.squares[inputs.real].sum()
+    return _told(outputs.squares)[inputs.real].sum()
+
+
+def _told(squares: Tensor | None) -> Tensor:
+    assert squares is not None, "a backend that does not tell the routers' squares supports no router_z_loss"
+    return squares
+
+
+def tokens_of(context: Context, inputs: Sequence[MicroBatch]) -> float:
+    """Of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
+    return context.all_reduce(float(sum(int(one.real.sum()) for one in inputs)))
+
+
+def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> float | None:
+    """The z-loss of a step without its factor; None from a backend that does not tell it. Collective."""
+    if found[0].squares is None:
+        return None
+    own = sum(square_sum(mine, outputs).item() for mine, outputs in zip(inputs, found, strict=True))
+    return context.all_reduce(own) / tokens_of(context, inputs)
 
 
 def z_loss(factor: float, tokens: float, inputs: MicroBatch, outputs: Outputs) -> Tensor:
     """What a micro-batch adds to the loss of the step for the logits of its routers (arXiv 2202.08906, equation 5).
-    ``tokens``: of all data ranks and micro-batches of the step, without padding."""
+    ``tokens``: of the step, see ``tokens_of``."""
     return factor * square_sum(inputs, outputs) / tokens
 
 

@@ -16,7 +16,16 @@ from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
-from impl.routing import balance_of, choices_for, router_loss, routing_rows, step_balance, z_loss
+from impl.routing import (
+    balance_of,
+    choices_for,
+    router_loss,
+    routing_rows,
+    step_balance,
+    tokens_of,
+    z_loss,
+    z_loss_of,
+)
 from impl.strategy import Context, Trainable
 
 
@@ -114,7 +123,7 @@ def _run(
 
     replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
     factor = context.config.router_z_loss
-    tokens = context.all_reduce(float(sum(int(one.real.sum()) for one in inputs))) if factor else 0.0
+    tokens = tokens_of(context, inputs) if factor else 0.0
     balance = step_balance(context, trainable, replayed) if role.trained else None
 
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
@@ -151,8 +160,9 @@ def _routing(
     rows: dict[int, torch.Tensor] = {}
     for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
         rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
-    balance = balance_of(context, inputs, found)
-    values = {ROUTER_LOSS: balance.loss.item(), ROUTER_Z_LOSS: balance.z_loss.item()}
+    values = {ROUTER_LOSS: balance_of(context, inputs, found).loss.item()}
+    if (of_logits := z_loss_of(context, inputs, found)) is not None:
+        values[ROUTER_Z_LOSS] = of_logits
     return {model_key(role.prefix, key): x for key, x in values.items()}, {model_key(role.prefix, ROUTING): rows}
 
 
