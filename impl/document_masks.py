@@ -1,6 +1,6 @@
 """Masks that keep packed documents apart, for code in transformers that makes its masks without their positions.
 
-gpt-oss' is (docs/findings/gpt-oss-packed-positions.md). Its model takes masks that are made already.
+gpt-oss' and AFMoE's are (docs/findings/gpt-oss-packed-positions.md). Their models take masks that are made already.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-KINDS = ("gpt_oss",)  # model types of such code
+KINDS = ("gpt_oss", "afmoe")  # model types of such code
 
 
 def keep_documents_apart(model: transformers.PreTrainedModel) -> None:

@@ -217,6 +217,20 @@ def test_models_that_nobody_made_a_fixture_of_conform(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2")])
+def test_documents_are_kept_apart_in_code_that_makes_masks_without_positions(
+    session: Session, models: Any, backend: str, layout: str
+) -> None:
+    """AFMoE's code balances experts by a parameter that gets no gradient, which the scenario has to say."""
+    cell = cell_with(models("Afmoe"), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
+    unsaid = session.run(cell).verdict
+    assert "no gradient reaches model.layers.1.mlp.expert_bias" in unsaid.reason
+    assert "name them in optimizer.frozen" in unsaid.reason
+    frozen = replace(cell.scenario.optimizer, frozen=("*.expert_bias",))
+    assert_honest(session, replace(cell, scenario=replace(cell.scenario, optimizer=frozen)))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["grpo", "ppo", "sft-padded"])
 @pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2")])
 def test_roll_outs_and_critics_work_with_any_model(

@@ -70,7 +70,8 @@ def test_the_start_is_the_base_and_follows_from_the_seed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("backend", "layout"), [("fsdp2", "dp2"), exhaustive("fsdp2", "tp2"), exhaustive("deepspeed", "dp2.zero2")]
+    ("backend", "layout"),
+    [exhaustive(*one) for one in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))],
 )
 def test_only_the_adapter_is_trained_and_it_is_saved_beside_the_base_or_added_to_it(
     trainings: Trainings, tmp_path: Path, backend: str, layout: str

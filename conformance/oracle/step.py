@@ -180,7 +180,11 @@ def _gradients(step: int, model: Model, leaves: Weights, policy: Policy) -> Weig
     scale = model.scale(policy)
     given = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     gradients = given if scale == 1.0 else {name: gradient / scale for name, gradient in given.items()}
-    assert gradients.keys() == model.trained
+    if without := sorted(model.trained - gradients.keys()):
+        raise ValueError(
+            f"step {step}: no gradient reaches {without[0]} and {len(without) - 1} more, so the model's code trains "
+            f"them by other means, or not at all; name them in optimizer.frozen of the scenario"
+        )
     wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if wrong and not model.loss_scale:
         raise ValueError(
