@@ -197,6 +197,7 @@ def program(backends: str, layouts: str, save: Handover, *faults: str, precision
         exhaustive("fsdp2-to-deepspeed", "tp2-to-dp2.zero3", "state"),
         exhaustive("fsdp2-to-deepspeed", "sp2-to-tp2.zero0", "merge"),
         exhaustive("deepspeed-to-deepspeed", "dp2.zero1-to-tp2.zero1", "checkpoint"),
+        exhaustive("deepspeed-to-deepspeed", "tp2.zero1-to-dp2.zero1", "checkpoint"),
         exhaustive("deepspeed-to-deepspeed", "dp2.zero3-to-dp2.zero3", "checkpoint"),
         exhaustive("deepspeed-to-deepspeed", "dp2.zero2-to-tp2.zero3", "state"),
         exhaustive("deepspeed-to-fsdp2", "dp2.zero3-to-tp2", "export"),

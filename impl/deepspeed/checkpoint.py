@@ -44,12 +44,12 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
     if fits(saved, own):
         engine.load_checkpoint(str(path), tag=TAG)
     else:
-        with _universal(path) as folder:
+        with _universal(path, all_trained=all(p.requires_grad for p in engine.module.parameters())) as folder:
             _load_universal(engine, folder)
 
 
 @contextlib.contextmanager
-def _universal(path: Path) -> Iterator[Path]:
+def _universal(path: Path, *, all_trained: bool) -> Iterator[Path]:
     """Convert the checkpoint ``path`` into the universal form, in a temporary folder that all ranks can read.
 
     The folder is beside the checkpoint, because the checkpoint itself may only have files that its manifest lists.
@@ -65,7 +65,7 @@ def _universal(path: Path) -> Iterator[Path]:
         dist.broadcast_object_list(told)
         assert told[0]
         whole = Path(told[0])
-        on_first(f"converting {path}", lambda: make_universal(path / TAG, whole / TAG))
+        on_first(f"converting {path}", lambda: make_universal(path / TAG, whole / TAG, all_trained=all_trained))
         yield whole
         dist.barrier()
 

@@ -219,7 +219,7 @@ def universal(folder: Path, out: Path) -> Checkpoint:
         from impl.deepspeed.universal import make_universal  # only now: importing DeepSpeed takes seconds
 
         try:
-            make_universal(tag, out)
+            make_universal(tag, out, all_trained=True)
         except Exception as error:  # assertions, KeyError and what else its parts raise
             raise UsageError(f"DeepSpeed cannot make a universal checkpoint of {tag}: {one_line(error)}") from None
     return open_universal(out)
