@@ -44,8 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"{out} exists and is not an empty folder; give another --parity-out, nothing is overwritten"
         )
-    if config.option.parity_device == "cuda" and config.getoption("dist", "no") != "no":
-        raise pytest.UsageError("--parity-device cuda: all workers would use the same GPUs; leave out -n and --dist")
     default = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     config.stash[OUT] = Path.cwd() / (out or default)
 
@@ -150,11 +148,13 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
     if not any_differs(out):
         return []
     from conformance.plan.plan import make_plan
+    from conformance.run.refusal import leased_gpus
     from conformance.run.session import Session, SessionConfig
 
     where, lines = ranks(config), list[str]()
     plan = make_plan(selection(config), demands(config), portion(config), device=where.device)
-    with Session(SessionConfig(out=out, device=where.device, budget_s=where.budget)) as session:
+    config_of_all = SessionConfig(out=out, device=where.device, gpus=leased_gpus(where.device), budget_s=where.budget)
+    with Session(config_of_all) as session:
         bisect_run(session, plan.cells, say=lines.append)
     return lines
 

@@ -23,7 +23,7 @@ from conformance.record.results import SUMMARY, cell_summary, read_output_json, 
 from conformance.record.slim import slim
 from conformance.record.summary import summary_lines
 from conformance.reporters import write_reports
-from conformance.run.refusal import check_device
+from conformance.run.refusal import check_device, leased_gpus
 from conformance.run.resume import cells_left, read_earlier
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.stopping import Stop, Stopped
@@ -52,6 +52,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
+        gpus=leased_gpus(ranks.device),
         budget_s=ranks.budget,
         fail_fast=options.fail_fast,
         floor=plan.floor,

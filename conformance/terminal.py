@@ -22,7 +22,7 @@ from rich.text import Text
 from conformance.plan.cell import Cell
 from conformance.record.states import NO_FAULT, STATES, State
 from conformance.record.verdict import Verdict
-from conformance.run.session import Activity
+from conformance.run.activity import Activity
 
 Loudness = Literal["quiet", "normal", "verbose"]
 

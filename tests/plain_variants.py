@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from plain_backend import Plain
@@ -99,3 +101,21 @@ class Wrong(Leftover):
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         metrics = super().train_step(batch, on_gradients)
         return dataclasses.replace(metrics, values={**metrics.values, "loss": 2 * metrics.values["loss"]})
+
+
+class KilledOnce(Plain):
+    """Is killed in its first cell, as by a machine that fails at times; the file that ``KILLED`` names remembers it."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        if not Path(os.environ["KILLED"]).exists():
+            Path(os.environ["KILLED"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().setup(*arguments)
+
+
+class KilledAlways(Plain):
+    """Is killed in every cell."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().setup(*arguments)

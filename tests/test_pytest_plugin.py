@@ -328,9 +328,8 @@ def test_a_run_whose_worker_crashed_is_incomplete(tmp_path: Path, monkeypatch: p
         (("--parity-backend", "nope"), "ERROR: unknown backend 'nope'; registered: "),
         (("--parity-shard", "3/2"), "ERROR: --shard 3/2: it has to be K/N"),
         (("--parity-out", "."), "ERROR: . exists and is not an empty folder; give another --parity-out"),
-        (("--parity-device", "cuda", "-n", "2"), "ERROR: --parity-device cuda: all workers would use the same GPUs"),
     ],
-    ids=["backend", "shard", "out", "cuda"],
+    ids=["backend", "shard", "out"],
 )
 def test_wrong_options_are_one_message(pytester: pytest.Pytester, arguments: tuple[str, ...], message: str) -> None:
     check_usage(run_pytest_here(pytester, *SUITE, *arguments), message)

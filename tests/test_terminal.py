@@ -19,7 +19,7 @@ from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
 from conformance.record.verdict import Verdict
-from conformance.run.session import Activity
+from conformance.run.activity import Activity
 from conformance.scenario import load_scenario
 from conformance.terminal import Loudness, Terminal, duration, print_summary, seconds_left
 

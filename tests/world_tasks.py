@@ -235,3 +235,16 @@ def _controller_socket() -> int:
                 if probe.family == socket.AF_UNIX:
                     return fd
     raise AssertionError("no socket to the controller")
+
+
+def visible(context: RankContext) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
+    """Wait until ``of`` processes are here, which write their numbers into ``folder``."""
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, str(os.getpid())).touch()
+    while len(list(Path(folder).iterdir())) < of:
+        time.sleep(0.01)
+    return visible(context), os.getpid()

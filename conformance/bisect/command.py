@@ -10,6 +10,7 @@ from conformance.bisect.tell import told
 from conformance.plan.cell import Cell
 from conformance.record.format import dumps
 from conformance.run.legs import TraceFailed
+from conformance.run.refusal import leased_gpus
 from conformance.run.session import Session, SessionConfig
 from conformance.world import Device
 
@@ -21,7 +22,7 @@ def run(cell: Cell, *, device: Device, budget_s: float, as_json: bool) -> str:
     """
     print(f"bisecting {cell}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        config = SessionConfig(out=Path(folder), device=device, budget_s=budget_s)
+        config = SessionConfig(out=Path(folder), device=device, gpus=leased_gpus(device), budget_s=budget_s)
         with Session(config) as session:
             try:
                 verdict, found = bisect_cell(session, cell)

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,8 @@ import torch
 
 from conformance import oracle
 from conformance.defect import Defect, defects_to_json
+from conformance.gpus.busy import Busy
+from conformance.gpus.pool import LeasedPool
 from conformance.inputs.files import complete_or_nothing, locked
 from conformance.inputs.prepare import FrozenInputs, short_key
 from conformance.inputs.random_model import is_large
@@ -46,12 +49,16 @@ CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed fir
 class Oracles:
     """Runs the oracle, one run at a time, in a thread with a world of one rank. Use it in a ``with`` statement."""
 
-    def __init__(self, *, root: Path, device: Device, budget_s: float) -> None:
+    def __init__(
+        self, *, root: Path, device: Device, budget_s: float, gpus: tuple[str, ...] = (), busy: Busy | None = None
+    ) -> None:
         self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
-        self._pool = Pool(work_dir=root / "worlds")
+        work_dir = root / "worlds"
+        self._pool = Pool(work_dir=work_dir)  # of runs on the CPU, and on a GPU that is nobody's
+        self._leased = LeasedPool(work_dir=work_dir, gpus=gpus, busy=busy or Busy(gpus)) if gpus else None
 
     def __enter__(self) -> "Oracles":
         return self
@@ -60,6 +67,8 @@ class Oracles:
         is_at_work = [run for run in self._runs.values() if not run.cancel() and not run.done()]
         if is_at_work:  # the session was stopped: nobody waits for this run any more
             self._pool.abort()
+            if self._leased is not None:
+                self._leased.abort()
         self._thread.submit(self._close)
         self._thread.shutdown()
 
@@ -143,9 +152,13 @@ class Oracles:
         *,
         logs: Path,
     ) -> Outcome:
-        return self._pool.run(
+        leased = None if device == "cpu" else self._leased
+        run = partial(
+            (leased or self._pool).run,
             key="oracle",
-            config=WorldConfig(size=1, device=device, preload=("conformance.oracle.task",)),
+            config=WorldConfig(
+                size=1, device=device, preload=("conformance.oracle.task",), wants_all=is_large(cell.scenario)
+            ),
             task="conformance.oracle.task:run",
             kwargs={
                 "scenario": scenario_to_json(cell.scenario.reference),
@@ -161,9 +174,16 @@ class Oracles:
             log_dir=logs,
             budget_s=self._budget_s,
         )
+        outcome = run()
+        if outcome.state == "failed" and leased is not None:  # drivers fail at times
+            shutil.rmtree(out, ignore_errors=True)
+            outcome = run(fresh=True)
+        return outcome
 
     def _close(self) -> None:
         self._pool.close()
+        if self._leased is not None:
+            self._leased.close()
         prune(self._cache, size=CACHE_SIZE)
 
 

@@ -15,6 +15,7 @@ from conformance.asking import Adapter, AskFailed, adapter_of
 from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported
 from conformance.defect import Known
 from conformance.faults import find_fault
+from conformance.gpus.inventory import gpus_of_host
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
 from conformance.room.machine import available_memory
@@ -31,6 +32,11 @@ def check_device(device: Device) -> None:
             "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
             "the CPU"
         )
+
+
+def leased_gpus(device: Device) -> tuple[str, ...]:
+    """The GPUs that the cells of a run lease, by UUID; none on the CPU. Raises UsageError."""
+    return gpus_of_host() if device == "cuda" else ()
 
 
 class Refusals:

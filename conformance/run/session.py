@@ -9,8 +9,8 @@ import logging
 import os
 import shlex
 import shutil
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,6 +19,8 @@ from pathlib import Path
 from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
+from conformance.gpus.busy import Busy
+from conformance.gpus.pool import LeasedPool
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.inputs.random_model import is_large, is_sketched
 from conformance.judge.expected import judge_cell
@@ -37,6 +39,8 @@ from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.room.check import check_room
 from conformance.room.machine import room_of
+from conformance.run.activity import Activities, Activity
+from conformance.run.at_once import CELLS_PER_GPU, AtOnce
 from conformance.run.environment import environment
 from conformance.run.legs import TraceFailed, find_in_traced, run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
@@ -57,6 +61,7 @@ class SessionConfig:
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
+    gpus: UUIDs of the GPUs that cells lease, so that they run side by side; empty: cells run one after another.
     budget_s: seconds that one leg, or one oracle run, may go without progress. fail_fast: end after the first cell
     that fails.
     floor, selected: see conformance.plan.plan. selection: see conformance.record.results.Run.
@@ -68,6 +73,7 @@ class SessionConfig:
     profile: str = ""
     command: str = ""
     arguments: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
     budget_s: float = 300.0
     fail_fast: bool = False
     floor: Floor = field(default_factory=Floor)
@@ -78,7 +84,10 @@ class SessionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCell:
-    """A cell with its verdict. For the other fields see conformance.record.results.Entry."""
+    """A cell with its verdict. For the other fields see conformance.record.results.Entry.
+
+    failed_before: whether an infrastructure failure came before this verdict, in this run.
+    """
 
     cell: Cell
     verdict: Verdict
@@ -86,20 +95,7 @@ class JudgedCell:
     completed: bool = False
     records: tuple[str, ...] = ()
     other: Attempt | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activity:
-    """What a session does at the moment.
-
-    cell: the cell that runs. phase: what its slowest rank does, or what is done instead. since: when the cell began, in
-    seconds of time.monotonic. waiting: the cells that will be run after it.
-    """
-
-    cell: Cell
-    phase: str
-    since: float
-    waiting: Sequence[Cell]
+    failed_before: bool = False
 
 
 class Session:
@@ -111,23 +107,31 @@ class Session:
         self._earlier = {entry.cell: entry for entry in earlier}
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
         self._summary_due = 0.0
-        self._waiting: deque[Cell] = deque()
-        self._now: tuple[Cell, float] | None = None  # the cell that runs, and since when
-        self._doing = ""
+        self._activities = Activities()
+        self._asking = threading.RLock()  # inputs, oracles and backends are asked for by one thread at a time
 
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
         self._clock = time.monotonic()
         self._environment = environment()
         make_folder(self.config.out)
-        self._pool = Pool(work_dir=self.config.out / "worlds")
+        gpus, work_dir = self.config.gpus, self.config.out / "worlds"
+        self._busy = Busy(gpus)
+        self._pool = LeasedPool(work_dir=work_dir, gpus=gpus, busy=self._busy) if gpus else Pool(work_dir=work_dir)
+        self._at_once = AtOnce(CELLS_PER_GPU * len(gpus))
         self._refusals = Refusals(self.config.device)
-        self._oracles = Oracles(root=self.config.out, device=self.config.device, budget_s=self.config.budget_s)
+        self._oracles = Oracles(
+            root=self.config.out, device=self.config.device, gpus=gpus, busy=self._busy, budget_s=self.config.budget_s
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
+        self._at_once.cancel()
+        if self._at_once.is_parallel and self._activities.are_any:  # the session was stopped: nobody waits for them
+            self._pool.abort()
         self._oracles.__exit__()
+        self._at_once.join()
+        self._pool.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
         """Run and judge the cells one after another, while their oracles are computed. ``progress`` gets each result.
@@ -140,17 +144,14 @@ class Session:
             self._run_announced(cells, progress)
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
-        waiting = self._waiting = deque(cell for cell in cells if not self.refusal(cell))
+        waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         check_room(waiting, room_of(self.config.out), device=self.config.device, warn=logger.warning)
         for cell in waiting:
             if not is_large(cell.scenario):
                 self._request(cell)
         try:
-            for cell in cells:
-                if waiting and cell is waiting[0]:
-                    self._import_ahead(waiting)
-                    waiting.popleft()
-                judged = self.run(cell)
+            for judged in self._at_once.run(cells, self._timed):
+                self._store_verdict(judged)
                 check_output_folder(self.config.out)
                 self._write_summary_if_due()
                 progress(judged)
@@ -185,13 +186,19 @@ class Session:
 
     def run(self, cell: Cell) -> JudgedCell:
         """Run one cell, leg after leg, judge it, and write its verdict."""
-        began = time.monotonic()
-        self._now, self._doing = (cell, began), "preparing"
-        judged = self.judged(cell)
-        self._now = None
-        judged = replace(judged, seconds=time.monotonic() - began)
+        judged = self._timed(cell)
         self._store_verdict(judged)
         return judged
+
+    def _timed(self, cell: Cell) -> JudgedCell:
+        began = time.monotonic()
+        with self._asking:
+            if any(one is cell for one in self._activities.waiting):
+                self._import_ahead(self._activities.waiting)
+            self._activities.begin(cell)
+        judged = self.judged(cell)
+        self._activities.end()
+        return replace(judged, seconds=time.monotonic() - began)
 
     def judged(self, cell: Cell) -> JudgedCell:
         """Run and judge one cell without writing a verdict; its records are in its folder."""
@@ -205,43 +212,56 @@ class Session:
         if not is_doubtful:
             return JudgedCell(cell=cell, verdict=first.verdict, completed=first.completed, records=first.records)
         again, _ = self._attempt(cell, inputs, fresh=True)
-        told, other = told_of(first, again)
-        verdict = in_both(first.verdict, again.verdict)
-        return JudgedCell(cell=cell, verdict=verdict, completed=told.completed, records=told.records, other=other)
+        if (
+            self.config.gpus and first.verdict.state == "infrastructure"
+        ):  # a flaw of the machine's, until it comes again
+            verdict, told, other, failed = again.verdict, again, first, True
+        else:
+            verdict, (told, other), failed = in_both(first.verdict, again.verdict), told_of(first, again), False
+        return JudgedCell(
+            cell=cell,
+            verdict=verdict,
+            completed=told.completed,
+            records=told.records,
+            other=other,
+            failed_before=failed,
+        )
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
         """Run the legs and judge them. Also returns whether the cell should be run again in fresh ranks, because a
         failure or a difference may be the effect of cells that its ranks had run before.
 
         A cell with a planted fault, which is expected to differ, and a cell that hung, which has used up its budget,
-        are not run again.
+        are not run again. On leased GPUs all that fail are, in whatever ranks: drivers and links fail at times.
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
         if is_large(cell.scenario):  # what the oracle needs has to be free again before ranks begin
-            self._doing = "waiting for the oracle"
+            self._activities.phase("waiting for the oracle")
             if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
                 verdict = Verdict(state="infrastructure", reason=missing)
                 return Attempt(fresh=fresh, verdict=verdict, completed=False), False
-        self._doing = "waiting for the oracle's choices of experts"
+        self._activities.phase("waiting for the oracle's choices of experts")
         inputs = self._oracles.replayed(cell, inputs)
-        self._doing = "starting fresh ranks" if fresh else "starting ranks"
+        self._activities.phase("starting fresh ranks" if fresh else "starting ranks")
         ended = run_legs(self._pool, cell, inputs, legs, device=device, budget_s=budget_s, fresh=fresh)
         paths = [legs / str(number) / "record" for number in range(len(cell.legs))]
-        self._doing = "waiting for the oracle"
+        self._activities.phase("waiting for the oracle")
         if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
             verdict, failed = Verdict(state="infrastructure", reason=missing), False
         elif ended.failure:
-            verdict, failed = Verdict(state="infrastructure", reason=ended.failure), ended.kind != "hung"
+            verdict = Verdict(state="infrastructure", reason=ended.failure)
+            failed = bool(self.config.gpus) or ended.kind != "hung"
         else:
-            self._doing = "judging"
+            self._activities.phase("judging")
             verdict, failed = self._judge(cell, paths, inputs), False
         if verdict.state in ("conforms", "partly_observed"):
             for path in paths:
                 shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
         records = tuple(str(path.relative_to(folder)) for path in paths if path.is_dir())
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=records)
-        return attempt, ended.used and not cell.faults and (failed or verdict.state == "differs")
+        used = ended.used or (failed and bool(self.config.gpus))
+        return attempt, used and not cell.faults and (failed or verdict.state == "differs")
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
         """Judge the records; if they differ by the first noise run, make the further ones, and judge again."""
@@ -269,12 +289,7 @@ class Session:
 
     def activity(self) -> Activity | None:
         """What the session does at the moment; None between cells. For another thread, to show it."""
-        now = self._now
-        if now is None:
-            return None
-        return Activity(
-            cell=now[0], phase=self._pool.phase() or self._doing, since=now[1], waiting=tuple(self._waiting)
-        )
+        return self._activities.now(self._pool.phase())
 
     def trace(self, cell: Cell, step: int) -> Path:
         """Run a cell of one leg again up to ``step`` with its activations captured (conformance.run.legs.run_traced).
@@ -300,8 +315,9 @@ class Session:
         return self._oracles.folder(cell, defects) if defects else None
 
     def _request(self, cell: Cell) -> FrozenInputs:
-        inputs = prepare_inputs(cell.scenario, self.config.out)
-        self._oracles.request(cell, inputs, defects_of(self._refusals.known(cell)))
+        with self._asking:
+            inputs = prepare_inputs(cell.scenario, self.config.out)
+            self._oracles.request(cell, inputs, defects_of(self._refusals.known(cell)))
         return inputs
 
     def refusal(self, cell: Cell) -> Verdict | None:
@@ -309,14 +325,15 @@ class Session:
 
         Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
-        functions_of(cell.scenario.objective)
         if is_sketched(cell.scenario) and any(leg.save == "merge" for leg in cell.legs):
             raise UsageError(
                 f"{cell} merges an adapter, which is judged by whole matrices, and its records keep sketches of them; "
                 f"give --sketch a number that no matrix exceeds, or select other cells"
             )
-        inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
-        return self._refusals.refusal(cell, next(iter(inputs.models.values())))
+        with self._asking:
+            functions_of(cell.scenario.objective)
+            inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
+            return self._refusals.refusal(cell, next(iter(inputs.models.values())))
 
     def folder(self, cell: Cell) -> Path:
         """What belongs to the cell, its verdict as well."""
@@ -345,7 +362,7 @@ class Session:
             observables=self._observables(cell),
             verdict=judged.verdict,
             other=judged.other,
-            before=before(self._earlier.get(str(cell))),
+            before=(*before(self._earlier.get(str(cell))), *(("infrastructure",) if judged.failed_before else ())),
         )
         self._summaries[str(cell)] = cell_summary(entry)
         write_entry(self.config.out, entry)

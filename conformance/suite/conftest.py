@@ -15,7 +15,7 @@ from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
 from conformance.room.check import check_room
 from conformance.room.machine import Room, room_of
-from conformance.run.refusal import Refusals, check_device
+from conformance.run.refusal import Refusals, check_device, leased_gpus
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
@@ -34,6 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         check_device(device)
         plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), device=device)
         cells = list(plan.cells)
+        if device == "cuda":  # worlds of one size at a time leave no GPU idle between them
+            cells.sort(key=lambda cell: -cell.world_size)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
@@ -88,6 +90,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         device=where.device,
         profile=chosen.profile,
         arguments=(*chosen.arguments(without="cells"), *where.arguments()),
+        gpus=leased_gpus(where.device),
         budget_s=where.budget,
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,

@@ -134,8 +134,18 @@ class ZygoteHandle:
             raise
         self._is_ready = True
 
-    def start_world(self, *, size: int, device: str, preload: tuple[str, ...], memory_limit_bytes: int | None) -> World:
+    def start_world(
+        self,
+        *,
+        size: int,
+        device: str,
+        preload: tuple[str, ...],
+        gpus: tuple[str, ...] = (),
+        memory_limit_bytes: int | None = None,
+    ) -> World:
         """Start the ranks of a world. They initialise torch.distributed in their first task.
+
+        gpus: the UUIDs of those that ranks see; empty: those that this process sees.
 
         Raises StartError, also if the host has no room for so many ranks.
         """
@@ -163,7 +173,9 @@ class ZygoteHandle:
                     "preload": preload,
                     "memory_limit_bytes": memory_limit_bytes,
                 }
-                self._control.send({"do": "start", "world": number, "spec": spec}, fds=descriptors)
+                variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+                start = {"do": "start", "world": number, "spec": spec, "variables": variables}
+                self._control.send(start, fds=descriptors)
             except OSError as error:
                 raise too_small(size, str(error.strerror)) from error
             theirs.close()

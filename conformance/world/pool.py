@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ class WorldConfig:
     preload: modules to import before the first task, such as the adapter's. On the CPU they are imported once for all
         worlds of a pool with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.
+    gpus: the UUIDs of the GPUs that ranks see; empty: those that this process sees.
+    wants_all: of a world of leased GPUs (conformance.gpus): all of them, whatever its size.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 
@@ -47,6 +50,8 @@ class WorldConfig:
     device: Device
     preload: tuple[str, ...]
     python: str = ""
+    gpus: tuple[str, ...] = ()
+    wants_all: bool = False
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,12 +120,15 @@ class Pool:
         log_dir: Path,
         budget_s: float,
         fresh: bool = False,
+        held: Sequence[int] = (),
     ) -> Outcome:
         """Call ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
 
         ``fresh``: run the task in new processes, for example the part of a cell that resumes from a checkpoint and must
         find everything there. The live world of this key and config is retired before. The new world is kept for the
         next task, as any other.
+
+        ``held``: descriptors that ranks hold open while they run the task.
 
         ``log_dir`` gets rank-N.log and, if a rank was asked for its stacks, rank-N.stacks. A task that gets no further
         for ``budget_s`` seconds is ended (conformance.world.patience says what that is, and what limits any task).
@@ -137,7 +145,7 @@ class Pool:
             used = world.number in self._used
             self._used.add(world.number)
             self._running = world
-            results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s)
+            results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held)
         except StartError as error:
             return _failed(str(error), kind="raised", rank=None, began=began, used=False)
         except TaskFailed as failure:
@@ -192,6 +200,7 @@ class Pool:
                 size=config.size,
                 device=config.device,
                 preload=config.preload,
+                gpus=config.gpus,
                 memory_limit_bytes=config.memory_limit_bytes,
             )
             self._worlds[key, config] = world

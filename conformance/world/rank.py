@@ -62,13 +62,18 @@ def serve(spec: RankSpec) -> None:
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     wire = Wire(socket.socket(fileno=spec.socket_fd))
     cleaner = Cleaner(device)
-    while (message := wire.receive()[0]) is not None:
+    while True:
+        message, held = wire.receive()
+        if message is None:
+            return
         with _logs(Path(message["log_dir"]), spec.rank):
             wire.send(_run_task(spec, context, message, wire))
             if wire.receive()[0] is None:
                 return
             beat("clean-up")
             leaks = cleaner.clean_up()
+        for fd in held:  # until now, also if the controller has died meanwhile
+            os.close(fd)
         wire.send({"type": "clean", "leaks": leaks})
 
 

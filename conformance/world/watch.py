@@ -8,6 +8,7 @@ its consequences. Only a task that hangs, which gets no further, takes the whole
 import signal
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,17 +44,17 @@ class TaskFailed(Exception):
 
 
 def run_task(
-    world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float
+    world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float, held: Sequence[int] = ()
 ) -> tuple[list[Any], str]:
     """Run a task on all ranks. Returns the results by rank, and in words what leaked ("" if nothing did).
 
     ``budget_s``: seconds that may pass without progress (conformance.world.patience), from when all ranks have started
-    the task to the end of the clean-up. Raises TaskFailed.
+    the task to the end of the clean-up. ``held``: descriptors that ranks hold open until then. Raises TaskFailed.
     """
     watch = _Watch(world, log_dir)
     world.beats.reset("start")
     for wire in world.wires:
-        wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)})
+        wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)}, fds=held)
     watch.expect("started", Patience(world, limit_s=START_LIMIT_S, since=time.monotonic()))
     patience = Patience(world, limit_s=budget_s, since=time.monotonic())
     done = watch.expect("done", patience)

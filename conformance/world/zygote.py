@@ -92,6 +92,7 @@ class Zygote:
                 failure = f"after {rank}, {error.strerror}"
                 break
             if pid == 0:
+                os.environ.update(message["variables"])
                 self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)

@@ -1,0 +1,9 @@
+"""GPUs of this host: cells lease them one by one, so that cells run side by side and runs do not disturb one another.
+
+    inventory.py  which GPUs the user lets us have, by UUID
+    lease.py      leases of GPUs between processes: locks and a queue, as files
+    pool.py       worlds on leased GPUs
+    busy.py       how much of a run each GPU was leased
+
+Nothing here asks CUDA: a GPU is a name, and what is leased is the name.
+"""

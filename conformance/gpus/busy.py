@@ -1,0 +1,25 @@
+"""Busy: for how much of a run each of its GPUs was leased, so that idle GPUs are seen."""
+
+import threading
+import time
+from collections.abc import Iterable
+
+
+class Busy:
+    """Counts seconds of leases by GPU, from when it is made. Threads share it."""
+
+    def __init__(self, gpus: Iterable[str]) -> None:
+        self._seconds = dict.fromkeys(gpus, 0.0)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, gpus: Iterable[str], seconds: float) -> None:
+        with self._lock:
+            for gpu in gpus:
+                self._seconds[gpu] += seconds
+
+    def shares(self) -> dict[str, float]:
+        """By GPU, the part of the time since the beginning in which it was leased."""
+        passed = max(time.monotonic() - self._began, 1e-9)
+        with self._lock:
+            return {gpu: seconds / passed for gpu, seconds in self._seconds.items()}

@@ -1,0 +1,48 @@
+"""At once: cells side by side in threads, or one after another in this one (claim 8).
+
+On leased GPUs a cell waits for GPUs, for its oracle and for its judge. Meanwhile other cells use the GPUs, so more
+cells are begun than there are GPUs; the largest worlds first, because what is left at the end then fills the gaps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from conformance.plan.cell import Cell
+
+_Judged = TypeVar("_Judged")
+
+CELLS_PER_GPU = 2  # one of them computes
+
+
+class AtOnce:
+    """Threads that run cells. ``width``: how many cells at once; with 1, the caller's thread runs them."""
+
+    def __init__(self, width: int) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=width, thread_name_prefix="cell") if width > 1 else None
+
+    @property
+    def is_parallel(self) -> bool:
+        return self._threads is not None
+
+    def run(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> Iterator[_Judged]:
+        """Call ``run`` for each cell; yields the results in the order in which they are done."""
+        if self._threads is None:
+            yield from map(run, cells)
+            return
+        ordered = sorted(cells, key=lambda cell: -cell.world_size)
+        left: set[Future[_Judged]] = {self._threads.submit(run, cell) for cell in ordered}
+        while left:
+            done, left = wait(left, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+
+    def cancel(self) -> None:
+        """Begin no further cell."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def join(self) -> None:
+        """Wait for the cells that were begun, after ``cancel``."""
+        if self._threads is not None:
+            self._threads.shutdown()

@@ -1,0 +1,183 @@
+"""Worlds and cells on leased GPUs. Ranks are real and compute on the CPU; a GPU is a name that they hold a lease of.
+
+What CUDA does is not shown here: that takes GPUs (tests/test_world.py).
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_cell
+from world_helpers import results, world_config
+
+from conformance.backend import BackendEntry
+from conformance.gpus.busy import Busy
+from conformance.gpus.lease import Ticket, holders, lease_folder
+from conformance.gpus.pool import LeasedPool
+from conformance.plan.cell import Cell
+from conformance.record.results import read_entry
+from conformance.run.session import JudgedCell, Session, SessionConfig
+from conformance.world import Outcome
+from conformance.world.nursery import absolute_path
+
+GPUS = ("GPU-a", "GPU-b")
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+    return lease_folder()
+
+
+@pytest.fixture
+def busy() -> Busy:
+    return Busy(GPUS)
+
+
+@pytest.fixture
+def pool(tmp_path: Path, busy: Busy) -> Iterator[LeasedPool]:
+    pool = LeasedPool(work_dir=tmp_path / "worlds", gpus=GPUS, busy=busy)
+    yield pool
+    pool.close()
+
+
+def run(pool: LeasedPool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, **kwargs: Any) -> Outcome:
+    return pool.run(
+        key="test",
+        config=world_config(size=size),
+        task=f"world_tasks:{task}",
+        kwargs=kwargs,
+        log_dir=logs / str(next(_numbers)),  # tasks that run side by side log side by side
+        budget_s=budget_s,
+    )
+
+
+def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: LeasedPool, tmp_path: Path, busy: Busy) -> None:
+    """Two tasks of one GPU each meet while they run; a task of both GPUs runs alone, and worlds are used again."""
+    with ThreadPoolExecutor(3) as threads:
+        ask = [threads.submit(run, pool, "meet", tmp_path, of=2, folder=str(tmp_path / "first")) for _ in range(2)]
+        both = threads.submit(run, pool, "visible", tmp_path, size=2)
+    one, other = sorted(results(met.result())[0] for met in ask)
+    assert [one[0], other[0]] == ["GPU-a", "GPU-b"]
+    assert results(both.result()) == ["GPU-a,GPU-b"] * 2
+    again = results(run(pool, "meet", tmp_path, of=1, folder=str(tmp_path / "again")))[0]
+    assert again in (one, other)  # the same process, on the same GPU
+    assert all(0 < share <= 1 for share in busy.shares().values())
+
+
+def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: LeasedPool, tmp_path: Path) -> None:
+    ticket = Ticket(GPUS, 1, folder=lease_folder())
+    lease = ticket.serve()
+    assert lease is not None
+    assert results(run(pool, "visible", tmp_path)) == ["GPU-b"]
+    failed = run(pool, "visible", tmp_path, size=2, budget_s=0.05)
+    assert failed.state == "failed"
+    assert failed.reason == f"no lease within 0.6 s of 2 of 2 GPUs; leased are GPU-a by process {os.getpid()}"
+    assert not list(lease_folder().glob("*.ticket"))
+    lease.release()
+    assert results(run(pool, "visible", tmp_path, size=2)) == ["GPU-a,GPU-b"] * 2
+
+
+def test_a_run_that_is_stopped_gives_its_gpus_back(pool: LeasedPool, tmp_path: Path) -> None:
+    """Also the task that waits for a lease ends."""
+    with ThreadPoolExecutor(2) as threads:
+        runs = threads.submit(run, pool, "never_enter", tmp_path, rank=0, size=2)
+        while not pool.phase():
+            time.sleep(0.01)
+        waits = threads.submit(run, pool, "visible", tmp_path)
+        pool.abort()
+    assert runs.result().state == "failed"
+    assert waits.result().state == "failed"
+    assert holders(GPUS, lease_folder()) == ""
+
+
+CONTROLLER = """\
+import sys
+from pathlib import Path
+from conformance.gpus.busy import Busy
+from conformance.gpus.pool import LeasedPool
+from conformance.world import WorldConfig
+pool = LeasedPool(work_dir=Path(sys.argv[1]), gpus=("GPU-a",), busy=Busy(("GPU-a",)))
+config = WorldConfig(size=1, device="cpu", preload=("world_tasks",))
+kwargs = {"of": 2, "folder": sys.argv[1] + "/met"}
+pool.run(key="x", config=config, task="world_tasks:meet", kwargs=kwargs, log_dir=Path(sys.argv[1]), budget_s=60)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_of_a_killed_controller_is_free_when_its_ranks_are_gone(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(absolute_path())}
+    with subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], env=environment) as controller:
+        met = tmp_path / "met"
+        while not met.is_dir() or not list(met.iterdir()):
+            assert controller.poll() is None
+            time.sleep(0.05)
+        rank = int(next(met.iterdir()).name)
+        os.kill(rank, signal.SIGSTOP)  # it does not see the controller's death, as one that hangs in a driver
+        zygote = _parent(rank)
+        os.kill(zygote, signal.SIGSTOP)
+        controller.kill()
+        controller.wait()
+        ticket = Ticket(GPUS, 2, folder=lease_folder())
+        assert ticket.serve() is None
+        os.kill(rank, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (lease := ticket.serve()) is None:  # its threads end one after another
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        lease.release()
+        os.kill(zygote, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# --- cells ---
+
+
+def cell_of(layout: str, seed: int, backend: str = "plain_backend:Plain") -> Cell:
+    entry = BackendEntry(name="plain", target=backend)
+    return make_cell("sft-sgd", "llama", layout, "exact", backend=entry, seed=seed, steps=1, rows=12)
+
+
+def test_cells_run_side_by_side_the_largest_first(tmp_path: Path) -> None:
+    """Three cells of one GPU and one of both, on two GPUs: while a cell is judged, another one computes."""
+    cells = [cell_of("dp1", 0), cell_of("dp1", 1), cell_of("dp2", 0), cell_of("dp1", 2)]
+    done: list[JudgedCell] = []
+    threads = set()
+
+    def progress(judged: JudgedCell) -> None:
+        done.append(judged)
+        threads.update(thread.name for thread in threading.enumerate() if thread.name.startswith("GPU-"))
+
+    with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
+        session.run_all(cells, progress=progress)
+    assert [judged.verdict.state for judged in done] == ["conforms"] * 4, [judged.verdict.reason for judged in done]
+    assert {judged.cell for judged in done} == set(cells)
+    assert threads == {"GPU-a-GPU-b_0", "GPU-a_0", "GPU-b_0"}
+    assert holders(GPUS, lease_folder()) == ""
+
+
+def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed once: the cell conforms, and its verdict says that it had failed before. One that is killed
+    always: infrastructure, with both attempts."""
+    monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
+    with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
+        once, always = (cell_of("dp1", 0, f"plain_variants:{name}") for name in ("KilledOnce", "KilledAlways"))
+        for cell, state in ((once, "conforms"), (always, "infrastructure")):
+            assert session.run(cell).verdict.state == state
+            entry = read_entry(session.folder(cell) / "verdict.json")
+            assert entry.before == ("infrastructure",)
+            assert entry.other is not None
+            assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason

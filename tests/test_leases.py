@@ -1,0 +1,253 @@
+"""Leases of GPUs between processes: real locks, a real queue and real deaths; a GPU is a name, so none is needed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from world_helpers import is_dead_soon
+
+from conformance.gpus.inventory import visible_gpus
+from conformance.gpus.lease import Lease, Ticket, blocks, holders, lease_folder
+from conformance.validation import UsageError
+
+GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
+# What nvidia-smi -L prints, on a host whose last GPU is cut into parts.
+LISTED = """\
+GPU 0: NVIDIA H200 (UUID: GPU-0aa1)
+GPU 1: NVIDIA H200 (UUID: GPU-0bb2)
+GPU 2: NVIDIA H200 (UUID: GPU-1cc3)
+  MIG 1g.18gb     Device  0: (UUID: MIG-5d5d)
+"""
+# Leases GPUs, says which, and keeps them until its input ends.
+HOLDER = """\
+import json, sys, time
+from pathlib import Path
+from conformance.gpus.lease import Ticket
+gpus, size, folder = json.loads(sys.argv[1])
+ticket = Ticket(gpus, size, folder=Path(folder))
+print("waits", flush=True)
+while (lease := ticket.serve()) is None:
+    time.sleep(0.01)
+print(json.dumps(lease.gpus), flush=True)
+sys.stdin.read()
+"""
+
+
+# --- which GPUs there are ---
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ("GPU-0aa1", "GPU-0bb2", "GPU-1cc3")),
+        ("", ()),
+        ("1", ("GPU-0bb2",)),
+        ("2, 0", ("GPU-1cc3", "GPU-0aa1")),
+        ("GPU-1cc3,GPU-0b", ("GPU-1cc3", "GPU-0bb2")),
+        ("MIG-5d5d", ("MIG-5d5d",)),
+    ],
+)
+def test_the_variable_says_which_gpus_are_ours_and_in_which_order(visible: str | None, found: tuple[str, ...]) -> None:
+    assert visible_gpus(LISTED, visible) == found
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        ("0,3", "'3' is no GPU that nvidia-smi lists, which has 3 GPUs"),  # CUDA would say nothing and use GPU 0
+        ("GPU-0", "'GPU-0' is 2 GPUs"),
+        ("GPU-dead", "'GPU-dead' is no GPU"),
+        ("-1", "'-1' is no GPU"),
+        ("1,GPU-0b", "names a GPU twice"),
+    ],
+)
+def test_a_variable_that_cuda_would_cut_short_is_refused(visible: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        visible_gpus(LISTED, visible)
+
+
+def test_blocks_of_two_four_and_eight_leave_no_gpu_between_them() -> None:
+    assert blocks(GPUS, 8) == [GPUS]
+    assert blocks(GPUS, 4) == [GPUS[:4], GPUS[4:]]
+    assert blocks(GPUS, 3) == [GPUS[:3], GPUS[3:6]]
+    assert blocks(GPUS[:2], 3) == []
+
+
+# --- leases ---
+
+
+class Holder:
+    """A process that wants GPUs."""
+
+    def __init__(self, gpus: tuple[str, ...], size: int, folder: Path) -> None:
+        asked = json.dumps([gpus, size, str(folder)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._line() == "waits"
+
+    def gpus(self) -> tuple[str, ...]:
+        """Wait for the lease."""
+        return tuple(json.loads(self._line()))
+
+    def ends(self) -> None:
+        self.process.communicate()
+
+    def is_killed(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def holders_of(tmp_path: Path) -> Iterator[list[Holder]]:
+    made: list[Holder] = []
+    yield made
+    for holder in made:
+        holder.is_killed()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+    return lease_folder()
+
+
+def served(ticket: Ticket, *, limit_s: float = 20.0) -> Lease:
+    deadline = time.monotonic() + limit_s
+    while (lease := ticket.serve()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return lease
+
+
+def test_a_gpu_is_one_processs_until_that_ends_or_is_killed(folder: Path, holders_of: list[Holder]) -> None:
+    """Whatever the numbers of the GPUs in each process: what is leased is the UUID."""
+    other = Holder(GPUS[:2], 1, folder)
+    holders_of.append(other)
+    assert other.gpus() == (GPUS[0],)
+    assert holders(GPUS[:2], folder) == f"{GPUS[0]} by process {other.process.pid}"
+    ticket = Ticket((GPUS[2], GPUS[0]), 2, folder=folder)
+    assert ticket.serve() is None
+    other.is_killed()
+    lease = served(ticket)
+    assert lease.gpus == (GPUS[2], GPUS[0])
+    lease.release()
+    assert holders(GPUS, folder) == ""
+    assert not list(folder.glob("*.ticket"))
+
+
+def test_a_gpu_stays_leased_while_a_rank_of_a_dead_controller_has_it(folder: Path) -> None:
+    lease = served(Ticket(GPUS, 1, folder=folder))
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=lease.fds
+    )
+    lease.release()  # as the kernel does when the controller dies
+    ticket = Ticket(GPUS[:1], 1, folder=folder)
+    assert ticket.serve() is None
+    rank.kill()
+    rank.wait()
+    served(ticket).release()
+
+
+def test_the_queue_is_served_in_order_and_a_large_block_is_not_starved(folder: Path) -> None:
+    """Two GPUs: while one of them is in use, a lease of both waits, and what comes later may not overtake it."""
+    two = GPUS[:2]
+    first = served(Ticket(two, 1, folder=folder))
+    large, later = Ticket(two, 2, folder=folder), Ticket(two, 1, folder=folder)
+    assert later.serve() is None
+    assert large.serve() is None
+    first.release()
+    assert later.serve() is None
+    both = served(large)
+    assert later.serve() is None
+    both.release()
+    served(later).release()
+
+
+def test_small_leases_use_what_an_earlier_large_one_cannot_use(folder: Path) -> None:
+    """Eight GPUs, one in use in the second half: a lease of four takes the first half, and the next waits alone."""
+    used = served(Ticket(GPUS[4:], 1, folder=folder))
+    half = served(Ticket(GPUS, 4, folder=folder))
+    assert half.gpus == GPUS[:4]
+    again = Ticket(GPUS, 4, folder=folder)  # waits for the second half, where three are free
+    assert again.serve() is None
+    other = Ticket(("GPU-x", *GPUS[5:]), 1, folder=folder)
+    assert served(other).gpus == ("GPU-x",)  # not of the block that somebody waits for
+    for lease in (used, half):
+        lease.release()
+    served(again).release()
+
+
+def test_who_dies_in_the_queue_holds_up_nobody(folder: Path, holders_of: list[Holder]) -> None:
+    first = served(Ticket(GPUS[:2], 1, folder=folder))
+    dies = Holder(GPUS[:2], 2, folder)
+    holders_of.append(dies)
+    after = Ticket(GPUS[:2], 1, folder=folder)
+    assert after.serve() is None
+    dies.is_killed()
+    assert served(after).gpus == GPUS[1:2]
+    first.release()
+
+
+def test_two_runs_that_always_want_more_take_turns(folder: Path) -> None:
+    """Each asks again as soon as it has been served; neither gets two leases while the other waits."""
+    order = []
+    tickets = {name: Ticket(GPUS[:1], 1, folder=folder) for name in ("one", "other")}
+    for _ in range(6):
+        name, lease = next((name, lease) for name, ticket in tickets.items() if (lease := ticket.serve()) is not None)
+        order.append(name)
+        tickets[name] = Ticket(GPUS[:1], 1, folder=folder)
+        lease.release()
+    assert order == ["one", "other"] * 3
+
+
+def test_many_processes_never_hold_the_same_gpu(folder: Path, holders_of: list[Holder]) -> None:
+    """Six processes for four GPUs; who has leases is what they say, and a lease ends before the next one begins."""
+    holders_of += [Holder(GPUS[:4], size, folder) for size in (1, 2, 1, 4, 2, 1)]
+    held = [holders_of[at].gpus() for at in (0, 1, 2)]
+    assert sorted(gpu for block in held for gpu in block) == sorted(GPUS[:4])
+    for holder in holders_of[:3]:
+        holder.ends()
+    assert holders_of[3].gpus() == GPUS[:4]
+    holders_of[3].is_killed()
+    assert not set(holders_of[4].gpus()) & set(holders_of[5].gpus())
+
+
+@pytest.mark.parametrize("junk", ["link", "pipe", "text"])
+def test_what_others_leave_in_the_folder_stops_nobody(folder: Path, junk: str) -> None:
+    served(Ticket(GPUS, 1, folder=folder)).release()
+    path = folder / f"{1:012d}.0.ticket"
+    if junk == "link":
+        path.symlink_to("/dev/zero")
+    elif junk == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("no ticket")
+    served(Ticket(GPUS, 8, folder=folder), limit_s=2).release()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="PARITY_LEASES names another"):
+        Ticket(GPUS, 1, folder=tmp_path / "file")
+
+
+def test_a_controller_that_is_stopped_while_it_waits_leaves_the_queue(folder: Path, holders_of: list[Holder]) -> None:
+    waits = [Holder(GPUS[:1], 1, folder) for _ in range(2)]
+    holders_of += waits
+    waits[0].gpus()
+    waits[1].process.send_signal(signal.SIGTERM)
+    assert is_dead_soon(waits[1].process.pid)
+    ticket = Ticket(GPUS[:1], 1, folder=folder)
+    waits[0].ends()
+    served(ticket).release()
