@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from conformance.backend import find_backend as find_here
 from conformance.defect import Known
 from conformance.expectation import ExpectedDifference
 from conformance.layout import Layout
+from conformance.packages import package_version
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.validation import UsageError, one_line
 from conformance.world.process import signal_at_death_of
@@ -244,14 +244,6 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
             packages = {"python": adapter.version} | packages
         found |= {f"{name} ({entry.name})" if entry.python else name: value for name, value in packages.items()}
     return found
-
-
-def package_version(package: str) -> str:
-    """The version of an installed distribution, or ``not installed``."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def main() -> None:

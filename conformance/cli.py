@@ -27,12 +27,24 @@ from conformance.completion import PrintCompletion
 from conformance.faults import catalogue
 from conformance.history.command import HISTORY_COMMAND
 from conformance.history.earlier import read_baseline
+from conformance.hosts.command import AGENT_COMMAND
 from conformance.judge.again import rejudge
 from conformance.parser import Parser
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import load_profile, profile_names, select_cells
-from conformance.plan.selection import NO_BISECT, Again, Demands, Kept, Options, Output, Portion, Ranks, Selection
+from conformance.plan.selection import (
+    NO_BISECT,
+    Again,
+    Demands,
+    Elsewhere,
+    Kept,
+    Options,
+    Output,
+    Portion,
+    Ranks,
+    Selection,
+)
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
 from conformance.record.merge import merge
@@ -85,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: command for name, command in announced_commands().items() if name not in own}
-    announced = {"history": HISTORY_COMMAND, **announced}
+    announced = {"history": HISTORY_COMMAND, "agent": AGENT_COMMAND, **announced}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -126,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also say which worlds of ranks are retired as planned",
     )
     run.add_argument("--json", action="store_true", help="machine-readable output")
-    _add_options(run, Ranks, Output)
+    _add_options(run, Ranks, Elsewhere, Output)
     run.set_defaults(command=run_command)
 
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from conformance.asking import package_version
 from conformance.backend import BrokenBackend, MissingExtra, registered_backends
+from conformance.packages import package_version
 from conformance.paths import cache_folder
 from conformance.room.machine import room_of
 from conformance.validation import UsageError

@@ -7,7 +7,7 @@ the metadata of its distribution: from the extra that has the backend's name.
 
 import re
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +56,11 @@ def _is_installed(package: str) -> bool:
 def _canonical(name: str) -> str:
     """The normalised name of a module or package, as package indexes compare names (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def package_version(package: str) -> str:
+    """The version of an installed distribution, or ``not installed``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from conformance.bisect.auto import any_differs, bisect_run
 from conformance.bisect.tell import told
+from conformance.hosts.fleet import Hosts
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
-from conformance.plan.selection import Again, Demands, Kept, Portion, Ranks, Selection
+from conformance.plan.selection import Again, Demands, Elsewhere, Kept, Portion, Ranks, Selection
 from conformance.record.cells import read_cells
 from conformance.record.files import Unwritable
 from conformance.record.format import dumps
@@ -36,6 +37,7 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
+    hosts = _hosts(Elsewhere.from_options(options))
     check_device(ranks.device)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
     if again.rerun and not again.resume:
@@ -52,7 +54,8 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        gpus=leased_gpus(ranks.device),
+        gpus=() if hosts else leased_gpus(ranks.device),  # agents lease their own
+        hosts=hosts,
         budget_s=ranks.budget,
         fail_fast=options.fail_fast,
         floor=plan.floor,
@@ -63,6 +66,14 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
         return _run_cells(cells, config, stop, options)
+
+
+def _hosts(elsewhere: Elsewhere) -> Hosts | None:
+    if bool(elsewhere.hosts) != bool(elsewhere.listen):
+        raise UsageError(
+            "--hosts and --listen belong together: how many agents there are, and where they find this run"
+        )
+    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen) if elsewhere.hosts and elsewhere.listen else None
 
 
 def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:

@@ -248,3 +248,11 @@ def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
     while len(list(Path(folder).iterdir())) < of:
         time.sleep(0.01)
     return visible(context), os.getpid()
+
+
+def kill_process(context: RankContext, *, pid: int) -> None:
+    """Rank 0 kills the agent of another rank, and all wait for each other."""
+    if context.rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    dist.barrier()
+    time.sleep(60)

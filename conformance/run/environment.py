@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import conformance
-from conformance.asking import package_version
+from conformance.packages import package_version
 from conformance.record.baseline import CHANGED, COMMIT
 from conformance.validation import UsageError
 

@@ -16,6 +16,7 @@ from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Suppo
 from conformance.defect import Known
 from conformance.faults import find_fault
 from conformance.gpus.inventory import gpus_of_host
+from conformance.hosts.fleet import Fleet
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
 from conformance.room.machine import available_memory
@@ -42,8 +43,9 @@ def leased_gpus(device: Device) -> tuple[str, ...]:
 class Refusals:
     """Asks backends. Every adapter is imported only once, also if the import fails."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, fleet: Fleet | None = None) -> None:
+        """``fleet``: of the agents that start ranks; None if this machine does."""
+        self._device, self._fleet = device, fleet
         self._memory = available_memory()  # at the beginning, so that a cell is not listed and then refused
         self._adapters: dict[BackendEntry, Adapter | Verdict] = {}
 
@@ -93,6 +95,8 @@ class Refusals:
 
     def _too_large(self, ranks: int) -> Verdict | None:
         """The verdict if this machine has no room for so many ranks; None if it has."""
+        if self._fleet is not None:
+            return self._too_large_for(self._fleet, ranks)
         if self._device == "cuda":
             gpus = torch.cuda.device_count()
             room = f"a layout of at most {gpus} ranks would run" if gpus else "without --device cuda it runs on the CPU"
@@ -103,6 +107,14 @@ class Refusals:
             check_host(ranks, memory=self._memory)
         except StartError as error:
             return Verdict(state="not_run", reason=str(error))
+        return None
+
+    @staticmethod
+    def _too_large_for(fleet: Fleet, ranks: int) -> Verdict | None:
+        if problem := fleet.problem():
+            return Verdict(state="infrastructure", reason=problem)
+        if (slots := fleet.slots) < ranks:
+            return Verdict(state="not_run", reason=f"needs {ranks} ranks, and the agents start {slots}; add agents")
         return None
 
     def known(self, cell: Cell) -> tuple[Known, ...]:

@@ -20,7 +20,8 @@ from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
 from conformance.gpus.busy import Busy
-from conformance.gpus.pool import LeasedPool
+from conformance.gpus.pool import AnyPool, LeasedPool
+from conformance.hosts.fleet import Fleet, Hosts
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.inputs.random_model import is_large, is_sketched
 from conformance.judge.expected import judge_cell
@@ -62,6 +63,7 @@ class SessionConfig:
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
     gpus: UUIDs of the GPUs that cells lease, so that they run side by side; empty: cells run one after another.
+    hosts: the agents that start ranks, on other hosts; None: ranks are started here.
     budget_s: seconds that one leg, or one oracle run, may go without progress. fail_fast: end after the first cell
     that fails.
     floor, selected: see conformance.plan.plan. selection: see conformance.record.results.Run.
@@ -74,6 +76,7 @@ class SessionConfig:
     command: str = ""
     arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    hosts: Hosts | None = None
     budget_s: float = 300.0
     fail_fast: bool = False
     floor: Floor = field(default_factory=Floor)
@@ -117,9 +120,13 @@ class Session:
         make_folder(self.config.out)
         gpus, work_dir = self.config.gpus, self.config.out / "worlds"
         self._busy = Busy(gpus)
-        self._pool = LeasedPool(work_dir=work_dir, gpus=gpus, busy=self._busy) if gpus else Pool(work_dir=work_dir)
+        hosts = self.config.hosts
+        self._fleet = Fleet(hosts, device=self.config.device, folder=work_dir) if hosts else None
+        self._pool: AnyPool = Pool(work_dir=work_dir, fleet=self._fleet)
+        if gpus:
+            self._pool = LeasedPool(work_dir=work_dir, gpus=gpus, busy=self._busy)
         self._at_once = AtOnce(CELLS_PER_GPU * len(gpus))
-        self._refusals = Refusals(self.config.device)
+        self._refusals = Refusals(self.config.device, self._fleet)
         self._oracles = Oracles(
             root=self.config.out, device=self.config.device, gpus=gpus, busy=self._busy, budget_s=self.config.budget_s
         )
@@ -132,14 +139,18 @@ class Session:
         self._oracles.__exit__()
         self._at_once.join()
         self._pool.close()
+        if self._fleet is not None:
+            self._fleet.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Run and judge the cells one after another, while their oracles are computed. ``progress`` gets each result.
+        """Run and judge the cells, while their oracles are computed. ``progress`` gets each result.
 
         Raises UsageError if this machine has no room for them, and Unwritable if the output folder cannot be written to
         any more.
         """
         self.announce(cells)
+        if self._fleet is not None:
+            self._fleet.wait(limit_s=self.config.budget_s)
         with lasting(self.config.out):
             self._run_announced(cells, progress)
 

@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import conformance
 from conformance import faults
-from conformance.asking import package_version
 from conformance.backend import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.batch import Batch, read_batches
 from conformance.inputs.model import elements_of
@@ -28,6 +27,7 @@ from conformance.lora import ADAPTER
 from conformance.objective import all_observables
 from conformance.observable import STATE_KINDS, Observable, model_key, unobserved_step
 from conformance.oracle.decoder import is_routed
+from conformance.packages import package_version
 from conformance.plan.cell import Handover
 from conformance.record.sketch import kept, key_of, sketched_above
 from conformance.record.tensors import RecordWriter

@@ -47,6 +47,17 @@ class Heartbeats:
         slot = _HEAD.pack(count, time.monotonic(), len(text)) + text
         self._memory[rank * _SLOT : rank * _SLOT + len(slot)] = slot
 
+    def put(self, rank: int, phase: str, count: int, age: float, marks: int) -> None:
+        """Write what was read elsewhere, where CLOCK_MONOTONIC may be another: a phase that is ``age`` seconds old. What
+        has not changed stays as it is, because a change shows that the rank gets on."""
+        was = self.read(rank)
+        if (was.phase, was.count, was.marks) == (phase, count, marks):
+            return
+        text = phase.encode()[:_LONGEST]
+        slot = _HEAD.pack(count, time.monotonic() - age, len(text)) + text
+        self._memory[rank * _SLOT : rank * _SLOT + len(slot)] = slot
+        _MARKS.pack_into(self._memory, (rank + 1) * _SLOT - _MARKS.size, marks)
+
     def mark(self, rank: int) -> None:
         at = (rank + 1) * _SLOT - _MARKS.size
         (marks,) = _MARKS.unpack_from(self._memory, at)

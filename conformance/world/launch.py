@@ -12,15 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from conformance.room.machine import available_memory
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.nursery import Forked, environment, fork_zygote
-from conformance.world.process import process_state
+from conformance.world.process import process_state, processor_seconds, signal_process
 from conformance.world.reason import exit_words, tail
 from conformance.world.wire import MOST_FDS, Message, Wire, wire_pair
 
@@ -40,6 +41,16 @@ class Pollable(Protocol):
     def fileno(self) -> int: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of a world with ranks on several hosts (conformance.hosts): the ranks here begin with ``first``, ``of`` so many;
+    all meet at ``store``, an address at which the first one listens."""
+
+    first: int
+    of: int
+    store: tuple[str, int]
+
+
 class StartError(Exception):
     """A zygote or a world could not be started. The message is for the user."""
 
@@ -57,7 +68,7 @@ class World:
     """A group of live ranks.
 
     pids, wires: by rank. computes_when_busy: whether a rank that uses the processor computes; on a GPU it may wait.
-    statuses: exit statuses of the ranks that have ended; -N means killed by signal N.
+    statuses: exit statuses of the ranks that have ended; -N means killed by signal N. lost: what else became of them.
     """
 
     number: int
@@ -67,6 +78,7 @@ class World:
     beats: Heartbeats
     computes_when_busy: bool
     statuses: dict[int, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -75,7 +87,19 @@ class World:
     def is_whole(self) -> bool:
         """Whether all ranks are alive. Asks the kernel, because the zygote reports deaths with a delay."""
         self.zygote.receive()
-        return self.zygote.is_alive and all(process_state(pid) not in ("", "Z") for pid in self.pids)
+        is_there = self.zygote.is_alive and not self.lost
+        return is_there and all(self.state(rank) not in ("", "Z") for rank in range(self.size))
+
+    def state(self, rank: int) -> str:
+        """The kernel's letter for the process of a rank (conformance.world.process.process_state)."""
+        return process_state(self.pids[rank])
+
+    def processor_seconds(self) -> float:
+        """What all ranks have used."""
+        return sum(map(processor_seconds, self.pids))
+
+    def signal(self, rank: int, number: int) -> None:
+        signal_process(self.pids[rank], number)
 
     def bury(self) -> list[int]:
         """End and reap all processes of the world. Returns the pids of those that could not be ended."""
@@ -142,16 +166,19 @@ class ZygoteHandle:
         preload: tuple[str, ...],
         gpus: tuple[str, ...] = (),
         memory_limit_bytes: int | None = None,
+        part: Part | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> World:
         """Start the ranks of a world. They initialise torch.distributed in their first task.
 
-        gpus: the UUIDs of those that ranks see; empty: those that this process sees.
+        gpus: the UUIDs of those that ranks see; empty: those that this process sees. part: of a world with other ranks
+        elsewhere, whose ``size`` are here. variables: of their environment.
 
         Raises StartError, also if the host has no room for so many ranks.
         """
         check_host(size, memory=available_memory())
         self.wait_until_ready()
-        number = next(_world_numbers)
+        number = next_world_number()
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             try:
                 descriptors = []
@@ -167,14 +194,17 @@ class ZygoteHandle:
                     ours.callback(wire.close)
                     descriptors.append(theirs.enter_context(their_end).fileno())
                 spec = {
-                    "size": size,
+                    "first": part.first if part else 0,
+                    "size": part.of if part else size,
+                    "local_size": size,
+                    "store": part.store if part else None,
                     "device": device,
                     "port": _free_port(),
                     "preload": preload,
                     "memory_limit_bytes": memory_limit_bytes,
                 }
-                variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-                start = {"do": "start", "world": number, "spec": spec, "variables": variables}
+                seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+                start = {"do": "start", "world": number, "spec": spec, "variables": {**variables, **seen}}
                 self._control.send(start, fds=descriptors)
             except OSError as error:
                 raise too_small(size, str(error.strerror)) from error
@@ -203,6 +233,9 @@ class ZygoteHandle:
                 return list(self._answer("buried", world=world.number, limit_s=_ANSWER_LIMIT_S)["left"])
             except StartError:
                 self.close()
+        return self._left_by_kernel(world)
+
+    def _left_by_kernel(self, world: World) -> list[int]:
         deadline = time.monotonic() + _GONE_LIMIT_S
         left = world.pids
         while left and time.monotonic() < deadline:
@@ -249,6 +282,10 @@ class ZygoteHandle:
         elif message["type"] == "exited" and (world := self._worlds.get(message["world"])):
             world.statuses[message["rank"]] = message["status"]
         return message
+
+
+def next_world_number() -> int:
+    return next(_world_numbers)
 
 
 def check_host(size: int, *, memory: int) -> None:

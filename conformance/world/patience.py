@@ -7,7 +7,6 @@ another use next to no processor time. On a GPU that says nothing, because a wai
 
 from conformance.world.heartbeat import Beat
 from conformance.world.launch import World
-from conformance.world.process import processor_seconds
 
 COMPUTING = 4  # times the budget: so long a task may go without a mark if its ranks compute
 SLOW = 12  # times the budget: so long a task may take in all, or it could go on for ever
@@ -48,7 +47,7 @@ class Patience:
         return self._world.computes_when_busy and self._used_s() - self._used >= SHARE * seconds
 
     def _used_s(self) -> float:
-        return sum(map(processor_seconds, self._world.pids))
+        return self._world.processor_seconds()
 
     def _told(self) -> str:
         """What a slow machine would show."""

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from conformance.world.launch import StartError, World, ZygoteHandle, too_small
 from conformance.world.reason import FailureKind
 from conformance.world.watch import TaskFailed, run_task
+
+if TYPE_CHECKING:
+    from conformance.hosts.fleet import Fleet
 
 Device = Literal["cpu", "cuda"]
 
@@ -89,8 +92,9 @@ class Pool:
     this process dies, its worlds die with it.
     """
 
-    def __init__(self, *, work_dir: Path) -> None:
-        self._work_dir = work_dir
+    def __init__(self, *, work_dir: Path, fleet: "Fleet | None" = None) -> None:
+        """``fleet``: of agents on several hosts, which start all ranks; the caller ends it."""
+        self._work_dir, self._fleet = work_dir, fleet
         self._zygotes: dict[tuple[_RanksAre, str, tuple[str, ...]], ZygoteHandle] = {}
         self._worlds: dict[tuple[str, WorldConfig], World] = {}
         self._used: set[int] = set()  # numbers of worlds that have run a task
@@ -107,8 +111,9 @@ class Pool:
 
     def prepare(self, config: WorldConfig) -> None:
         """Start to import the modules that a world of this config preloads, in the background; does not wait."""
-        with contextlib.suppress(OSError):  # the next task with this config will report the error
-            self._zygote(config)
+        if self._fleet is None:
+            with contextlib.suppress(OSError):  # the next task with this config will report the error
+                self._zygote(config)
 
     def run(
         self,
@@ -134,7 +139,7 @@ class Pool:
         for ``budget_s`` seconds is ended (conformance.world.patience says what that is, and what limits any task).
         Raises ValueError for a malformed task, for ``kwargs`` that are not JSON values, and for more ranks than GPUs.
         """
-        _check_call(config, task, kwargs)
+        _check_call(config, task, kwargs, is_here=self._fleet is None)
         log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
         began, used = time.monotonic(), False
@@ -192,19 +197,29 @@ class Pool:
             self._retire(key, config, why="a rank died while it was idle")
             world = None
         if world is None:
-            try:
-                zygote = self._zygote(config)
-            except OSError as error:
-                raise too_small(config.size, str(error.strerror)) from error
-            world = zygote.start_world(
+            world = self._worlds[key, config] = self._start(config)
+        return world
+
+    def _start(self, config: WorldConfig) -> World:
+        if self._fleet is not None:
+            return self._fleet.start_far(
                 size=config.size,
                 device=config.device,
                 preload=config.preload,
-                gpus=config.gpus,
+                python=config.python,
                 memory_limit_bytes=config.memory_limit_bytes,
             )
-            self._worlds[key, config] = world
-        return world
+        try:
+            zygote = self._zygote(config)
+        except OSError as error:
+            raise too_small(config.size, str(error.strerror)) from error
+        return zygote.start_world(
+            size=config.size,
+            device=config.device,
+            preload=config.preload,
+            gpus=config.gpus,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
 
     def _zygote(self, config: WorldConfig) -> ZygoteHandle:
         """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
@@ -233,7 +248,7 @@ def _failed(reason: str, *, kind: FailureKind, rank: int | None, began: float, u
     return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[], used=used)
 
 
-def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any]) -> None:
+def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any], *, is_here: bool) -> None:
     """Raises ValueError, which says what to change, for a wrong call of ``Pool.run``."""
     if not re.fullmatch(r"[\w.]+:\w+", task):
         raise ValueError(f"task {task!r} is not of the form package.module:function")
@@ -243,7 +258,7 @@ def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"kwargs of {task} have to be JSON values ({error}); pass large data as a file's path"
         ) from None
-    if config.device == "cuda":
+    if config.device == "cuda" and is_here:
         import torch
 
         if (visible := torch.cuda.device_count()) < config.size:

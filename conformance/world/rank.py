@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from conformance.world import heartbeat
 from conformance.world.cleanup import Cleaner, freeze
@@ -32,14 +32,22 @@ from conformance.world.wire import Message, Wire
 
 # The watchdog ends a task that hangs, and shows stacks. A timeout of the collective would hide which rank it waits for.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
+MEETING_TIMEOUT = timedelta(minutes=2)  # for ranks of other hosts to reach the first one
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited."""
+    """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
 
-    rank: int
+    first, local_size: the first rank of this host, and how many are here. store: the address at which ranks of several
+    hosts meet; None for those of one host, which meet in a file.
+    """
+
+    local_rank: int
+    first: int
     size: int
+    local_size: int
+    store: tuple[str, int] | None
     device: str
     port: int
     preload: tuple[str, ...]
@@ -47,6 +55,10 @@ class RankSpec:
     socket_fd: int
     beats_fd: int
     store_fd: int
+
+    @property
+    def rank(self) -> int:
+        return self.first + self.local_rank
 
 
 def serve(spec: RankSpec) -> None:
@@ -57,8 +69,8 @@ def serve(spec: RankSpec) -> None:
     """
     _limit_memory(spec.memory_limit_bytes)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # between tasks there is no file for stacks
-    heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.size), spec.rank)
-    device = "cpu" if spec.device == "cpu" else f"cuda:{spec.rank}"
+    heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.local_size), spec.local_rank)
+    device = "cpu" if spec.device == "cpu" else f"cuda:{spec.local_rank}"
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     wire = Wire(socket.socket(fileno=spec.socket_fd))
     cleaner = Cleaner(device)
@@ -103,24 +115,30 @@ def _join(spec: RankSpec) -> None:
     """Initialise torch.distributed, and set the environment variables that torchrun sets."""
     os.environ.update(
         RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.local_rank),
         WORLD_SIZE=str(spec.size),
-        LOCAL_WORLD_SIZE=str(spec.size),
-        MASTER_ADDR="127.0.0.1",
+        LOCAL_WORLD_SIZE=str(spec.local_size),
+        MASTER_ADDR=spec.store[0] if spec.store else "127.0.0.1",
         MASTER_PORT=str(spec.port),
     )
     for module in spec.preload:  # the zygote of a forked rank has done it
         import_module(module)
     if spec.device == "cuda":
-        torch.cuda.set_device(spec.rank)
+        torch.cuda.set_device(spec.local_rank)
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "nccl",
-        # A file in memory: no port to race for, and nothing on disk when the world is killed.
-        store=FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size),
+        store=_store(spec),
         rank=spec.rank,
         world_size=spec.size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+
+
+def _store(spec: RankSpec) -> Store:
+    if spec.store is None:  # a file in memory: no port to race for, and nothing on disk when the world is killed
+        return FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size)
+    host, port = spec.store
+    return TCPStore(host, port, spec.size, is_master=spec.rank == 0, timeout=MEETING_TIMEOUT, wait_for_workers=False)
 
 
 @contextlib.contextmanager

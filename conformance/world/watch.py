@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from conformance.world.launch import START_LIMIT_S, World, readable
 from conformance.world.patience import Patience
-from conformance.world.process import process_state, signal_process
 from conformance.world.reason import (
     Failure,
     FailureKind,
@@ -103,13 +102,15 @@ class _Watch:
             status = world.zygote.close()
             what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
             self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
+        elif world.lost:
+            self._failures[None] = Failure(rank=None, kind="killed", what=world.lost[0])
         for rank, status in world.statuses.items():
             self._record_failure(rank, "killed" if status < 0 else "exited", exit_words(status))
         now = time.monotonic()
         for rank in range(world.size):
             if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
                 self._record_failure(rank, "exited", "closed its connection to the controller")
-            if process_state(world.pids[rank]) != "T":
+            if world.state(rank) != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
                 self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
@@ -180,8 +181,8 @@ class _Watch:
         ]
         files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
         for rank in ranks:
-            signal_process(self._world.pids[rank], signal.SIGUSR1)
-            signal_process(self._world.pids[rank], signal.SIGCONT)  # a stopped rank writes them when it runs again
+            self._world.signal(rank, signal.SIGUSR1)
+            self._world.signal(rank, signal.SIGCONT)  # a stopped rank writes them when it runs again
         deadline = time.monotonic() + _STACKS_LIMIT_S
         while not all(is_whole(file) for file in files.values()) and time.monotonic() < deadline:
             time.sleep(_STACKS_TICK_S)

@@ -93,7 +93,7 @@ class Zygote:
                 break
             if pid == 0:
                 os.environ.update(message["variables"])
-                self._become_rank(zygote, {**message["spec"], "rank": rank, **inherited}, fds)
+                self._become_rank(zygote, {**message["spec"], "local_rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:

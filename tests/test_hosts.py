@@ -1,0 +1,199 @@
+"""Worlds of several hosts: real agents, each of which takes this machine for its own host (claim 8).
+
+Whatever becomes of an agent, the task ends with a reason that names it, and no rank is left.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host_agents import Process, agent, fleet, is_true_soon
+from world_helpers import Runner, is_dead_soon, results
+
+from conformance.hosts.fleet import Fleet, Hosts
+from conformance.hosts.stream import SECRET
+from conformance.validation import UsageError
+from conformance.world import Pool
+
+START_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool of two agents, which start three ranks: two and one."""
+    folder = tmp_path_factory.mktemp("two")
+    with fleet(2, folder) as made, agent(made.address, slots=2), agent(made.address, slots=2):
+        made.wait(limit_s=START_S)
+        assert made.problem() == ""
+        with Pool(work_dir=folder, fleet=made) as pool:
+            yield pool
+
+
+@pytest.fixture
+def run(two: Pool, tmp_path: Path) -> Runner:
+    return Runner(two, tmp_path)
+
+
+def test_ranks_of_two_agents_are_one_world(run: Runner) -> None:
+    """They compute together, know which ranks are on their host, and stay alive for the next task."""
+    assert results(run("add", size=3, value=2.0)) == [{"rank": rank, "sum": 9.0} for rank in range(3)]
+    found = results(run("environment", size=3))
+    assert [(e["RANK"], e["LOCAL_RANK"], e["LOCAL_WORLD_SIZE"]) for e in found] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+        ("2", "0", "1"),
+    ]
+    assert len({e["MASTER_ADDR"] for e in found}) == 1
+    before = run.pids(size=3)
+    assert run.pids(size=3) == before
+    zygotes = {result["zygote"] for result in results(run("pids", size=3))}
+    assert len(zygotes) == 2  # one on each host
+    text = "0123456789" * 100_000
+    assert results(run("echo", size=3, text=text)) == [text] * 3
+
+
+@pytest.mark.parametrize(
+    ("task", "kwargs", "kind", "reason"),
+    [
+        ("signal_self", {"rank": 2, "number": signal.SIGKILL}, "killed", "rank 2 was killed by SIGKILL"),
+        ("fail", {"rank": 2}, "raised", "rank 2 raised during 'step 1'"),
+        ("never_enter", {"rank": 2, "budget_s": 2.0}, "hung", "rank 2 hung during 'step 1': no progress for "),
+    ],
+)
+def test_what_happens_to_a_rank_of_another_host_is_told_as_here(
+    run: Runner, task: str, kwargs: dict[str, float], kind: str, reason: str
+) -> None:
+    outcome = run(task, size=3, **kwargs)  # type: ignore[arg-type]
+    assert (outcome.kind, outcome.rank) == (kind, 2), outcome.reason
+    assert outcome.reason.startswith(reason)
+    if kind == "hung":
+        assert "stacks: rank-0.stacks, rank-1.stacks, rank-2.stacks" in outcome.reason
+    assert len(results(run("pids", size=3))) == 3  # the next task has a world again
+
+
+def test_more_ranks_than_the_agents_offer_are_refused(run: Runner) -> None:
+    assert run("nothing", size=5).reason == "5 ranks, and the agents offer 4"
+
+
+# --- agents ---
+
+
+def test_an_agent_that_is_killed_ends_its_task_and_another_may_come(tmp_path: Path) -> None:
+    with fleet(2, tmp_path) as made, Pool(work_dir=tmp_path, fleet=made) as pool, agent(made.address) as stays:
+        run = Runner(pool, tmp_path)
+        with agent(made.address) as dies:
+            made.wait(limit_s=START_S)
+            pids = run.pids(size=2)
+            dies.kill()
+            outcome = run("never_enter", size=2, rank=0)
+            assert outcome.state == "failed"
+            assert all(is_dead_soon(pid) for pid in pids)
+        assert re.match(rf"agent \S+ \(process {dies.pid}\) was lost: ", outcome.reason) or "1 of 2" in outcome.reason
+        again = run("nothing", size=2)
+        left = rf"1 of 2 agents are left \(.*{stays.pid}\)\); agent \S+ \(process {dies.pid}\) was lost"
+        assert re.match(left, again.reason), again.reason
+        with agent(made.address):
+            assert is_true_soon(lambda: made.problem() == "")
+            assert results(run("add", size=2, value=0.0)) == [{"rank": rank, "sum": 1.0} for rank in range(2)]
+        pool.close()
+        made.close()
+        assert stays.wait(timeout=10) == 0  # told that the run has ended
+
+
+def test_an_agent_that_is_killed_during_a_task_is_named(tmp_path: Path) -> None:
+    with fleet(2, tmp_path) as made, agent(made.address), agent(made.address) as dies:
+        made.wait(limit_s=START_S)
+        with Pool(work_dir=tmp_path, fleet=made) as pool:
+            pids = Runner(pool, tmp_path).pids(size=2)
+            outcome = Runner(pool, tmp_path)("kill_process", size=2, pid=dies.pid)
+        assert re.match(rf"agent \S+ \(process {dies.pid}\) was lost: ", outcome.reason), outcome.reason
+        assert all(is_dead_soon(pid) for pid in pids)
+
+
+def test_when_the_controller_is_gone_nothing_is_left(tmp_path: Path) -> None:
+    with fleet(1, tmp_path) as made, agent(made.address) as alone:
+        made.wait(limit_s=START_S)
+        (pid,) = Runner(pool := Pool(work_dir=tmp_path, fleet=made), tmp_path).pids(size=1)
+        made._process.kill()
+        assert alone.wait(timeout=20) == 3
+        assert alone.stderr is not None
+        assert "is gone: it closed the connection" in alone.stderr.read()
+        assert is_dead_soon(pid)
+        assert Runner(pool, tmp_path)("nothing", size=1).reason == "the process that agents connect to has ended"
+        pool.close()
+
+
+def test_agents_that_do_not_fit_are_refused_and_told_why(tmp_path: Path) -> None:
+    """A wrong secret, another version of torch or of the suite, a host that does not share the folder."""
+    other_torch = "import importlib.metadata as m; v = m.version; m.version = lambda n: '0.1' if n == 'torch' else v(n)"
+    other_suite = "import conformance; conformance.__version__ = '0.0.1'"
+    blind = "from pathlib import Path; Path.is_file = lambda self: False"
+    with fleet(1, tmp_path) as made:
+        refused = [
+            (agent(made.address, secret="x" * 20), "it does not know the secret; PARITY_SECRET has to be the same"),
+            (agent(made.address, code=patched_torch(other_torch)), "it has torch 0.1 and not 2."),
+            (agent(made.address, code=other_suite), "it has backend-parity 0.0.1 (sources "),
+            (agent(made.address, code=blind), "it does not see "),
+        ]
+        for started, why in refused:
+            with started as one:
+                ended(one, 2, why)
+            assert is_true_soon(lambda why=why: why in made.problem())
+        assert made.problem().startswith("0 of 1 agents ")
+
+
+def patched_torch(code: str) -> str:
+    return f"{code}; import conformance.packages as p; p.version = m.version"
+
+
+def ended(process: Process, status: int, why: str) -> None:
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == status, said
+    assert why in said
+    assert "Traceback" not in said
+
+
+def test_an_agent_does_not_work_for_somebody_without_the_secret(tmp_path: Path) -> None:
+    """Both sides show that they know it; this one only repeats what it is sent."""
+    import socket
+
+    from conformance.hosts.stream import Stream
+
+    with socket.create_server(("127.0.0.1", 0)) as server, agent(f"127.0.0.1:{server.getsockname()[1]}") as asked:
+        end, _ = server.accept()
+        stream = Stream(end)
+        stream.send({"challenge": "x"})
+        stream.send({"answer": stream.next()["answer"], "device": "cpu", "cwd": "/", "sign": ""})
+        ended(asked, 2, "what listens there does not know the secret")
+
+
+def test_what_is_no_agent_stops_nobody(tmp_path: Path) -> None:
+    import socket
+
+    with fleet(1, tmp_path) as made:
+        host, _, port = made.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as stranger, socket.create_connection((host, int(port))):
+            stranger.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            assert is_true_soon(lambda: "was no agent" in made.problem())
+
+
+def test_an_agent_that_never_comes_is_told_with_the_command_that_starts_it(tmp_path: Path) -> None:
+    with fleet(2, tmp_path) as made:
+        made.wait(limit_s=0.2)
+        assert made.problem() == f"0 of 2 agents have come (none); start parity agent {made.address} on the others"
+
+
+@pytest.mark.parametrize(("secret", "listen", "message"), [
+    ("", "127.0.0.1:0", "PARITY_SECRET has to hold 16 characters or more"),
+    ("short", "127.0.0.1:0", "PARITY_SECRET has to hold 16 characters or more"),
+    ("x" * 20, "127.0.0.1", "is no address; give HOST:PORT"),
+    ("x" * 20, "192.0.2.1:0", "nothing can listen at 192.0.2.1:0"),
+])  # fmt: skip
+def test_what_cannot_work_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, listen: str, message: str
+) -> None:
+    monkeypatch.setenv(SECRET, secret)
+    with pytest.raises(UsageError, match=message):
+        Fleet(Hosts(count=1, listen=listen), device="cpu", folder=tmp_path)
