@@ -5,7 +5,9 @@ Whatever becomes of an agent, the task ends with a reason that names it, and no 
 
 import re
 import signal
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,27 +15,34 @@ from host_agents import Process, agent, fleet, is_true_soon
 from world_helpers import Runner, is_dead_soon, results
 
 from conformance.hosts.fleet import Fleet, Hosts
-from conformance.hosts.stream import SECRET
+from conformance.hosts.stream import SECRET, Stream
 from conformance.validation import UsageError
 from conformance.world import Pool
 
 START_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+@dataclass(frozen=True, kw_only=True)
+class Two:
     """A pool of two agents, which start three ranks: two and one."""
+
+    pool: Pool
+    agents: dict[int, Process]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
-    with fleet(2, folder) as made, agent(made.address, slots=2), agent(made.address, slots=2):
+    with fleet(2, folder) as made, agent(made.address, slots=2) as one, agent(made.address, slots=2) as other:
         made.wait(limit_s=START_S)
         assert made.problem() == ""
         with Pool(work_dir=folder, fleet=made) as pool:
-            yield pool
+            yield Two(pool=pool, agents={process.pid: process for process in (one, other)})
 
 
 @pytest.fixture
-def run(two: Pool, tmp_path: Path) -> Runner:
-    return Runner(two, tmp_path)
+def run(two: Two, tmp_path: Path) -> Runner:
+    return Runner(two.pool, tmp_path)
 
 
 def test_ranks_of_two_agents_are_one_world(run: Runner) -> None:
@@ -77,9 +86,21 @@ def test_more_ranks_than_the_agents_offer_are_refused(run: Runner) -> None:
     assert run("nothing", size=5).reason == "5 ranks, and the agents offer 4"
 
 
+def test_an_agent_that_is_killed_is_named_and_its_ranks_end(run: Runner, two: Two) -> None:
+    """Those of the other agent too. It is the last test of these two."""
+    found = results(run("pids", size=3))
+    outcome = run("kill_agent", size=3, rank=2)
+    killed = re.match(r"agent \S+ \(process (\d+)\) was lost: ", outcome.reason)
+    assert killed, outcome.reason
+    assert two.agents[int(killed[1])].wait(timeout=10) == -signal.SIGKILL
+    assert all(is_dead_soon(result["rank"]) for result in found)
+    assert "1 of 2 agents are left" in run("nothing", size=3).reason
+
+
 # --- agents ---
 
 
+@pytest.mark.exhaustive
 def test_an_agent_that_is_killed_ends_its_task_and_another_may_come(tmp_path: Path) -> None:
     with fleet(2, tmp_path) as made, Pool(work_dir=tmp_path, fleet=made) as pool, agent(made.address) as stays:
         run = Runner(pool, tmp_path)
@@ -102,16 +123,7 @@ def test_an_agent_that_is_killed_ends_its_task_and_another_may_come(tmp_path: Pa
         assert stays.wait(timeout=10) == 0  # told that the run has ended
 
 
-def test_an_agent_that_is_killed_during_a_task_is_named(tmp_path: Path) -> None:
-    with fleet(2, tmp_path) as made, agent(made.address), agent(made.address) as dies:
-        made.wait(limit_s=START_S)
-        with Pool(work_dir=tmp_path, fleet=made) as pool:
-            pids = Runner(pool, tmp_path).pids(size=2)
-            outcome = Runner(pool, tmp_path)("kill_process", size=2, pid=dies.pid)
-        assert re.match(rf"agent \S+ \(process {dies.pid}\) was lost: ", outcome.reason), outcome.reason
-        assert all(is_dead_soon(pid) for pid in pids)
-
-
+@pytest.mark.exhaustive
 def test_when_the_controller_is_gone_nothing_is_left(tmp_path: Path) -> None:
     with fleet(1, tmp_path) as made, agent(made.address) as alone:
         made.wait(limit_s=START_S)
@@ -157,10 +169,6 @@ def ended(process: Process, status: int, why: str) -> None:
 
 def test_an_agent_does_not_work_for_somebody_without_the_secret(tmp_path: Path) -> None:
     """Both sides show that they know it; this one only repeats what it is sent."""
-    import socket
-
-    from conformance.hosts.stream import Stream
-
     with socket.create_server(("127.0.0.1", 0)) as server, agent(f"127.0.0.1:{server.getsockname()[1]}") as asked:
         end, _ = server.accept()
         stream = Stream(end)
@@ -170,8 +178,6 @@ def test_an_agent_does_not_work_for_somebody_without_the_secret(tmp_path: Path) 
 
 
 def test_what_is_no_agent_stops_nobody(tmp_path: Path) -> None:
-    import socket
-
     with fleet(1, tmp_path) as made:
         host, _, port = made.address.rpartition(":")
         with socket.create_connection((host, int(port))) as stranger, socket.create_connection((host, int(port))):

@@ -155,7 +155,7 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path) -> None:
     """Three cells of one GPU and one of both, on two GPUs: while a cell is judged, another one computes."""
     cells = [cell_of("dp1", 0), cell_of("dp1", 1), cell_of("dp2", 0), cell_of("dp1", 2)]
     done: list[JudgedCell] = []
-    threads = set()
+    threads: set[str] = set()
 
     def progress(judged: JudgedCell) -> None:
         done.append(judged)

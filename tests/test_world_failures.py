@@ -130,6 +130,11 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
     assert re.match(said, outcome.reason.splitlines()[0])
     assert "rank 0 is in a collective called from never_enter (world_tasks.py:" in outcome.reason
     assert "stacks: rank-0.stacks, rank-1.stacks" in outcome.reason
+    group = "  collectives of group 0 default_pg: "
+    counted = re.search(rf"{group}rank 0 at (\d+) \(gloo:(\w+)\), rank 1 at (\d+) \(", outcome.reason)
+    assert counted, outcome.reason
+    assert int(counted[1]) == int(counted[3]) + 1
+    assert counted[2] == "all_reduce"
     for rank in range(2):
         assert "in never_enter" in (tmp_path / f"rank-{rank}.stacks").read_text()
     assert 0.5 < outcome.seconds < 2.5

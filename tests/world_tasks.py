@@ -250,9 +250,14 @@ def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
     return visible(context), os.getpid()
 
 
-def kill_process(context: RankContext, *, pid: int) -> None:
-    """Rank 0 kills the agent of another rank, and all wait for each other."""
-    if context.rank == 0:
-        os.kill(pid, signal.SIGKILL)
+def kill_agent(context: RankContext, *, rank: int) -> None:
+    """A rank kills the agent of its host, while all wait for each other: the grandparent of its zygote."""
+    if context.rank == rank:
+        nursery = _parent(os.getppid())
+        os.kill(_parent(nursery), signal.SIGKILL)
     dist.barrier()
     time.sleep(60)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -28,13 +28,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, required=True, help="how many nodes of the cluster take part")
     parser.add_argument("--slots", type=int, required=True, help="how many ranks each of them starts")
     parser.add_argument("command", choices=["run"], help="and the options of parity run")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of parity run")
     options, rest = parser.parse_known_args(arguments)
     try:
         import ray
     except ImportError:
         print("parity: ray is not installed; pip install 'backend-parity[ray]'", file=sys.stderr)
         return 2
-    is_cuda = "cuda" in rest
     try:
         ray.init(address="auto", log_to_driver=True, configure_logging=False)
     except ConnectionError as error:
@@ -44,8 +44,10 @@ def main(arguments: Sequence[str]) -> int:
         host = ray.util.get_node_ip_address()
         address, secret = f"{host}:{free_port(host)}", secrets.token_hex(32)
         os.environ[SECRET] = secret
-        with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, is_cuda=is_cuda):
-            return parity(["run", *rest, "--hosts", str(options.nodes), "--listen", address])
+        with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, is_cuda=options.device == "cuda"):
+            return parity(
+                ["run", *rest, "--device", options.device, "--hosts", str(options.nodes), "--listen", address]
+            )
     except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2

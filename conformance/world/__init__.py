@@ -14,6 +14,7 @@ another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_P
     rank.py       the main loop of a rank
     cleanup.py    what a rank does between tasks, so that nothing leaks
     heartbeat.py  the current phase of each rank, in shared memory
+    flight.py     the last collectives of each rank, while it hangs
     process.py    Linux system calls: death of the parent, process state, process groups
     wire.py       messages between these processes
 

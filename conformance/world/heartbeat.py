@@ -48,8 +48,10 @@ class Heartbeats:
         self._memory[rank * _SLOT : rank * _SLOT + len(slot)] = slot
 
     def put(self, rank: int, phase: str, count: int, age: float, marks: int) -> None:
-        """Write what was read elsewhere, where CLOCK_MONOTONIC may be another: a phase that is ``age`` seconds old. What
-        has not changed stays as it is, because a change shows that the rank gets on."""
+        """Write what was read elsewhere, where CLOCK_MONOTONIC may be another: a phase that is ``age`` seconds old.
+
+        What has not changed stays as it is, because a change shows that the rank gets on.
+        """
         was = self.read(rank)
         if (was.phase, was.count, was.marks) == (phase, count, marks):
             return

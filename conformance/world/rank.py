@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from conformance.world import heartbeat
 from conformance.world.cleanup import Cleaner, freeze
+from conformance.world.flight import FlightRecorder
 from conformance.world.heartbeat import Heartbeats, RankContext, beat
 from conformance.world.wire import Message, Wire
 
@@ -73,12 +74,14 @@ def serve(spec: RankSpec) -> None:
     device = "cpu" if spec.device == "cpu" else f"cuda:{spec.local_rank}"
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     wire = Wire(socket.socket(fileno=spec.socket_fd))
-    cleaner = Cleaner(device)
+    cleaner, recorder = Cleaner(device), FlightRecorder(spec.rank, device=spec.device)
     while True:
         message, held = wire.receive()
         if message is None:
             return
-        with _logs(Path(message["log_dir"]), spec.rank):
+        folder = Path(message["log_dir"])
+        recorder.write_into(folder)
+        with _logs(folder, spec.rank):
             wire.send(_run_task(spec, context, message, wire))
             if wire.receive()[0] is None:
                 return

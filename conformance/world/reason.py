@@ -12,7 +12,7 @@ from typing import Literal
 
 FailureKind = Literal["", "killed", "exited", "raised", "hung", "stopped", "out of memory"]
 
-_TAIL_LINES = 20
+_TAIL_LINES = 25
 # Messages of gloo and NCCL on a rank whose peer has died: the peer is the cause, not this rank.
 _ECHOES = (
     "connection closed by peer",

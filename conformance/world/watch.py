@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from conformance.world import flight
 from conformance.world.launch import START_LIMIT_S, World, readable
 from conformance.world.patience import Patience
 from conformance.world.reason import (
@@ -183,8 +184,11 @@ class _Watch:
         for rank in ranks:
             self._world.signal(rank, signal.SIGUSR1)
             self._world.signal(rank, signal.SIGCONT)  # a stopped rank writes them when it runs again
+            self._world.signal(rank, flight.ASK)
         deadline = time.monotonic() + _STACKS_LIMIT_S
-        while not all(is_whole(file) for file in files.values()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and not all(
+            is_whole(file) and flight.flight_file(self._log_dir, rank).exists() for rank, file in files.items()
+        ):
             time.sleep(_STACKS_TICK_S)
         for file in self._log_dir.glob("rank-*.stacks"):
             if not _is_written(file):
@@ -202,6 +206,7 @@ class _Watch:
                 lines.append(f"  then {other}")
             elif rank in locations:
                 lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
+        lines += flight.where_they_part(self._log_dir, range(self._world.size))
         stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
         logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
         lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")

@@ -1,0 +1,108 @@
+"""`parity run` on several hosts, by each way to start the agents. Every host is this machine.
+
+The cells are of the plain backend: what is shown is where their ranks are. Both kinds of engine are the real ones.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host_agents import A_SECRET, agent, environment
+from plain_profile import write_profile
+
+from conformance.cli import main
+from conformance.hosts.agent import free_port
+from conformance.hosts.stream import SECRET
+
+PLAIN = ["--backend", "plain_backend:Plain"]
+
+
+def states(out: Path) -> dict[str, str]:
+    return {cell["id"]: cell["state"] for cell in json.loads((out / "summary.json").read_text())["cells"]}
+
+
+@pytest.mark.exhaustive
+def test_a_run_waits_for_its_agents_and_cells_that_are_too_large_are_not_run(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    both = Path(write_profile(tmp_path))
+    both.write_text(both.read_text().replace("pp2", "dp4"))
+    chosen = [*PLAIN, "--profile", str(both), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-P", "-m", "conformance.cli", "run", *chosen, "--hosts", "2", "--listen", address]
+    with agent(address) as one, agent(address) as other:  # they may come before the run does
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        assert (one.wait(timeout=30), other.wait(timeout=30)) == (0, 0)
+    assert sorted(states(tmp_path / "out").values()) == ["conforms", "not_run"], done.stderr
+    assert "needs 4 ranks, and the agents start 2; add agents" in done.stderr
+
+
+def test_when_an_agent_never_comes_every_cell_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SECRET, A_SECRET)
+    chosen = [*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out"), "--budget", "0.2"]
+    assert main(["run", *chosen, "--hosts", "1", "--listen", "127.0.0.1:0"]) == 3
+    assert sorted(states(tmp_path / "out").values()) == ["infrastructure", "unsupported"]
+    assert "0 of 1 agents have come (none); start parity agent 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_hosts_and_where_they_come_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *PLAIN, "--profile", write_profile(tmp_path), "--hosts", "2"]) == 2
+    assert "--hosts and --listen belong together" in capsys.readouterr().err
+
+
+def test_torchrun_is_told_apart_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    from conformance.hosts import torchrun
+
+    assert torchrun.main(["run"]) == 2
+    assert "is started by torchrun --rdzv-backend c10d" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_job_of_torchrun(tmp_path: Path) -> None:
+    """Two nodes meet by c10d, and exit with the run's code; one rank of the cell is on each."""
+    meets = f"127.0.0.1:{free_port('127.0.0.1')}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meets, "--rdzv-id", "parity"]
+    chosen = [*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out")]
+    command = [*torchrun, "-m", "conformance.hosts.torchrun", "run", *chosen]
+    nodes = [
+        subprocess.Popen(command, env=environment() | {"PARITY_SLOTS": "1"}, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [node.communicate(timeout=200)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sorted(states(tmp_path / "out").values()) == ["conforms", "unsupported"]
+
+
+@pytest.fixture
+def ray_address(tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of two nodes with a processor each."""
+    pytest.importorskip("ray", reason="needs ray: pip install 'backend-parity[ray]'")
+    port = free_port("127.0.0.1")
+    small = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+    head = ["--head", f"--port={port}", "--include-dashboard=false", "--temp-dir", f"/tmp/ray-{os.getpid()}"]
+    with contextlib.ExitStack() as stack:
+        for where in (head, [f"--address=127.0.0.1:{port}"]):
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *small]
+            node = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            stack.callback(node.terminate)
+            time.sleep(10)  # ray says nowhere that a node is ready
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.mark.exhaustive
+def test_a_ray_cluster(ray_address: str, tmp_path: Path) -> None:
+    """Each agent is in a bundle of a placement group, on a node of its own."""
+    chosen = [*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "conformance.hosts.on_ray", "--nodes", "2", "--slots", "1", "run", *chosen]
+    done = subprocess.run(
+        command, env=environment() | {"RAY_ADDRESS": ray_address}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(states(tmp_path / "out").values()) == ["conforms", "unsupported"]
