@@ -63,7 +63,7 @@ class Entry:
     reproduce: the command that runs this cell again.
     other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
     slim: whether the tensors of its records were removed when all was compared (conformance.record.slim).
-    before: the states in which it had ended when the user had it run again (``--resume``), the earliest first.
+    before: the states in which it had ended before it was run again (``--resume``, or on GPUs), the earliest first.
     """
 
     cell: str

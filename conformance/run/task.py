@@ -37,6 +37,7 @@ from conformance.run.exact import LeakWatch, exact_tier
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.run.memory import PeakMemory
 from conformance.run.replicas import Replicas, Source, compare, pieces
+from conformance.run.settings import settings_of
 from conformance.scenario import Scenario, parse_scenario, scenario_to_json
 from conformance.world import RankContext, mark
 
@@ -70,6 +71,7 @@ def run_leg(
     with contextlib.ExitStack() as stack:
         adapter = BackendEntry(name="", target=target).load()
         begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
+        begins["environment"] |= stack.enter_context(settings_of(config.precision, rank.device))
         folders = {role: Path(folder) for role, folder in models.items()}
         above, routed = sketched_above(config.sketch, elements_of(folders)), is_routed(next(iter(folders.values())))
         observer = _Observer(rank, config, begins, Path(record), first_step, above=above, routed=routed)
