@@ -220,23 +220,14 @@ class Session:
             shutil.rmtree(self.folder(cell) / left, ignore_errors=True)
         (self.folder(cell) / BISECTION).unlink(missing_ok=True)
         first, is_doubtful = self._attempt(cell, inputs, fresh=False)
-        if not is_doubtful:
-            return JudgedCell(cell=cell, verdict=first.verdict, completed=first.completed, records=first.records)
-        again, _ = self._attempt(cell, inputs, fresh=True)
-        if (
-            self.config.gpus and first.verdict.state == "infrastructure"
-        ):  # a flaw of the machine's, until it comes again
-            verdict, told, other, failed = again.verdict, again, first, True
-        else:
-            verdict, (told, other), failed = in_both(first.verdict, again.verdict), told_of(first, again), False
-        return JudgedCell(
-            cell=cell,
-            verdict=verdict,
-            completed=told.completed,
-            records=told.records,
-            other=other,
-            failed_before=failed,
-        )
+        told, verdict, other, failed = first, first.verdict, None, False
+        if is_doubtful:
+            again, _ = self._attempt(cell, inputs, fresh=True)
+            failed = bool(self.config.gpus) and verdict.state == "infrastructure"  # which tells of the machine
+            told, other = (again, first) if failed else told_of(first, again)
+            verdict = again.verdict if failed else in_both(first.verdict, again.verdict)
+        judged = JudgedCell(cell=cell, verdict=verdict, completed=told.completed, records=told.records)
+        return replace(judged, other=other, failed_before=failed)
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
         """Run the legs and judge them. Also returns whether the cell should be run again in fresh ranks, because a
