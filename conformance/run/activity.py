@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from conformance.plan.cell import Cell
@@ -52,11 +52,11 @@ class Activities:
     def end(self) -> None:
         del self._running[threading.get_ident()]
 
-    def now(self, of_ranks: str) -> Activity | None:
-        """None between cells. ``of_ranks``: what ranks do, empty if none runs a task."""
+    def now(self, of_ranks: Callable[[], str]) -> Activity | None:
+        """None between cells. ``of_ranks`` says what ranks do; empty if none runs a task."""
         running = sorted(self._running.values(), key=lambda one: one.since)
         if not running:
             return None
         first, more = running[0], len(running) - 1
-        phase = f"{first.phase}, {more} more cells" if more else of_ranks or first.phase
+        phase = f"{first.phase}, {more} more cells" if more else of_ranks() or first.phase
         return Activity(cell=first.cell, phase=phase, since=first.since, waiting=self.waiting)

@@ -291,7 +291,7 @@ class Session:
 
     def activity(self) -> Activity | None:
         """What the session does at the moment; None between cells. For another thread, to show it."""
-        return self._activities.now(self._pool.phase())
+        return self._activities.now(lambda: self._pool.phase())  # there is no pool before there are cells
 
     def trace(self, cell: Cell, step: int) -> Path:
         """Run a cell of one leg again up to ``step`` with its activations captured (conformance.run.legs.run_traced).
