@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_cell
 from world_helpers import results, world_config
 
 from conformance.backend import BackendEntry
 from conformance.gpus.busy import Busy
+from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, holders, lease_folder
 from conformance.gpus.pool import LeasedPool
 from conformance.plan.cell import Cell
 from conformance.record.results import read_entry
 from conformance.run.session import JudgedCell, Session, SessionConfig
-from conformance.world import Outcome
+from conformance.world import Outcome, WorldConfig
 from conformance.world.nursery import absolute_path
 
 GPUS = ("GPU-a", "GPU-b")
@@ -105,6 +107,7 @@ CONTROLLER = """\
 import sys
 from pathlib import Path
 from conformance.gpus.busy import Busy
+from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.pool import LeasedPool
 from conformance.world import WorldConfig
 pool = LeasedPool(work_dir=Path(sys.argv[1]), gpus=("GPU-a",), busy=Busy(("GPU-a",)))
@@ -141,6 +144,40 @@ def test_a_gpu_of_a_killed_controller_is_free_when_its_ranks_are_gone(tmp_path: 
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_cuda_error_that_stays_ends_its_own_world_only(tmp_path: Path) -> None:
+    """On GPUs: a task of each runs on the GPU that it leased, and only the world that broke is a new one."""
+    gpus = gpus_of_host()[:2]
+    pool, config = LeasedPool(work_dir=tmp_path, gpus=gpus, busy=Busy(gpus)), on_gpus(1)
+
+    def task(name: str, **kwargs: Any) -> Outcome:
+        logs = tmp_path / str(next(_numbers))
+        return pool.run(key="x", config=config, task=f"world_tasks:{name}", kwargs=kwargs, log_dir=logs, budget_s=60)
+
+    def on_both() -> dict[str, int]:
+        """The process that has run on each GPU, two at once."""
+        folder = str(tmp_path / f"met-{next(_numbers)}")
+        with ThreadPoolExecutor(2) as threads:
+            met = [threads.submit(task, "meet", of=2, folder=folder) for _ in gpus]
+        return dict(results(one.result())[0] for one in met)
+
+    before = on_both()
+    assert set(before) == set(gpus)
+    ((uuid, pid),) = results(task("on_gpu"))
+    assert uuid in gpus[0]
+    assert pid == before[gpus[0]]
+    broken = task("break_cuda", rank=0)  # on the first GPU, which is free
+    assert broken.state == "failed"
+    after = on_both()
+    assert after[gpus[0]] != before[gpus[0]]
+    assert after[gpus[1]] == before[gpus[1]]
+    pool.close()
+
+
+def on_gpus(size: int) -> WorldConfig:
+    return WorldConfig(size=size, device="cuda", preload=("world_tasks",))
 
 
 # --- cells ---

@@ -261,3 +261,14 @@ def kill_agent(context: RankContext, *, rank: int) -> None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def break_cuda(context: RankContext, *, rank: int) -> None:
+    """A rank indexes beyond a tensor on its GPU: an error that stays with the process, whatever it does next."""
+    if context.rank == rank:
+        torch.zeros(1, device=context.device)[torch.tensor([7], device=context.device)].sum().item()
+    dist.barrier()
+
+
+def on_gpu(context: RankContext) -> tuple[str, int]:
+    return str(torch.cuda.get_device_properties(context.device).uuid), os.getpid()
