@@ -5,6 +5,7 @@ What CUDA does is not shown here: that takes GPUs (tests/test_world.py).
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def cell_of(layout: str, seed: int, backend: str = "plain_backend:Plain") -> Cel
     return make_cell("sft-sgd", "llama", layout, "exact", backend=entry, seed=seed, steps=1, rows=12)
 
 
-def test_cells_run_side_by_side_the_largest_first(tmp_path: Path) -> None:
+def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three cells of one GPU and one of both, on two GPUs: while a cell is judged, another one computes."""
     cells = [cell_of("dp1", 0), cell_of("dp1", 1), cell_of("dp2", 0), cell_of("dp1", 2)]
     done: list[JudgedCell] = []
@@ -198,10 +199,12 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path) -> None:
         done.append(judged)
         threads.update(thread.name for thread in threading.enumerate() if thread.name.startswith("GPU-"))
 
+    caplog.set_level("INFO", logger="conformance.run.session")
     with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
         session.run_all(cells, progress=progress)
     assert [judged.verdict.state for judged in done] == ["conforms"] * 4, [judged.verdict.reason for judged in done]
     assert {judged.cell for judged in done} == set(cells)
+    assert re.search(r"leased: GPU-a [1-9]\d*%, GPU-b [1-9]\d*% of \d+ s", caplog.text)
     assert threads == {"GPU-a-GPU-b_0", "GPU-a_0", "GPU-b_0"}
     assert holders(GPUS, lease_folder()) == ""
 

@@ -23,3 +23,7 @@ class Busy:
         passed = max(time.monotonic() - self._began, 1e-9)
         with self._lock:
             return {gpu: seconds / passed for gpu, seconds in self._seconds.items()}
+
+    def __str__(self) -> str:
+        passed = time.monotonic() - self._began
+        return ", ".join(f"{gpu} {share:.0%}" for gpu, share in self.shares().items()) + f" of {passed:.0f} s"

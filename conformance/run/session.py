@@ -139,6 +139,8 @@ class Session:
         self._oracles.__exit__()
         self._at_once.join()
         self._pool.close()
+        if self.config.gpus:
+            logger.info("leased: %s", self._busy)
         if self._fleet is not None:
             self._fleet.close()
 
