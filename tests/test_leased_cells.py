@@ -3,6 +3,7 @@
 What CUDA does is not shown here: that takes GPUs (tests/test_world.py).
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -31,6 +32,7 @@ from conformance.record.results import read_entry
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, WorldConfig
 from conformance.world.nursery import absolute_path
+from conformance.world.process import signal_process
 
 GPUS = ("GPU-a", "GPU-b")
 _numbers = itertools.count()
@@ -121,14 +123,18 @@ pool.run(key="x", config=config, task="world_tasks:meet", kwargs=kwargs, log_dir
 @pytest.mark.exhaustive
 def test_a_gpu_of_a_killed_controller_is_free_when_its_ranks_are_gone(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(absolute_path())}
-    with subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], env=environment) as controller:
+    with contextlib.ExitStack() as stack:
+        controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], env=environment)
+        stack.callback(controller.kill)
         met = tmp_path / "met"
         while not met.is_dir() or not list(met.iterdir()):
             assert controller.poll() is None
             time.sleep(0.05)
         rank = int(next(met.iterdir()).name)
-        os.kill(rank, signal.SIGSTOP)  # it does not see the controller's death, as one that hangs in a driver
         zygote = _parent(rank)
+        for pid in (rank, zygote):  # they are stopped, so they would end with nobody
+            stack.callback(signal_process, pid, signal.SIGKILL)
+        os.kill(rank, signal.SIGSTOP)  # it does not see the controller's death, as one that hangs in a driver
         os.kill(zygote, signal.SIGSTOP)
         controller.kill()
         controller.wait()
@@ -140,7 +146,6 @@ def test_a_gpu_of_a_killed_controller_is_free_when_its_ranks_are_gone(tmp_path: 
             assert time.monotonic() < deadline
             time.sleep(0.05)
         lease.release()
-        os.kill(zygote, signal.SIGKILL)
 
 
 def _parent(pid: int) -> int:
