@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import math
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,50 +31,99 @@ SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 FILE_SIZE = 2**30  # the most bytes of tensors in one file; a single larger tensor has a file of its own
+STRIP = 2**22  # elements that are read at a time
+MAPPED = 2**27  # bytes of files that a reader keeps mapped into memory, at most, beside the strip that it reads
+
+
+class Regions(Protocol):
+    """Reads regions of named tensors."""
+
+    def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor: ...
 
 
 class SliceReader:
     """Reads slices of named tensors from several safetensors files. Use it in a ``with`` statement.
 
-    All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files.
+    All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files. What they
+    give may lie in the file's own pages, so it is to be copied and let go of.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        self._mapped = 0
 
     def __enter__(self) -> "SliceReader":
-        self._files = contextlib.ExitStack()
         for path in self._paths:
-            file = self._files.enter_context(safe_open(path, framework="pt"))
-            self._where |= dict.fromkeys(file.keys(), file)
+            self._where |= dict.fromkeys(self._file(path).keys(), path)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._files.close()
+        self._close()
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """The slice ``[start:stop]`` of a tensor along dimension ``dim``, 0 or 1."""
-        piece = self._file(name).get_slice(name)
-        tensor: torch.Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
-        return tensor
+        span = slice(start, stop)
+        return self.slice(name, (span,) if dim == 0 else (slice(None), span))
 
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
-        piece = self._file(name).get_slice(name)
-        tensor: torch.Tensor = piece[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
-        return tensor
+        return self.slice(name, tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True)))
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole tensor."""
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor
+        return self.slice(name, ())
 
-    def _file(self, name: str) -> Any:
+    def slice(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
+        """The slice of a tensor with a span of each of its first dimensions."""
         if name not in self._where:
             files = ", ".join(map(str, self._paths))
             raise UsageError(f"no tensor {name!r} in {files or 'an empty folder'}; give the complete folder")
-        return self._where[name]
+        if self._mapped > MAPPED:  # pages that were read stay in memory while a file is open
+            self._close()
+        piece = self._file(self._where[name]).get_slice(name)
+        tensor: torch.Tensor = piece[spans] if spans else piece[...]
+        self._mapped += tensor.nbytes
+        return tensor
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+    def _close(self) -> None:
+        self._opened.clear()
+        self._mapped = 0
+
+
+def strips(start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut the region with these first indices and this shape into such of at most STRIP elements, in their order."""
+    if math.prod(shape) <= STRIP or not shape:
+        if math.prod(shape):
+            yield [*start], [*shape]
+        return
+    row = math.prod(shape[1:])
+    rows = max(1, STRIP // row)
+    for first in range(0, shape[0], rows):
+        count = min(rows, shape[0] - first)
+        if count * row <= STRIP:
+            yield [start[0] + first, *start[1:]], [count, *shape[1:]]
+            continue
+        for inside, size in strips(start[1:], shape[1:]):
+            yield [start[0] + first, *inside], [1, *size]
+
+
+def fill(
+    tensor: torch.Tensor,
+    name: str,
+    start: Sequence[int],
+    region: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
+) -> None:
+    """Set ``tensor`` to the region of the tensor ``name`` that begins at ``start``, a strip of it at a time."""
+    for begin, shape in strips(start, tensor.shape):
+        inside = tuple(slice(at - own, at - own + size) for at, own, size in zip(begin, start, shape, strict=True))
+        tensor[inside].copy_(region(name, begin, shape))
 
 
 class TensorWriter:

@@ -6,6 +6,7 @@ each adapted linear layer, which changes names: ``q_proj.weight`` is ``q_proj.ba
 """
 
 import importlib.util
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig, is_ad
 from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
 from impl.models import published_buffers
+from impl.unread import Cast, Stored, UnreadWeights
 
 _OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the last one is how the others end, too
 NAME = "default"  # what peft calls the only adapter of a model
@@ -38,16 +40,26 @@ def adapter_support(scenario: Scenario) -> Support:
 def load_adapter(model: torch.nn.Module, folder: Path) -> Any:
     """Add the adapter in ``folder`` to ``model``, in place and in the model's dtype; returns peft's PeftModel of it.
 
-    Only the adapter requires gradients then. Raises UsageError without peft.
+    Only the adapter requires gradients then. Of a model without numbers (impl.models.empty_model), the adapter's are
+    unread, too. Raises UsageError without peft.
     """
     if not is_installed():
         raise UsageError(f"adapters need the package peft; run: {INSTALL}")
     import peft
 
-    # By default, peft reads files onto the first GPU, on every rank.
-    return peft.PeftModel.from_pretrained(
-        model, str(folder), adapter_name=NAME, is_trainable=True, autocast_adapter_dtype=False, torch_device="cpu"
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")  # torch, of an empty model
+        # By default, peft reads files onto the first GPU, on every rank.
+        adapted = peft.PeftModel.from_pretrained(
+            model, str(folder), adapter_name=NAME, is_trainable=True, autocast_adapter_dtype=False, torch_device="cpu"
+        )
+    unread: UnreadWeights | None = getattr(model, "unread", None)
+    if unread:
+        unread.files.append(folder / WEIGHTS_FILE)
+        adapters = {name: parameter for name, parameter in named_parameters(model) if is_adapter(name)}
+        assert all(parameter.is_meta for parameter in adapters.values())
+        unread.origins |= {name: Cast(Stored(FILE_PREFIX + name), p.dtype) for name, p in adapters.items()}
+    return adapted
 
 
 def is_adapted(module: torch.nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""Loads a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared architecture."""
+"""Builds the model of a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared
+architecture; with its weights, or without, for ranks that read only their own."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,22 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import CausalLMOutput
 
 from conformance.inputs.folder import runs_code
+from conformance.inputs.model import weight_files
 from conformance.role import Head
 from conformance.validation import UsageError
 from impl.document_masks import keep_documents_apart
 from impl.families import beyond_kernels
+from impl.files import fill
 from impl.published_code import fill_rotary_tables, older_names
+from impl.unread import UnreadWeights, give_memory, reading_headers, take_origins
 
 
-def load_model(
+def empty_model(
     path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
-    """Load the whole model onto the CPU in ``dtype``, in training mode.
+    """Build the model in ``dtype``, in training mode, with buffers and without the numbers of its parameters.
+
+    These lie on the meta device; the model's attribute ``unread`` (impl.unread.UnreadWeights) says where they are.
 
     With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
     the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
@@ -28,7 +34,7 @@ def load_model(
     folder's weights are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
-    with older_names(path, runs_code=code) as are_needed:
+    with older_names(path, runs_code=code) as are_needed, reading_headers():
         loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
         model, found = loader.from_pretrained(
             path,
@@ -48,11 +54,26 @@ def load_model(
                 f"the weights in {path} do not fit {type(model).__name__}: {kind.replace('_', ' ')} {names[:8]}; a "
                 f"parameter must never be left at random, so give the complete folder of this model"
             )
+    model.unread = take_origins(model, weight_files(path))
     model.config.use_cache = False
     keep_documents_apart(model)
     for buffer in published_buffers(model).values():
         buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
     return model.train()
+
+
+def load_model(
+    path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
+) -> transformers.PreTrainedModel:
+    """As ``empty_model``, with all of its numbers, in the memory of the host."""
+    model = empty_model(path, dtype=dtype, attention=attention, head=head, trusted=trusted)
+    unread: UnreadWeights = model.unread
+    give_memory(model, lambda empty: torch.empty_like(empty, device="cpu"))
+    with unread.opened() as read, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, [0] * parameter.dim(), read.region)
+    del model.unread
+    return model
 
 
 def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ class Fsdp2Backend(StrategyBackend):
         "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.trainable:outputs_of",
         "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
-        "hugging_face_model": "impl.fsdp2.trainable:load_model",
+        "hugging_face_model": "impl.fsdp2.trainable:empty_model",
         "load_adapter": "impl.fsdp2.trainable:load_adapter",
         "trained_names": "impl.optimizers:trained_names",
         "merge_adapter": "impl.model_folder:merge_adapter",

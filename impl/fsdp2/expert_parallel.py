@@ -29,12 +29,12 @@ def experts_of(model: transformers.PreTrainedModel) -> list[Any]:
 def cut_experts(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> None:
     """Leave each rank of ``mesh`` (``ep``) its experts, and let tokens be sent to them; collective.
 
-    The whole model has to be the same on all ranks.
+    The model has no numbers yet, or is the same on all ranks.
     """
     group = mesh.get_group()
     for experts in experts_of(model):
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            # Every rank has the whole tensor, so none needs to be sent.
+            # No rank lacks numbers of another one, so none are sent.
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, torch.nn.Parameter(cut))
         experts.forward = _over_ranks(experts, group)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from impl.files import SliceReader
+from impl.files import Regions, fill
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
     return own
 
 
-def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
+def write_region(tensor: DTensor, name: str, read: Regions) -> None:
     """Set this rank's part of ``tensor`` from the whole tensor ``name`` in a file."""
     axis = _packed_axis(tensor)
     placements = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
@@ -66,8 +66,7 @@ def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
     local = tensor.to_local()
     if axis is None:
         assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"
-        if local.numel():
-            local.copy_(read.region(name, start, shape))
+        fill(local, name, start, read.region)
         return
     packed: Any = tensor.placements[axis]
     ranks, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
@@ -75,7 +74,7 @@ def write_region(tensor: DTensor, name: str, read: SliceReader) -> None:
     for matrix, piece in enumerate(local.split(length, dim=packed.dim)):
         begin = list(start)
         begin[packed.dim] = (matrix * ranks + rank) * length
-        piece.copy_(read.region(name, begin, piece.shape))
+        fill(piece, name, begin, read.region)
 
 
 def _packed_axis(tensor: DTensor) -> int | None:

@@ -33,7 +33,7 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vo
 from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import load_model, published_buffers
+from impl.models import empty_model, published_buffers
 from impl.optimizers import (
     freeze_others,
     learning_rates,
@@ -50,6 +50,7 @@ from impl.ring.forward import forward_over_ring
 from impl.routing import Routers, routers_of
 from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
+from impl.unread import UnreadWeights
 
 if TYPE_CHECKING:
     from impl.fsdp2.context import Fsdp2Context
@@ -89,12 +90,13 @@ class Fsdp2Trainable:
         )
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        """The model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else None
         dtype = torch.float64 if exact else torch.float32
         trusted = self.context.config.trust_remote_code
-        return load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
     def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
         self.adapted = load_adapter(model, folder)
@@ -102,7 +104,6 @@ class Fsdp2Trainable:
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
-        model.to(self.context.config.device)
         self.model, self.trained = model, optimizer is not None
         self.routers = routers_of(model)
         if "ckpt" in self.options:
@@ -121,6 +122,7 @@ class Fsdp2Trainable:
         else:
             freeze_others(model, optimizer)
         self._shard(model)
+        self._read_weights(model)
         if optimizer is not None:
             self.max_grad_norm = optimizer.max_grad_norm
             self.optimizer = self.create_optimizer(model, optimizer)
@@ -141,6 +143,17 @@ class Fsdp2Trainable:
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def _read_weights(self, model: transformers.PreTrainedModel) -> None:
+        """Read this rank's parts of the parameters, which have no memory yet."""
+        device = self.context.config.device
+        of_parts = "cpu" if "offload" in self.options else device
+        unread: UnreadWeights = model.unread
+        model._apply(lambda t: torch.empty_like(t, device=of_parts) if t.is_meta else t.to(device))
+        with unread.opened() as read, torch.no_grad():
+            for name, parameter in named_parameters(model):
+                write_region(cast(DTensor, parameter), name, read)
+        del model.unread
 
     def expert_mesh(self) -> DeviceMesh:
         """The mesh of the ranks that hold the same experts."""
