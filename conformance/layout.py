@@ -31,7 +31,6 @@ OPTIONS = {
     "lastsync": "gradients reduced at the last micro-batch only",
     "ckpt": "activation checkpointing",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
-    "shardinit": "parameters cut while the model is built, so that no rank ever holds all of it",
     "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",
     "ownopt": "the optimizer that the backend builds itself from its configuration, instead of torch's",
     "shipped": "the library's own behaviour where the backend corrects it by default",

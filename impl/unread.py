@@ -6,6 +6,8 @@ transformers alone knows how, of any family and version, and every region of a p
 """
 
 import contextlib
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor
 from impl.files import SAFETENSORS_DTYPES, SliceReader, strips
 
 Indices = Sequence[int]
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Origin(Protocol):
@@ -187,7 +190,7 @@ class UnreadWeights:
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads regions of a model's parameters in the dtype that the model was built in."""
+    """Reads regions of a model's parameters in the dtype that they had when the model was built."""
 
     origins: Mapping[str, Origin]
     files: SliceReader
@@ -249,6 +252,17 @@ def give_memory(model: torch.nn.Module, make: Callable[[Tensor], Tensor]) -> Non
                 if id(parameter) not in made:
                     made[id(parameter)] = torch.nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
+
+
+def untouched_zeros(shape: Indices, dtype: torch.dtype) -> Tensor:
+    """Zeros on the host that take no memory until they are written to: the kernel has one page of zeros for all.
+
+    A library that wants whole parameters can so be given some, to make of them what it keeps.
+    """
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=_PRIVATE), dtype=dtype).view(*shape)
 
 
 def _tie_equals(model: transformers.PreTrainedModel, read: SliceReader) -> None:

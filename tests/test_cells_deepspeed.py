@@ -33,7 +33,7 @@ pytest.importorskip("deepspeed")
         exhaustive("sft-packed", "qwen3", "dp2.zero2.ckpt.offload"),
         ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
         exhaustive("sft-packed", "llama", "dp2.zero1.ownopt"),
-        ("sft-sgd", "llama", "dp2.zero3.shardinit.ownopt"),
+        ("sft-sgd", "llama", "dp2.zero3.ownopt"),
         ("sft-packed", "pangu", "sp2.zero0"),
         exhaustive("sft-padded", "llama", "dp2.sp2.zigzag.zero1"),
         exhaustive("sft-packed", "llama", "tp2.sp2.zero3"),
@@ -172,8 +172,6 @@ def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) ->
         ("dp2.rep2", "exact", "use rep1, or zero0"),
         ("dp2.lastsync", "exact", "leave it out"),
         ("dp2.zero0.offload", "exact", "use zero1, zero2 or zero3"),
-        ("dp2.zero1.shardinit", "exact", "use zero3 and tp1"),
-        ("dp2.shardinit", "bf16", "use fp32"),
         ("dp2.zero0.ownopt", "fp16", "use zero1, zero2 or zero3"),
     ],
 )

@@ -146,7 +146,7 @@ EXPORTED = [
     *(exhaustive("fsdp2", "tp2", family) for family in ("qwen3", "gemma3", "pangu")),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", "qwen3") for stage in range(4)),
     *(exhaustive("deepspeed", layout, "llama") for layout in ("tp2.zero1", "dp2.tp2.zero3", "sp2.zero2")),
-    *(exhaustive("deepspeed", "dp2.zero3.shardinit", family) for family in ("gemma3", "pangu")),
+    *(exhaustive("deepspeed", "dp2.zero3", family) for family in ("gemma3", "pangu")),
     *(exhaustive("megatron", layout, "qwen3") for layout in ("dp2.zero1", "tp2", "pp2")),
     *(exhaustive("megatron", layout, "llama") for layout in ("tp2.pp2", "sp2", "pp2.vpp2")),
     exhaustive("megatron", "tp2", "pangu"),

@@ -329,7 +329,6 @@ def test_frozen_patterns_are_about_adapters(tmp_path: Path) -> None:
     [
         ("megatron", "dp2", "exact", {}, "megatron-core has no adapters.*use fsdp2"),
         ("deepspeed", "dp2", "fp16", {}, "fp16 rounds it; use bf16"),
-        ("deepspeed", "dp2.shardinit", "exact", {}, "leave shardinit out"),
         ("fsdp2", "tp2", "exact", {"target_modules": ["layers.0.self_attn.q_proj"]}, "layout option 'plan'"),
     ],
 )

@@ -120,7 +120,7 @@ def test_masters_of_zero_0_are_handed_over(session: Session, precision: Precisio
     [
         ("sft-sgd", ("dp2.zero1", "tp2.zero3", "dp2.zero0")),
         ("sft-frozen", ("dp2.zero3", "dp2.zero2", "tp2.zero1")),
-        ("sft-packed", ("dp2.zero3.shardinit.ownopt", "dp2.zero1.ownopt", "dp2.ulysses2.zero2")),
+        ("sft-packed", ("dp2.zero3.ownopt", "dp2.zero1.ownopt", "dp2.ulysses2.zero2")),
     ],
 )
 def test_any_optimizer_hands_over(session: Session, scenario: str, layouts: tuple[str, ...]) -> None:

@@ -10,8 +10,8 @@ of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03).
 precision is that ZeRO-2, which never holds whole gradients, has to reduce those of every micro-batch; ZeRO-1 reduces
 once.
 
-What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``shardinit``, ``ownopt``,
-``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, and ZeRO-2 without accumulation.
+What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``ownopt``, ``stride``,
+``torchcp``, ``offload``, ``overlap`` without ZeRO-1, and ZeRO-2 without accumulation.
 """
 
 import math

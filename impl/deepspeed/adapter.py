@@ -20,7 +20,7 @@ from impl.routing import KINDS
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
 
-_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "shardinit", "ownopt", "shipped")
+_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "ownopt", "shipped")
 
 
 class DeepspeedBackend(StrategyBackend):
@@ -50,7 +50,7 @@ class DeepspeedBackend(StrategyBackend):
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
-        "hugging_face_model": "impl.deepspeed.trainable:load_model",
+        "hugging_face_model": "impl.deepspeed.trainable:empty_model",
         "load_adapter": "impl.deepspeed.trainable:load_adapter",
         "trained_names": "impl.optimizers:trained_names",
         "merge_adapter": "impl.model_folder:merge_adapter",
@@ -94,16 +94,8 @@ class DeepspeedBackend(StrategyBackend):
                 "around its own fused AdamW DeepSpeed puts another wrapper at zero0 in half precision, whose state is "
                 "not read here; use zero1, zero2 or zero3, or leave ownopt out"
             )
-        if "shardinit" in layout.options and (layout.zero not in (None, 3) or layout.tp > 1):
-            return Unsupported(
-                "zero.Init cuts parameters as ZeRO-3 does, and AutoTP wants them whole; use zero3 and tp1"
-            )
-        if "shardinit" in layout.options and scenario.precision in ("bf16", "fp16"):
-            return Unsupported("zero.Init rounds weights before there are float32 masters; use fp32, or no shardinit")
         if scenario.lora and scenario.precision == "fp16":
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
-        if scenario.lora and "shardinit" in layout.options:
-            return Unsupported("peft adds whole matrices to a model that zero.Init has cut; leave shardinit out")
         if isinstance(lacking := adapter_support(scenario), Unsupported):
             return lacking
         if scenario.optimizer.frozen and not scenario.lora and scenario.precision in ("bf16", "fp16"):

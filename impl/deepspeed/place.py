@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
+from impl.files import strips
+
 # (name, start indices, shape) -> this region of the whole tensor with this name.
 ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
@@ -57,7 +59,7 @@ class RankPlace:
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
         """Set ``own``, flat, to the elements of this rank's part of a parameter that begin at the flat index ``start``.
 
-        Only the rows of the whole tensor that contain these elements are read.
+        Only the rows of the whole tensor that contain these elements are read, a strip of them at a time.
         """
         if not own.numel():
             return
@@ -65,10 +67,14 @@ class RankPlace:
         origin = [0] * len(shape)
         if cut := cut_of(parameter):
             origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
-        row = math.prod(shape[1:])
-        first, last = start // row, -(-(start + own.numel()) // row)
-        rows = read(name, (origin[0] + first, *origin[1:]), (last - first, *shape[1:]))
-        own.copy_(rows.flatten().narrow(0, start - first * row, own.numel()))
+        row, end = math.prod(shape[1:]), start + own.numel()
+        first, last = start // row, -(-end // row)
+        at = first * row  # of a strip, in the flattened part
+        for begin, size in strips([origin[0] + first, *origin[1:]], [last - first, *shape[1:]]):
+            low, high = max(start, at), min(end, at + math.prod(size))
+            if low < high:
+                own[low - start : high - start].copy_(read(name, begin, size).flatten()[low - at : high - at])
+            at += math.prod(size)
 
 
 def cut_of(parameter: torch.nn.Parameter) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.sequence import layer
 from deepspeed.utils import groups
-from transformers.integrations import deepspeed as hf
 
 from conformance.layout import Layout
 from conformance.validation import UsageError
@@ -158,29 +157,14 @@ def adapted_layers_opened() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cut_while_loading(settings: dict[str, Any]) -> Iterator[None]:
-    """Make transformers load models under ``zero.Init``, which partitions the weights one by one."""
-    held = hf.HfDeepSpeedConfig(settings)  # transformers keeps a weak reference to it
-    try:
-        with _restored(torch.Tensor), _restored(torch.nn.Module):
-            yield
-    finally:
-        hf.unset_hf_deepspeed_config()
-        del held
+def equal_on_all_ranks() -> Iterator[None]:
+    """Let engines begin without sending all parameters of the first rank to the others, which have the same ones.
 
-
-@contextlib.contextmanager
-def _restored(owner: type) -> Iterator[None]:
-    """Snapshot a class's attributes and restore them on exit.
-
-    zero.Init's own clean-up is incomplete: it leaves saved originals behind and patches installed.
+    What they hold would be written to, and would take memory beside the buffers that it is copied to.
     """
-    before = dict(vars(owner))
+    original = deepspeed.DeepSpeedEngine._broadcast_model
+    deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
     try:
         yield
     finally:
-        for name, value in dict(vars(owner)).items():
-            if name not in before:
-                delattr(owner, name)
-            elif value is not before[name]:
-                setattr(owner, name, before[name])
+        deepspeed.DeepSpeedEngine._broadcast_model = original

@@ -60,8 +60,7 @@ class EngineTensors:
         for name, parameter in named_parameters(self._engine.module):
             if not parameter.requires_grad:
                 if kind == "weight":
-                    _, own = _own_computed_with(parameter, self._place)
-                    self._place.fill(own.view(-1), name, parameter, self._place.start(parameter), read)
+                    _fill_computed_with(name, parameter, self._place, read)
             elif kind == "step":
                 self._stepped.set_step(parameter, float(read(name, (), ())))
             else:
@@ -135,7 +134,7 @@ class EngineTensors:
 
 
 class FrozenTensors:
-    """Reads the weights of a model without an optimizer; they are the weights that it computes with."""
+    """Reads and writes the weights of a model without an optimizer; they are the weights that it computes with."""
 
     def __init__(self, model: torch.nn.Module, place: RankPlace) -> None:
         self._model, self._place = model, place
@@ -145,6 +144,12 @@ class FrozenTensors:
         assert kind == "weight", "a frozen model has no gradients"
         for name, parameter in named_parameters(self._model):
             yield name, self._place.whole(parameter, _computed_with(parameter))
+
+    @torch.no_grad()
+    def write(self, kind: WrittenKind, read: ReadRegion) -> None:
+        assert kind == "weight", "a frozen model has no optimizer"
+        for name, parameter in named_parameters(self._model):
+            _fill_computed_with(name, parameter, self._place, read)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
@@ -158,6 +163,12 @@ def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The full compute weight (of this rank's tensor-parallel part), in torch's default dtype; collective at ZeRO-3."""
     with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         return parameter.detach().to(torch.get_default_dtype(), copy=True)
+
+
+def _fill_computed_with(name: str, parameter: Any, place: RankPlace, read: ReadRegion) -> None:
+    """Set this rank's piece of the compute weight."""
+    _, own = _own_computed_with(parameter, place)
+    place.fill(own.view(-1), name, parameter, place.start(parameter), read)
 
 
 def _own_computed_with(parameter: Any, place: RankPlace) -> tuple[str, torch.Tensor]:

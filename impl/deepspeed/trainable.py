@@ -27,14 +27,14 @@ from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut
 from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
 from impl.deepspeed.place import RankPlace, cut_count
-from impl.deepspeed.settings import cutting_settings, frozen_settings, training_settings, zero_stage
+from impl.deepspeed.settings import frozen_settings, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import SliceReader
-from impl.lora import load_adapter, named_parameters
+from impl.lora import load_adapter
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import load_model, published_buffers
+from impl.models import empty_model, published_buffers
 from impl.optimizers import (
     freeze_others,
     learning_rates,
@@ -49,6 +49,7 @@ from impl.ring.forward import forward_over_ring
 from impl.routing import Routers, routers_of
 from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
+from impl.unread import UnreadWeights, give_memory, untouched_zeros
 
 if TYPE_CHECKING:
     from impl.deepspeed.context import DeepspeedContext
@@ -74,16 +75,13 @@ class DeepspeedTrainable:
         self.stage = zero_stage(context.config.layout)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        """The model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
         exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else None
         dtype = torch.float64 if exact else torch.float32
         trusted = self.context.config.trust_remote_code
-        settings = cutting_settings(self.context.config)
-        with process.cut_while_loading(settings) if "shardinit" in self.options else contextlib.nullcontext():
-            model = load_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
-        assert all(hasattr(p, "ds_id") == ("shardinit" in self.options) for p in model.parameters())
-        return model
+        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
     def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
         self.adapted = load_adapter(model, folder)
@@ -92,6 +90,9 @@ class DeepspeedTrainable:
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
     ) -> None:
         self.routers = routers_of(model)
+        # DeepSpeed casts the parameters to half precision, and leaves buffers in float32.
+        compute = HALF_DTYPES.get(self.context.config.precision)
+        give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
         if optimizer is None:
             self._prepare_frozen(model)
             return
@@ -99,7 +100,6 @@ class DeepspeedTrainable:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
         self.settings = training_settings(self.context.config, optimizer, adapted=self.adapted is not None)
-        weights = self._starting_weights(model)
         self._initialize(
             model,
             optimizer=None if own else self.create_optimizer(model, optimizer),
@@ -107,20 +107,17 @@ class DeepspeedTrainable:
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
         freeze_others(model, optimizer)  # not earlier, because AutoTP registers gradient hooks
-        self.tensors = tensors = EngineTensors(self.engine, self._place())
-        if weights:
-            tensors.write("weight", lambda name, start, shape: _region(weights[name], start, shape))
-            if self.stage == 0:
-                self.forget_steps()
+        self.tensors = EngineTensors(self.engine, self._place())
+        self._read_weights(model, self.tensors)
+        if self.stage == 0 and self.context.config.precision in HALF_DTYPES:
+            self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
-        if compute := HALF_DTYPES.get(self.context.config.precision):
-            for parameter in model.parameters():  # buffers stay float32, as in an engine that trains
-                parameter.data = parameter.data.to(compute)
         self.settings = frozen_settings(self.context.config)
         self._initialize(model.eval())
         model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = FrozenTensors(model, self._place())
+        self._read_weights(model, self.tensors)
 
     def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
         layout, mpu = self.context.config.layout, None
@@ -128,6 +125,7 @@ class DeepspeedTrainable:
             group = self.context.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(process.equal_on_all_ranks())
             if self.context.config.precision == "exact":
                 stack.enter_context(process.any_dtype())
             if self.adapted and layout.tp > 1:
@@ -148,20 +146,19 @@ class DeepspeedTrainable:
             tensor_group=get_tensor_model_parallel_group() if tp > 1 else None,
         )
 
-    def _starting_weights(self, model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The weights to write over the masters that DeepSpeed makes, by name; empty if its masters are right.
+    def _read_weights(self, model: transformers.PreTrainedModel, tensors: EngineTensors | FrozenTensors) -> None:
+        """Read this rank's pieces of masters and parameters.
 
-        DeepSpeed casts the model to half precision first and copies the masters from that. With ``shipped`` the masters
-        keep these rounded weights. At ZeRO-0 they have to be written even then, because DeepSpeed has made a step with
-        zero gradients, in which they have decayed.
+        DeepSpeed would copy the masters from parameters in half precision. With ``shipped`` they are so rounded.
         """
         compute = HALF_DTYPES.get(self.context.config.precision)
-        if compute is None:
-            return {}
-        weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
-        if "shipped" not in self.options:
-            return weights
-        return {name: w.to(compute).float() for name, w in weights.items()} if self.stage == 0 else {}
+        unread: UnreadWeights = model.unread
+        with unread.opened() as read, torch.no_grad():
+            if compute and "shipped" in self.options:
+                tensors.write("weight", lambda *region: read.region(*region).to(compute))
+            else:
+                tensors.write("weight", read.region)
+        del model.unread
 
     def forget_steps(self) -> None:
         """Clear AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
@@ -341,7 +338,3 @@ class DeepspeedTrainable:
         process.forget_model(self.model)
         for name in ("model", "engine", "optimizer", "tensors"):
             self.__dict__.pop(name, None)
-
-
-def _region(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    return tensor[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]

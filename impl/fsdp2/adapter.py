@@ -75,8 +75,8 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("Ulysses is DeepSpeed's; use sp, the ring, instead")
         if layout.zero is not None:
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
-        if foreign := [option for option in ("shardinit", "ownopt") if option in layout.options]:
-            return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
+        if "ownopt" in layout.options:
+            return Unsupported("ownopt is not built into this backend; leave it out")
         if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in CUT:
             return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(CUT)}; use ep1")
         if layout.tp > 1 and layout.ep == 1 and model_config(scenario).get("model_type") in CUT and _is_older(2, 13):
