@@ -31,8 +31,8 @@ SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 FILE_SIZE = 2**30  # the most bytes of tensors in one file; a single larger tensor has a file of its own
-STRIP = 2**22  # elements that are read at a time
-MAPPED = 2**27  # bytes of files that a reader keeps mapped into memory, at most, beside the strip that it reads
+STRIP = 2**20  # elements that are read at a time
+MAPPED = 2**25  # bytes of files that a reader keeps mapped into memory, at most, beside the strip that it reads
 
 
 class Regions(Protocol):

@@ -1,4 +1,4 @@
-"""Tasks that measure the memory of exports in ranks."""
+"""Tasks that measure the memory of exports and of loading in ranks."""
 
 import ctypes
 import gc
@@ -34,6 +34,23 @@ def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
+
+
+def load_large(context: RankContext, *, training: dict[str, Any], folder: str) -> dict[str, int]:
+    """Set up a training of the model in ``folder``: the largest memory beyond that before, and what stays of it.
+
+    Another training has been there before, which has loaded libraries and opened process groups.
+    """
+    give_back()
+    of = Training(**training)
+    of.set_up(context).teardown()
+    large, held = Training(**training | {"models": {"policy": folder}}), []
+    gc.collect()
+    before = _resident("VmRSS")
+    peak = peak_above(lambda: held.append(large.set_up(context)))
+    found = {"peak": peak, "held": _resident("VmRSS") - before}
+    held.pop().teardown()
+    return found
 
 
 def export_large(

@@ -49,6 +49,7 @@ class DeepspeedBackend(StrategyBackend):
         "write_model": "impl.deepspeed.trainable:write_model",
         "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.trainable:outputs_of",
+        "read_slice": "impl.files:SliceReader.slice",
         "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
         "hugging_face_model": "impl.deepspeed.trainable:empty_model",
         "load_adapter": "impl.deepspeed.trainable:load_adapter",

@@ -1,7 +1,8 @@
 """Faults of adapters (LoRA): their scale, what they are added to, and what is trained beside them or left out."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 from conformance.faults.fault import Fault, Function
 from conformance.lora import CONFIG_FILE, is_adapter
-from impl.lora import NAME
+from impl.files import SliceReader
+from impl.lora import NAME, is_adapted
+from impl.unread import Origin
 
 BASE = "model.layers.1.mlp.up_proj.weight"  # has no adapter in the scenarios
 FIRST = "model.layers.0."
@@ -35,8 +38,35 @@ def _scaled_twice(layer: Any) -> None:
     layer.scaling[NAME] *= layer.scaling[NAME]
 
 
-def _added_to_base(layer: Any) -> None:
-    layer.base_layer.weight.data += layer.get_delta_weight(NAME)
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """A matrix with its adapter added to it: base + scale B A."""
+
+    base: Origin
+    a: Origin
+    b: Origin
+    rank: int
+    scale: float
+
+    def region(self, read: SliceReader, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        a = self.a.region(read, (0, start[1]), (self.rank, shape[1]))
+        b = self.b.region(read, (start[0], 0), (shape[0], self.rank))
+        return self.base.region(read, start, shape) + self.scale * (b @ a)
+
+
+def _added_to_base(load_adapter: Function) -> Function:
+    def faulty(model: torch.nn.Module, folder: Path) -> Any:
+        adapted = load_adapter(model, folder)
+        unread: Any = model.unread
+        for name, layer in model.named_modules():
+            if is_adapted(layer):
+                base, a, b = (unread.origins[f"{name}.{part}weight"] for part in ("", "lora_A.", "lora_B."))
+                unread.origins[f"{name}.weight"] = _Merged(
+                    base=base, a=a, b=b, rank=layer.r[NAME], scale=layer.scaling[NAME]
+                )
+        return adapted
+
+    return faulty
 
 
 def _first_layer_frozen(trained_names: Function) -> Function:
@@ -83,7 +113,7 @@ ADAPTER_FAULTS = (
         stage="weights",
         loss_blind=False,
         needs="adapters (lora), and B that is not 0",
-        wrap=_of_adapted(_added_to_base),
+        wrap=_added_to_base,
     ),
     Fault(
         name="adapters-of-a-layer-frozen",

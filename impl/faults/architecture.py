@@ -43,10 +43,17 @@ def _one_key_more(model: Any, path: Path) -> None:
             module.window = (window[0] + 1, window[1])
 
 
-def _lost_biases(model: Any, path: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias", "linear_qkv.bias")):
-            torch.nn.init.zeros_(parameter)
+def read_as_zeros(*endings: str) -> Callable[[Function], Function]:
+    """A fault that leaves tensors with such names unread."""
+
+    def wrap(read_slice: Function) -> Function:
+        def faulty(reader: Any, name: str, spans: Any) -> torch.Tensor:
+            found: torch.Tensor = read_slice(reader, name, spans)
+            return torch.zeros_like(found) if name.endswith(endings) else found
+
+        return faulty
+
+    return wrap
 
 
 def _uncapped_scores(model: Any, path: Path) -> None:
@@ -91,11 +98,11 @@ ARCHITECTURE_FAULTS = (
         name="lost-qkv-biases",
         summary="the biases of q, k and v are not loaded, as if the model were a Llama",
         source="https://github.com/ServiceNow/Fast-LLM/pull/398",
-        seam="load_model",
+        seam="read_slice",
         stage="weights",
         loss_blind=False,
         needs="a model with biases on q, k and v",
-        wrap=_of_loaded(_lost_biases),
+        wrap=read_as_zeros("q_proj.bias", "k_proj.bias", "v_proj.bias"),
     ),
     Fault(
         name="scores-not-capped",

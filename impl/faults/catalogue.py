@@ -5,8 +5,9 @@ right in spite of the fault: the checks in common use cannot see such a fault, h
 there means:
 
 ==================  ===================================================================================
-load_model          (trainable, path) -> model: whole model from a Hugging Face folder
-hugging_face_model  (path, ...) -> the model of transformers, before anything is cut
+load_model          (trainable, path) -> model of a Hugging Face folder; FSDP2 and DeepSpeed read its weights afterwards
+hugging_face_model  (path, ...) -> the model of transformers, before anything is cut or read
+read_slice          (reader, name, spans) -> a slice of a tensor in a file of weights or of a training state
 load_adapter        (model, folder) -> the model with the adapter of a folder in peft's format
 trained_names       (model, optimizer's configuration) -> names of the parameters that are trained
 merge_adapter       (model, folder) -> weights by name, with the adapter of the folder added to them
@@ -88,7 +89,7 @@ import torch
 
 from conformance.faults.fault import Fault, Function
 from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
-from impl.faults.architecture import ARCHITECTURE_FAULTS
+from impl.faults.architecture import ARCHITECTURE_FAULTS, read_as_zeros
 from impl.faults.engine import ENGINE_FAULTS
 from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
@@ -100,17 +101,6 @@ from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.ring import RING_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
-
-
-def _dropped_o_bias(load_model: Function) -> Function:
-    def faulty(trainable: Any, path: Any) -> Any:
-        model = load_model(trainable, path)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.bias", "linear_proj.bias")):  # Hugging Face's name, and Megatron's
-                torch.nn.init.zeros_(parameter)
-        return model
-
-    return faulty
 
 
 def _rotary_in_bf16(load_model: Function) -> Function:
@@ -204,11 +194,11 @@ _FAULTS = (
         name="dropped-o-bias",
         summary="the bias of o_proj is not loaded",
         source="converters that know no attention bias: verl's sets add_bias_linear=False, Megatron-Bridge's maps none",
-        seam="load_model",
+        seam="read_slice",
         stage="weights",
         loss_blind=False,
         needs="a model with a bias on o_proj",
-        wrap=_dropped_o_bias,
+        wrap=read_as_zeros("o_proj.bias"),
     ),
     Fault(
         name="rotary-in-bf16",

@@ -39,6 +39,7 @@ class Fsdp2Backend(StrategyBackend):
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.fsdp2.trainable:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.trainable:outputs_of",
+        "read_slice": "impl.files:SliceReader.slice",
         "load_model": "impl.fsdp2.trainable:Fsdp2Trainable.load_model",
         "hugging_face_model": "impl.fsdp2.trainable:empty_model",
         "load_adapter": "impl.fsdp2.trainable:load_adapter",

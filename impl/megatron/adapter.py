@@ -39,6 +39,7 @@ class MegatronBackend(StrategyBackend):
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
         "outputs_of": "impl.megatron.trainable:outputs_of",
+        "read_slice": "impl.files:SliceReader.slice",
         "load_model": "impl.megatron.trainable:MegatronTrainable.load_model",
         "collate": "impl.trainer:collate",
         "step_totals": "impl.trainer:step_totals",
