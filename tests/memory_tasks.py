@@ -1,5 +1,6 @@
 """Tasks that measure the memory of exports and of loading in ranks."""
 
+import contextlib
 import ctypes
 import gc
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 from resume_tasks import Training
 
+from conformance.run.exact import exact_tier
 from conformance.world import RankContext
 from impl.model_folder import write_model
 from impl.training_state import export_state
@@ -42,15 +44,16 @@ def load_large(context: RankContext, *, training: dict[str, Any], folder: str) -
     Another training has been there before, which has loaded libraries and opened process groups.
     """
     give_back()
-    of = Training(**training)
-    of.set_up(context).teardown()
-    large, held = Training(**training | {"models": {"policy": folder}}), []
-    gc.collect()
-    before = _resident("VmRSS")
-    peak = peak_above(lambda: held.append(large.set_up(context)))
-    found = {"peak": peak, "held": _resident("VmRSS") - before}
-    held.pop().teardown()
-    return found
+    small, large = Training(**training), Training(**training | {"models": {"policy": folder}})
+    with exact_tier() if small.config.precision == "exact" else contextlib.nullcontext():
+        small.set_up(context).teardown()
+        made = []
+        gc.collect()
+        before = _resident("VmRSS")
+        peak = peak_above(lambda: made.append(large.set_up(context)))
+        held = _resident("VmRSS") - before
+        made.pop().teardown()
+    return {"peak": peak, "held": held}
 
 
 def export_large(

@@ -90,13 +90,12 @@ class SteppedTensors:
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def update_parameters(self) -> None:
-        """Copy the masters into the parameters that the model computes with; collective."""
+        """Copy the masters into the parameters that the model computes with, where a rank has all of the masters or
+        parts of the same size (ZeRO-0 and 3); collective."""
         if self._stage == 0:
             for parameter, master in self._stepped.items():
                 parameter.data.copy_(master.data)
-        elif self._stage < 3:
-            self._wrapper.update_lp_params()
-        else:
+        elif self._stage == 3:
             self._wrapper.checkpoint_event_prologue()  # partitions parameters that a forward pass has left whole
             for number in range(len(self._wrapper.fp16_groups)):
                 self._wrapper._reassign_or_swap_out_partitioned_parameters(number)

@@ -68,6 +68,8 @@ class EngineTensors:
                 stepped = self._stepped.tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
                 own, start = self._stepped.piece(parameter, stepped)
                 self._place.fill(own, name, parameter, start, read)
+                if weight and self._stage in (1, 2):  # whole parameters, which would else be gathered from all masters
+                    self._place.fill(parameter.view(-1), name, parameter, 0, read)
         if kind == "weight":
             self._stepped.update_parameters()
 
