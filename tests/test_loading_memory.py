@@ -54,8 +54,8 @@ def large_mixture(folder: Path) -> list[int]:
 
 
 # The share of a rank, in copies of the whole model's masters: FSDP2's parts; DeepSpeed's parameters (half as large in
-# bf16), masters where they are others, and the gradients of masters, which it allocates when an engine is built. ZeRO-1 in
-# bf16 sums whole gradients, and ZeRO-0 in bf16 makes a step with all that belongs to one.
+# bf16), masters where they are others, and the gradients of masters, which it allocates when an engine is built. ZeRO-1
+# in bf16 sums whole gradients, and ZeRO-0 in bf16 makes a step with all that belongs to one.
 SHARE: dict[tuple[str, str, Precision], float] = {
     ("fsdp2", "dp2", "exact"): 1 / 2,
     ("fsdp2", "tp2", "exact"): 1 / 2,

@@ -29,8 +29,7 @@ ORACLE = 6  # copies, in float64: weights, gradients, moments, and what a step m
 JUDGE = 4.5  # copies, in float64: what rounding does to moments and weights, and the tensors that are compared
 PIECES = 0.5e9  # bytes that oracle and judge hold in pieces below glibc's threshold, which are given back late
 AT_ONCE = 0.5  # of their peaks that ranks hold while the oracle is at its own, or the oracle while ranks are
-ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU, without a model
-LOADED = 1.2  # copies of the model in the host's memory while a rank on a GPU loads it
+ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU: it reads parts of its model from files, one at a time
 IDLE = 150e6  # bytes that a rank holds on to between cells; on a GPU those that it has without a model
 OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
@@ -131,7 +130,7 @@ def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
     rank = max(_rank(leg, scenario, size) for leg in cell.legs)
     oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
     if device == "cuda":
-        rank = ON_GPU + LOADED * size.parameters * own
+        rank = ON_GPU
         oracle = ON_GPU if is_large(scenario) else oracle
     return Estimate(
         rank=rank,

@@ -1,0 +1,218 @@
+"""Memory and time of parity at 7B, 32B, 70B and a 235B mixture on 8 to 512 GPUs, calculated: docs/scaling.md.
+
+    python benchmarks/scaling.py > docs/scaling.md
+
+Nothing is run. What a rank holds is the arithmetic of `parity train` (impl/train/memory.py), which tests hold against
+the storages of ranks; what a cell adds is below. The text around the tables is in benchmarks/scaling.md. The measured
+points are those of reports/published, and tests/test_scaling.py holds both against each other.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conformance.layout import Layout
+from conformance.oracle.devices import SPARE
+from conformance.paths import FIXTURES
+from conformance.room.estimate import LOGITS, ON_GPU
+from impl.train.memory import states_of
+from impl.train.shapes import Shapes, elements, parameter_shapes
+
+GIB, FLOAT64 = 2**30, 8
+GPU = 139 * GIB  # of an H200
+TOKENS = 192  # of a document, in the scenarios of the profile real-size
+# Seconds of a cell without a model, by 1e9 numbers that are gathered, sketched and hashed, and of its oracle by 1e9
+# parameters. From Megatron tp2 at 1.16 B (22 s, five sets of numbers) and at 8.03 B (56 s, three), and from FSDP2 tp2
+# at 8.03 B, which has waited for the oracle (174 s).
+START_S, NUMBERS_S, ORACLE_S = 11.0, 1.85, 14.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """shapes: of all parameters. active: parameters that a token passes."""
+
+    name: str
+    hidden: int
+    heads: int
+    layers: int
+    vocabulary: int
+    shapes: Mapping[str, tuple[int, ...]]
+    active: int
+
+    @property
+    def count(self) -> int:
+        return elements(self.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A cell of reports/published/README.md, in the exact tier on two H200. moments: its optimizer is AdamW."""
+
+    model: str
+    backend: str
+    layout: str
+    moments: bool
+    peak: float
+    seconds: float
+
+
+MEASURED = (
+    Measured(model="1.16 B", backend="fsdp2", layout="dp2", moments=True, peak=24.8, seconds=34),
+    Measured(model="1.16 B", backend="deepspeed", layout="dp2.zero3", moments=True, peak=42.1, seconds=75),
+    Measured(model="1.16 B", backend="megatron", layout="tp2", moments=True, peak=21.7, seconds=22),
+    Measured(model="1.16 B", backend="megatron", layout="pp2", moments=True, peak=26.3, seconds=45),
+    Measured(model="8.03 B", backend="fsdp2", layout="tp2", moments=False, peak=87.6, seconds=174),
+    Measured(model="8.03 B", backend="megatron", layout="tp2", moments=False, peak=71.9, seconds=56),
+)
+LAYOUTS = {
+    8: {"fsdp2": "dp8", "deepspeed": "dp8.zero3", "megatron": "tp8"},
+    64: {"fsdp2": "dp8.tp8", "deepspeed": "dp8.tp8.zero3", "megatron": "tp8.pp8"},
+    512: {"fsdp2": "dp8.sp8.tp8", "deepspeed": "dp8.sp8.tp8.zero3", "megatron": "dp8.tp8.pp8"},
+}
+WITH_EXPERTS = {8: "ep8", 64: "dp8.ep8", 512: "dp8.sp8.ep8"}  # of FSDP2, which alone cuts experts over ranks
+
+
+def of_folder(name: str, folder: Path) -> Model:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shapes = parameter_shapes(folder, "causal")
+    return Model(
+        name=name,
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        layers=config["num_hidden_layers"],
+        vocabulary=config["vocab_size"],
+        shapes=shapes,
+        active=elements(shapes),
+    )
+
+
+def of_sizes(name: str, like: str, **sizes: int) -> Model:
+    """A model of the family of a fixture (a configuration without weights), with other sizes."""
+    config = json.loads((FIXTURES / "models" / like / "config.json").read_text(encoding="utf-8")) | sizes
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return of_folder(name, Path(folder))
+
+
+def with_experts(dense: Model, *, experts: int, chosen: int, width: int) -> Model:
+    """A model with experts of this width in the place of the MLP of each layer, stacked as transformers has them."""
+    shapes = {name: shape for name, shape in dense.shapes.items() if ".mlp." not in name}
+    outside = elements(shapes)
+    for layer in range(dense.layers):
+        mlp = f"model.layers.{layer}.mlp"
+        shapes[f"{mlp}.gate.weight"] = (experts, dense.hidden)
+        shapes[f"{mlp}.experts.gate_up_proj"] = (experts, 2 * width, dense.hidden)
+        shapes[f"{mlp}.experts.down_proj"] = (experts, dense.hidden, width)
+    of_token = outside + dense.layers * dense.hidden * (experts + 3 * chosen * width)
+    return Model(**{**vars(dense), "shapes": shapes, "active": of_token})
+
+
+def measured_models() -> dict[str, Model]:
+    """The two shapes that were measured."""
+    names = {"1.16 B": "openpangu-embedded-1b", "8.03 B": "openpangu-embedded-7b"}
+    return {name: of_folder(name, FIXTURES / "models" / folder) for name, folder in names.items()}
+
+
+def models() -> list[Model]:
+    """The shapes of openPangu-Embedded-7B, Qwen3-32B, Llama-3-70B and Qwen3-235B-A22B, by their published sizes."""
+    sizes_32b = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
+    sizes_70b = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    sizes_235b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "vocab_size": 151936}
+    dense = of_sizes("Qwen3-235B-A22B", "qwen3-8b", **sizes_235b, num_attention_heads=64, num_key_value_heads=4)
+    return [
+        of_folder("openPangu-7B", FIXTURES / "models" / "openpangu-embedded-7b"),
+        of_sizes("Qwen3-32B", "qwen3-8b", **sizes_32b, num_attention_heads=64, num_key_value_heads=8),
+        of_sizes("Llama-3-70B", "llama-3-8b", **sizes_70b, num_attention_heads=64, num_key_value_heads=8),
+        with_experts(dense, experts=128, chosen=8, width=1536),
+    ]
+
+
+def rank_bytes(model: Model, backend: str, layout: str, *, moments: bool) -> float:
+    """Of a GPU at the worst moment of a cell in float64: what the backend holds; activations of a document without
+    recomputation (Korthikanti et al., arXiv 2205.05198, equation 2, in 8 bytes); its logits; and for the record the
+    largest tensor, whole, twice."""
+    cut, held = Layout.parse(layout), 0.0
+    for layout_of, shapes in _apart(cut, model.shapes):
+        states = states_of(backend, layout_of, "exact", shapes, trained=True)
+        held += states.weights + states.gradients + states.passing + (states.optimizer + states.update) * moments
+        if not moments and backend == "deepspeed":
+            held += states.weights  # masters
+    tokens = TOKENS / cut.sp
+    each = 34 * tokens * model.hidden + 5 * model.heads * tokens * TOKENS
+    activations = each * model.layers * (FLOAT64 / 2) / (cut.tp * cut.pp)
+    logits = LOGITS * tokens * model.vocabulary * FLOAT64
+    return held + activations + logits + 2 * FLOAT64 * max(map(math.prod, model.shapes.values()))
+
+
+def _apart(layout: Layout, shapes: Shapes) -> list[tuple[Layout, Shapes]]:
+    """Experts, of which ``ep`` leaves a rank some, and all else, for which its ranks are data ranks like others."""
+    if layout.ep == 1:
+        return [(layout, shapes)]
+    experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if ".experts." in name}
+    others = {name: shape for name, shape in shapes.items() if name not in experts}
+    return [(replace(layout, ep=1), experts), (replace(layout, ep=1, dp=layout.dp * layout.ep), others)]
+
+
+def seconds(model: Model, *, sets: int) -> float:
+    """Of a cell that finds its oracle; ``sets``: of numbers that are recorded, each as many as parameters."""
+    return START_S + NUMBERS_S * sets * model.count / 1e9
+
+
+def oracle_gpus(model: Model) -> int:
+    """GPUs of one host for weights and gradients in float64."""
+    return math.ceil(2 * FLOAT64 * model.count / (GPU * (1 - SPARE)))
+
+
+def measured_rows() -> list[str]:
+    found, shapes = [], measured_models()
+    for one in MEASURED:
+        model = shapes[one.model]
+        peak = rank_bytes(model, one.backend, one.layout, moments=one.moments) / GIB
+        took = seconds(model, sets=5 if one.moments else 3)
+        optimizer = "AdamW, two steps" if one.moments else "SGD, one step"
+        found.append(
+            f"| {one.model} | {one.backend} `{one.layout}` | {optimizer} | **{one.peak:.1f}** | {peak:.1f} | "
+            f"**{one.seconds:.0f}** | {took:.0f} |"
+        )
+    return found
+
+
+def memory_rows() -> list[str]:
+    found = []
+    for model in models():
+        for gpus, layouts in LAYOUTS.items():
+            cells = []
+            for backend, layout in ({"fsdp2": WITH_EXPERTS[gpus]} if model.active < model.count else layouts).items():
+                need = rank_bytes(model, backend, layout, moments=False)
+                cells.append(f"`{layout}` {need / GIB:.0f}{'' if need < GPU else ' (too much)'}")
+            cells += [""] * (3 - len(cells))
+            found.append(f"| {model.name}, {model.count / 1e9:.1f} B | {gpus} | {' | '.join(cells)} |")
+    return found
+
+
+def time_rows() -> list[str]:
+    found = []
+    for model in models():
+        gpus, oracle = oracle_gpus(model), ORACLE_S * model.count / 1e9
+        petaflop = 6 * model.active * 16 * TOKENS / 1e15
+        files = 2 * model.count / GIB
+        found.append(
+            f"| {model.name} | {files:.0f} | {gpus}{'' if gpus <= 8 else ' (more than a host has)'} | {oracle:.0f} | "
+            f"{seconds(model, sets=3):.0f} | {petaflop:.2f} | {8 * ON_GPU / GIB:.0f} |"
+        )
+    return found
+
+
+def document() -> str:
+    text = (Path(__file__).parent / "scaling.md").read_text(encoding="utf-8")
+    tables = {"MEASURED": measured_rows(), "MEMORY": memory_rows(), "TIME": time_rows()}
+    for name, rows in tables.items():
+        text = text.replace(f"<{name}>", "\n".join(rows))
+    return text
+
+
+if __name__ == "__main__":
+    print(document(), end="")
