@@ -62,7 +62,7 @@ HANDOVER_SEAMS = {
 }
 # Seams of the backends that run models with routers.
 ROUTER_SEAMS = {
-    "router_loss": "impl.trainer:router_loss",
+    "router_loss": "impl.routing:router_loss",
     "z_loss": "impl.trainer:z_loss",
     "choices_for": "impl.trainer:choices_for",
 }

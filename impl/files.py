@@ -67,6 +67,18 @@ class SliceReader:
         span = slice(start, stop)
         return self.slice(name, (span,) if dim == 0 else (slice(None), span))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of matrices."""
+        piece = self._file(name).get_slice(name)
+        tensor: torch.Tensor = piece[number, start:stop] if dim == 0 else piece[number, :, start:stop]
+        return tensor
+
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
         return self.slice(name, tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True)))

@@ -19,6 +19,7 @@ from torch import Tensor
 from conformance.batch import EXPERTS, expert_column
 from conformance.observable import ROUTING
 from impl.collate import MicroBatch
+from impl.micro_batches import Loss
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
 
@@ -176,9 +177,27 @@ def step_balance(context: Context, trainable: Trainable, inputs: Sequence[MicroB
     return balance_of(context, inputs, found)
 
 
-def router_loss(factor: float, balance: Balance, inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """What a micro-batch adds to the loss of the step for its routers."""
-    return factor * balance.share(probability_sums(inputs, outputs))
+def with_router_loss(
+    loss: Loss | None, factor: float, balance: Balance | None, inputs: Sequence[MicroBatch]
+) -> Loss | None:
+    """The loss of micro-batches, and with ``balance`` what they add to the loss of the step for the routers."""
+    if loss is None or balance is None:
+        return loss
+
+    def both(index: int, outputs: Outputs) -> Tensor:
+        assert outputs.routing is not None
+        assert outputs.probabilities is not None
+        real = inputs[index].real
+        weights, probabilities = outputs.routing[real], outputs.probabilities[real]
+        return loss(index, outputs) + router_loss(factor, balance, weights.flatten(0, 1), probabilities.flatten(0, 1))
+
+    return both
+
+
+def router_loss(factor: float, balance: Balance, weights: Tensor, probabilities: Tensor) -> Tensor:
+    """What some choices of a micro-batch add to the loss of the step: (N, X), of real tokens, with a gradient of
+    ``probabilities``."""
+    return factor * balance.share(probabilities.sum(dim=0))
 
 
 def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:

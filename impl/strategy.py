@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from impl.micro_batches import Loss
 from impl.model_folder import Dtype
 from impl.outputs import Outputs, Wanted
 from impl.training_state import WrittenKind
+
+if TYPE_CHECKING:
+    from impl.routing import Balance
 
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
@@ -75,13 +78,20 @@ class Trainable(Protocol):
     def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
 
     def forward_backward(
-        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        balance: "Balance | None" = None,
     ) -> list[Outputs]:
         """Run all micro-batches of an optimizer step, in the library's order; without a loss, forward passes only.
 
         ``loss(index, outputs)`` gets the outputs of ``inputs[index]`` that ``want`` names, as whole rows (rows, length)
         even if this rank holds only a part of each row. The gradient is that of the sum of losses over data ranks and
-        micro-batches. Returns the outputs of each micro-batch, detached, on every rank.
+        micro-batches; with ``balance``, the counts of the step, the load-balancing loss of the routers is added to it.
+        Returns the outputs of each micro-batch, detached, on every rank.
         """
         ...
 

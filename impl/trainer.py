@@ -19,7 +19,6 @@ from impl.outputs import Outputs
 from impl.routing import (
     balance_of,
     choices_for,
-    router_loss,
     routing_rows,
     step_balance,
     tokens_of,
@@ -129,15 +128,13 @@ def _run(
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
         value = evaluate(index, outputs).loss
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
-        if balance is not None:
-            value = value + router_loss(trainable.router_loss_factor, balance, inputs[index], outputs)
         if factor:
             value = value + z_loss(factor, tokens, inputs[index], outputs)
         return value
 
     asked: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
-        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked
+        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked, balance=balance
     )
     # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
     with torch.no_grad():

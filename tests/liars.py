@@ -141,12 +141,21 @@ class DropsItsOptions:
         return {**less, "options": list(layout.options)}
 
 
-class Fsdp2RunsWholeExperts(Fsdp2Backend):
+class RunsWholeExperts:
     """Its ranks of ``ep`` are data ranks like others: each has all experts, and all numbers are right."""
 
     def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
         whole = dataclasses.replace(layout, dp=layout.data, ep=1)
-        return super().setup(scenario, whole, *arguments)
+        resolved: dict[str, Any] = super().setup(scenario, whole, *arguments)  # type: ignore[misc]
+        return resolved
+
+
+class Fsdp2RunsWholeExperts(RunsWholeExperts, Fsdp2Backend):
+    pass
+
+
+class MegatronRunsWholeExperts(RunsWholeExperts, MegatronBackend):
+    pass
 
 
 class TakesOtherExperts(Fsdp2Backend):
@@ -163,6 +172,25 @@ class TakesOtherExperts(Fsdp2Backend):
 
         routers.begin = begin_wrong
         return resolved
+
+
+class MegatronTakesOtherExperts(MegatronBackend):
+    """The same, in megatron-core's replay of choices."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for chunk in self.models["policy"].tensors.chunks:  # type: ignore[attr-defined]
+            for router in (module for module in chunk.modules() if hasattr(module, "router_replay")):
+                router.router_replay.get_replay_topk = _next_experts(router.router_replay.get_replay_topk)
+        return resolved
+
+
+def _next_experts(replay: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(scores: Any, *arguments: Any) -> Any:
+        chosen = (replay(scores, *arguments)[1] + 1) % 4
+        return scores.gather(1, chosen), chosen
+
+    return wrong
 
 
 class Fsdp2DropsItsOptions(DropsItsOptions, Fsdp2Backend):

@@ -66,7 +66,13 @@ class PlainTrainable:
         raise NotImplementedError("it has none of torch's: importing these takes a second in every rank")
 
     def forward_backward(
-        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        balance: None = None,
     ) -> list[Outputs]:
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 

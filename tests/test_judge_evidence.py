@@ -108,15 +108,15 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
-@pytest.mark.parametrize("recomputed", [0, 3])
-def test_a_graph_that_is_recorded_in_a_backward_pass_is_a_recomputation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int
+@pytest.mark.parametrize(("recomputed", "nested"), [(0, 0), (3, 0), (0, 1)])
+def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int, nested: int
 ) -> None:
-    seen = evidence("exact")
+    seen = evidence("exact") | {"nested": nested}
     seen["products"] += [["float64", "recomputed", recomputed]] if recomputed else []
     monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
     verdict = verdict_of(tmp_path, unchanged, layout=layout)
-    assert (verdict.state == "conforms") == (("ckpt" in layout) == (recomputed > 0))
+    assert (verdict.state == "conforms") == (("ckpt" in layout) == (recomputed + nested > 0))
     assert verdict.first_stage in ("", "configuration")
 
 

@@ -14,7 +14,18 @@ from safetensors.torch import load_file, save_file
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader, TensorWriter
-from impl.megatron.convert import HEAD, Rank, all_parameters, check_weights, copy_to_full, is_cut, load_part, parts
+from impl.megatron.convert import (
+    HEAD,
+    Part,
+    Rank,
+    all_parameters,
+    check_weights,
+    copy_to_full,
+    is_cut,
+    load_part,
+    parts,
+)
+from impl.megatron.mixture import Mixture
 from impl.megatron.shape import ModelShape, read_shape
 from impl.megatron.stages import stages
 
@@ -34,6 +45,7 @@ BASE = ModelShape(
     tied=False,
     max_positions=64,
 )
+MIXTURE = Mixture(layers=(1,), experts=3, chosen=2, size=8, normalised=True, shared=12, loss_factor=0.0)
 SHAPES = {
     "plain": BASE,
     "pangu": dataclasses.replace(BASE, qkv_bias=True, output_bias=True),
@@ -42,6 +54,7 @@ SHAPES = {
     "multi-head": dataclasses.replace(BASE, kv_heads=8),
     "divisible": dataclasses.replace(BASE, vocab=512),
     "value": dataclasses.replace(BASE, head="value"),
+    "mixture": dataclasses.replace(BASE, mixture=MIXTURE),
 }
 
 
@@ -64,15 +77,19 @@ def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -
     }
     first = parts(name, shape, tp)[0]
     taken = sum(length for part in parts(name, shape, tp) for _, _, length in part.spans)
-    size = list(first.shape)
+    size = list(first.shape if first.expert is None else first.shape[1:])
     if first.spans:
         size[first.dim] = taken
     if name in rows:
         size[0] = rows[name]
     tensor = torch.zeros(size)
     for part in parts(name, shape, tp):
-        load_part(part, tensor, lambda n, dim, start, stop: full[n].narrow(dim, start, stop - start))
+        load_part(part, tensor, lambda part, start, stop: rows_of(part, full, start, stop))
     return tensor
+
+
+def rows_of(part: Part, full: dict[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    return part.matrix(full[part.name]).narrow(part.dim, start, stop - start)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -94,7 +111,7 @@ def test_ranks_hold_each_number_of_a_cut_tensor_once(shape: ModelShape, tp: int)
     full = hugging_face(shape)
     for name in all_parameters(shape):
         held = [own(name, shape, Rank(rank=rank, size=tp), full) for rank in range(tp)]
-        wanted = torch.cat([full[part.name].flatten() for part in parts(name, shape, ONE)])
+        wanted = torch.cat([part.matrix(full[part.name]).flatten() for part in parts(name, shape, ONE)])
         if not is_cut(name, shape):
             assert all(torch.equal(tensor.flatten(), wanted) for tensor in held)
             continue

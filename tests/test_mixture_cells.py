@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
+from cells import BACKENDS, ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
 
 from conformance.backend import BackendEntry, Unsupported
 from conformance.batch import expert_column, read_batches
 from conformance.layout import Layout
 from conformance.oracle.run import CHOICES
-from conformance.plan.cell import Cell
+from conformance.plan.cell import Cell, Handover
 from conformance.record.identity import FLOAT64
+from conformance.run.legs import world_config
 from conformance.run.session import Session
 from conformance.scenario import Precision
+from impl.megatron.adapter import MegatronBackend
 
 EXPERTS = 8  # of each router of qwen3-moe
 
@@ -23,6 +25,23 @@ EXPERTS = 8  # of each router of qwen3-moe
     [
         ("fsdp2", "sft-packed", "qwen3-moe", "dp2.ep2"),
         ("deepspeed", "sft-packed", "qwen2-moe", "dp2.zero3"),
+        ("megatron", "sft-packed", "mixtral", "ep2.pp2"),
+        *(
+            exhaustive("megatron", "sft-packed", "qwen3-moe", layout)
+            for layout in (
+                *("dp1", "dp2", "dp2.zero1", "tp2.seqpar", "pp2", "sp2", "ep2", "ep2.zero1.overlap", "ep2.ckpt", "ep4"),
+                *("dp2.ep2", "dp2.ep2.zero1", "ep2.tp2.seqpar", "ep2.tp2.seqpar.losspar", "ep2.sp2"),
+            )
+        ),
+        *(
+            exhaustive("megatron", "sft-packed", "qwen2-moe", layout)
+            for layout in ("ep2.tp2.seqpar", "pp2", "dp2.ckpt")
+        ),
+        exhaustive("megatron", "sft-packed", "mixtral", "pp2.vpp2"),
+        *(exhaustive("megatron", "sft-padded", "qwen3-moe", layout) for layout in ("ep2", "sp2.zigzag")),
+        exhaustive("megatron", "grpo", "qwen3-moe", "ep2"),
+        exhaustive("megatron", "grpo", "qwen2-moe", "pp2"),
+        exhaustive("megatron", "ppo", "mixtral", "ep2.tp2.seqpar"),
         *(exhaustive("fsdp2", "sft-packed", "qwen3-moe", layout) for layout in ("ep2", "ep4", "ep2.tp2", "ep2.sp2")),
         exhaustive("fsdp2", "sft-packed", "mixtral", "dp2.rep2.ep2"),
         exhaustive("fsdp2", "sft-packed", "qwen2-moe", "ep2.ckpt.offload.lastsync"),
@@ -45,7 +64,8 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("backend", "layout"), [("fsdp2", "dp2"), exhaustive("fsdp2", "ep4"), exhaustive("deepspeed", "dp2.zero3")]
+    ("backend", "layout"),
+    [("fsdp2", "dp2"), ("fsdp2", "ep4"), ("deepspeed", "dp2.zero3"), ("megatron", "dp2"), ("megatron", "ep4")],
 )
 def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
     session: Session, backend: str, layout: str
@@ -71,6 +91,10 @@ def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
         exhaustive("fsdp2", "qwen3-moe", "sp2", "bf16"),
         exhaustive("deepspeed", "qwen3-moe", "dp2.zero2", "bf16"),
         exhaustive("deepspeed", "mixtral", "sp2.zero3", "fp32"),
+        *(exhaustive("megatron", m, "ep2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
+        *(exhaustive("megatron", "qwen3-moe", layout, "bf16") for layout in ("dp2.zero1", "pp2", "sp2", "ep2.ckpt")),
+        *(exhaustive("megatron", "qwen2-moe", layout, "bf16") for layout in ("tp2.seqpar", "ep2.tp2.seqpar")),
+        exhaustive("megatron", "qwen3-moe", "dp2", "fp16"),
     ],
 )
 def test_below_the_exact_tier_the_oracles_choices_are_taken(
@@ -109,45 +133,91 @@ def test_below_the_exact_tier_each_pass_of_a_roll_out_takes_its_own(
     assert looked <= {quantity.stage for quantity in verdict.quantities}
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_ranks_that_have_run_experts_keep_no_process_groups_and_are_used_again(session: Session, backend: str) -> None:
+    cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "exact", steps=1)
+    for _ in range(3):  # what a first cell opens is not held against it
+        assert session.run(cell).verdict.state == "conforms"
+        ranks = world_config(cell.legs[0], "cpu")
+        assert any(config == ranks for _, config in session._pool._worlds)
+
+
 def experts_of(model: str) -> int:
     return {"qwen3-moe": 8, "qwen2-moe": 6, "mixtral": 4}[model]
 
 
-def test_choices_that_are_not_taken_are_found(session: Session) -> None:
+@pytest.mark.parametrize(
+    ("backend", "liar"), [("fsdp2", "TakesOtherExperts"), exhaustive("megatron", "MegatronTakesOtherExperts")]
+)
+def test_choices_that_are_not_taken_are_found(session: Session, backend: str, liar: str) -> None:
     """In fp32 a router's own choices are nearly always the oracle's, so these are moved by one."""
-    cell = cell_of("fsdp2", "sft-packed", "mixtral", "ep2", "fp32")
-    wrong = BackendEntry(name="wrong", target="liars:TakesOtherExperts")
+    cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "fp32")
+    wrong = BackendEntry(name="wrong", target=f"liars:{liar}")
     verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.legs[0].layout)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "routing"), verdict.reason
 
 
 @pytest.mark.parametrize(
-    ("layout", "claims"),
+    ("liar", "layout"),
     [
-        ("ep2", ("tokens go to the ranks of their experts", "gradients of experts are not reduced over all")),
-        exhaustive("dp2.ep2", ("tokens go to the ranks of their experts", "gradients of experts are not reduced")),
+        ("Fsdp2RunsWholeExperts", "ep2"),
+        ("MegatronRunsWholeExperts", "ep2"),
+        exhaustive("Fsdp2RunsWholeExperts", "dp2.ep2"),
+        exhaustive("MegatronRunsWholeExperts", "dp2.ep2.zero1"),
     ],
 )
 def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right(
-    session: Session, layout: str, claims: tuple[str, ...]
+    session: Session, liar: str, layout: str
 ) -> None:
-    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact", steps=1)
-    liar = BackendEntry(name="liar", target="liars:Fsdp2RunsWholeExperts")
-    verdict = session.run(Cell.single(scenario=cell.scenario, backend=liar, layout=cell.legs[0].layout)).verdict
+    backend = liar.removesuffix("RunsWholeExperts").lower()
+    cell = cell_of(backend, "sft-packed", "qwen3-moe", layout, "exact", steps=1)
+    wrong = BackendEntry(name="liar", target=f"liars:{liar}")
+    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.legs[0].layout)).verdict
     assert {finding.stage for finding in verdict.findings} == {"configuration"}, verdict.reason
-    for claim in claims:
+    for claim in ("tokens go to the ranks of their experts", "gradients of experts are not reduced over all"):
         assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("handed", [exhaustive(("ep2", "dp2.ep2")), ("dp2", "ep2"), exhaustive(("ep2", "tp2"))])
-def test_a_state_goes_between_layouts_with_and_without_expert_parallelism(
-    session: Session, handed: tuple[str, str]
+@pytest.mark.parametrize(
+    ("backends", "handed"),
+    [
+        (("fsdp2", "fsdp2"), ("ep2", "dp2.ep2")),
+        (("fsdp2", "fsdp2"), ("dp2", "ep2")),
+        (("fsdp2", "fsdp2"), ("ep2", "tp2")),
+        (("megatron", "megatron"), ("ep2", "ep2.tp2.seqpar")),
+        (("megatron", "megatron"), ("pp2", "ep2.zero1")),
+        (("fsdp2", "megatron"), ("ep2.tp2", "ep2")),
+        (("megatron", "deepspeed"), ("ep2", "dp2.zero2")),
+    ],
+)
+def test_a_state_goes_between_layouts_and_backends_with_and_without_expert_parallelism(
+    session: Session, backends: tuple[str, str], handed: tuple[str, str]
 ) -> None:
-    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", handed[0], "exact", steps=4)
-    first = replace(cell.legs[0], steps=2, save="state")
-    second = replace(cell.legs[0], steps=2, layout=Layout.parse(handed[1]))
-    assert_honest(session, replace(cell, legs=(first, second), program="state"))
+    assert_honest(session, in_two_legs("state", backends, handed))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "handed",
+    [("ep2", "ep2"), ("ep2", "ep2.tp2.seqpar"), ("ep2.zero1", "ep4.zero1"), ("dp2", "tp2.seqpar"), ("dp2", "pp2")],
+)
+def test_megatrons_checkpoints_of_experts_are_read_in_other_layouts(session: Session, handed: tuple[str, str]) -> None:
+    assert_honest(session, in_two_legs("checkpoint", ("megatron", "megatron"), handed))
+
+
+def in_two_legs(what: Handover, backends: tuple[str, str], layouts: tuple[str, str]) -> Cell:
+    cell = cell_of(backends[0], "sft-packed", "qwen3-moe", layouts[0], "exact", steps=4)
+    first = replace(cell.legs[0], steps=2, save=what)
+    second = replace(cell.legs[0], steps=2, layout=Layout.parse(layouts[1]), backend=BACKENDS[backends[1]])
+    return replace(cell, legs=(first, second), program=what)
+
+
+def test_megatrons_checkpoints_with_and_without_ep_are_not_each_others() -> None:
+    cell = cell_of("megatron", "sft-packed", "qwen3-moe", "ep2", "exact")
+    answer = MegatronBackend.supports_checkpoint(cell.scenario, Layout.parse("ep2"), Layout.parse("dp2"))
+    assert isinstance(answer, Unsupported)
+    assert "hand over a state" in answer.reason
 
 
 @pytest.mark.parametrize(
@@ -156,8 +226,8 @@ def test_a_state_goes_between_layouts_with_and_without_expert_parallelism(
         ("deepspeed", "qwen3-moe", "ep2", "use ep1"),
         ("deepspeed", "qwen3-moe", "tp2", "AutoTP does not know how the plan of qwen3_moe cuts experts; use tp1"),
         ("fsdp2", "llama", "ep2", "experts of 'llama' are not cut here, only those of mixtral, qwen2_moe, qwen3_moe"),
-        ("megatron", "qwen3-moe", "dp2", "Qwen3MoeForCausalLM is not among"),
         ("megatron", "llama", "ep2", "use ep1"),
+        ("megatron", "qwen3-moe", "tp2", "add seqpar"),
     ],
 )
 def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
@@ -165,6 +235,13 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
     answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
+
+
+def test_two_loss_scales_are_not_run() -> None:
+    cell = cell_of("megatron", "sft-packed", "qwen3-moe", "ep2", "fp16")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert "use bf16, or ep1" in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from conformance.scenario import Precision, Scenario
 DTYPES: dict[Precision, str] = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight) and up to 2.4
 # with attention that is written out; recomputing a layer adds nearly 1. This tells what a library recomputes inside of
-# its own autograd functions, where no graph is recorded.
+# its own autograd functions, where no graph is recorded; not where forward passes count experts, or look at roll-outs,
+# before the training ones. There a backward pass inside of another tells.
 RECOMPUTED = 2.6
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4}  # of a number, where all are of one dtype
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
@@ -38,9 +39,11 @@ PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of the models of a cell. vocabulary: rows of the policy's embedding. frozen: how many matrices of linear layers
-    of the policy are not trained. weights, gradients: elements, of all models. experts: of the gradients of experts."""
+    of the policy are not trained. weights, gradients: elements, of all models. experts: of the gradients of experts.
+    columns: of the gradients that have a row for each token of the vocabulary."""
 
     vocabulary: int
+    columns: int
     frozen: int
     weights: int
     gradients: int
@@ -52,8 +55,11 @@ def sizes_of(oracle: Record) -> Sizes:
     loaded = whole_shapes(oracle.loaded.shapes())
     first = whole_shapes(oracle.steps[0].shapes()) if oracle.steps else {}
     policy = {name.removeprefix("weight/"): shape for name, shape in loaded.items() if name.startswith("weight/")}
+    vocabulary = next((shape[0] for name, shape in policy.items() if name.endswith("embed_tokens.weight")), 0)
+    matrices = [shape for name, shape in first.items() if _is_gradient(name) and len(shape) == 2]
     return Sizes(
-        vocabulary=next((shape[0] for name, shape in policy.items() if name.endswith("embed_tokens.weight")), 0),
+        vocabulary=vocabulary,
+        columns=sum(columns for rows, columns in matrices if rows == vocabulary),
         frozen=sum(
             len(shape) == 2 and f"gradient/{name}" not in first and not name.endswith("embed_tokens.weight")
             for name, shape in policy.items()
@@ -116,6 +122,10 @@ class _Seen:
             if its_pass == where and dtype in (None, its_dtype)
         )
 
+    def is_nested(self) -> bool:
+        """Whether layers had backward passes of their own inside of those of the whole."""
+        return any(rank.get("nested", 0) > 0 for rank in self._ranks)
+
     def reduced(self, size: int) -> int:
         """Elements that were summed over groups of this size, of the rank with the most."""
         return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
@@ -166,7 +176,8 @@ def _claims(
         yield f"products in {dtype}", seen.products("forward", dtype) >= forward / 3
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
         again = seen.products("recomputed")
-        recomputed = again > 0 or seen.products("backward") + left_out > RECOMPUTED * forward
+        more = seen.products("backward") + left_out > RECOMPUTED * forward
+        recomputed = again > 0 or seen.is_nested() or more
         yield (
             ("activations are recomputed" if "ckpt" in layout.options else "activations are kept"),
             recomputed == ("ckpt" in layout.options),
@@ -174,7 +185,7 @@ def _claims(
     yield from _of_data_ranks(layout, seen, stage)
     yield from _of_shares(layout, seen, scenario, sizes, stage=stage)
     yield from _of_model_ranks(layout, seen, scenario, sizes.vocabulary)
-    yield from _of_experts(layout, seen, scenario, sizes)
+    yield from _of_experts(layout, seen, scenario, sizes, stage=stage)
 
 
 def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[tuple[str, bool]]:
@@ -236,17 +247,21 @@ def _of_shares(
         yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
 
 
-def _of_experts(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
+def _of_experts(
+    layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes, *, stage: int | None
+) -> Iterator[tuple[str, bool]]:
     """Expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
     if layout.ep == 1:
         return
     for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", _in_backward)):
         yield text, seen.most(("all_to_all",), layout.ep, where) > 0
     shards = layout.data * layout.sp * layout.ulysses // layout.rep
-    steps = 1 if "lastsync" in layout.options else scenario.accumulation
+    # ZeRO-0 and ZeRO-1 reduce once, others the gradients of every micro-batch.
+    steps = 1 if "lastsync" in layout.options or stage in (0, 1) else scenario.accumulation
     # Other collectives of as many ranks would be counted with those of the gradients.
-    if shards not in (layout.tp, layout.rep) and sizes.experts:
-        most = steps * (sizes.gradients - sizes.experts / 2)
+    if shards not in (layout.tp, layout.rep, layout.pp) and sizes.experts:
+        padding = -sizes.vocabulary % (PADDING * layout.tp) * sizes.columns  # a library may reduce it, too
+        most = steps * (sizes.gradients - sizes.experts / 2) + padding
         yield "gradients of experts are not reduced over all data ranks", seen.reduced(shards) < most
     same = shards // layout.ep
     if same not in (1, layout.tp, layout.ep, layout.rep):

@@ -72,6 +72,8 @@ class Watch(EagerMode):
         forward pass inside a backward pass, recognised by the autograd graph that it records.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
+    nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
+        again with a graph of its own.
     reduced: number of elements that were summed over a group, by size of the group.
     held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
         Counted are storages that were an input or output of an operator in this step, except activations: storages
@@ -84,10 +86,12 @@ class Watch(EagerMode):
         self.products: Counter[tuple[str, str]] = Counter()
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
+        self.nested = 0
         self.reduced: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
         self._tasks: dict[int, int] = {}
+        self._last = 0  # the number of the call of the engine that was seen last
         self._reading = False
 
     @contextlib.contextmanager
@@ -151,7 +155,10 @@ class Watch(EagerMode):
         task = torch._C._current_graph_task_id()
         if task == -1:
             return "later" if self._tasks else "forward"
-        return f"backward {self._tasks.setdefault(task, len(self._tasks))}"
+        number = self._tasks.setdefault(task, len(self._tasks))
+        self.nested += number < self._last
+        self._last = number
+        return f"backward {number}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values for the footer of a record, which has them for each rank."""
@@ -160,6 +167,7 @@ class Watch(EagerMode):
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
+            "nested": self.nested,
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held": [[*entry] for entry in sorted(self.held.items())],
         }

@@ -1,5 +1,6 @@
 """Faults of mixtures of experts: routers, their loss, and the exchange of tokens between ranks."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from conformance.observable import OLD_ROUTING, ROUTING
 
 
 def _gradient_of_first_rank(routers_of: Function) -> Function:
-    def faulty(model: Any) -> Any:
-        found = routers_of(model)
+    def faulty(model: Any, *more: Any) -> Any:
+        found = routers_of(model, *more)
         for gate in (module for module in model.modules() if type(module).__name__.endswith("TopKRouter")):
             if dist.get_rank():
                 _without_gradient(gate)
@@ -35,21 +36,24 @@ def _without_gradient(module: Any) -> None:
 
 
 def _normalisation_inverted(routers_of: Function) -> Function:
-    def faulty(model: Any) -> Any:
+    def faulty(model: Any, *more: Any) -> Any:
         for module in model.modules():
             if hasattr(module, "norm_topk_prob"):
                 module.norm_topk_prob = not module.norm_topk_prob
-        return routers_of(model)
+            elif hasattr(module, "router_replay"):  # Megatron's configuration says whether the softmax comes first
+                module.config = copy(module.config)
+                module.config.moe_router_pre_softmax = not module.config.moe_router_pre_softmax
+        return routers_of(model, *more)
 
     return faulty
 
 
 def _shared_twice(routers_of: Function) -> Function:
-    def faulty(model: Any) -> Any:
+    def faulty(model: Any, *more: Any) -> Any:
         for name, module in model.named_modules():
-            if name.endswith("shared_expert"):
+            if name.endswith(("shared_expert", "shared_experts")):  # Hugging Face's name, and Megatron's
                 module.register_forward_hook(lambda module, inputs, output: 2 * output)
-        return routers_of(model)
+        return routers_of(model, *more)
 
     return faulty
 
@@ -63,8 +67,7 @@ def _router_loss_dropped(router_loss: Function) -> Function:
 
 
 def _router_loss_of_micro_batch(router_loss: Function) -> Function:
-    def faulty(factor: float, balance: Any, inputs: Any, outputs: Any) -> Tensor:
-        weights, probabilities = (x[inputs.real].flatten(0, 1) for x in (outputs.routing, outputs.probabilities))
+    def faulty(factor: float, balance: Any, weights: Tensor, probabilities: Tensor) -> Tensor:
         counts = (weights > 0).sum(dim=0).to(probabilities.dtype)
         own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
         share: Tensor = factor * own * len(weights) / balance.choosers  # the mean over micro-batches, by their tokens
@@ -100,6 +103,25 @@ def _not_divided(expert_divisor: Function) -> Function:
     def faulty(group: Any) -> float:
         assert expert_divisor(group) > 1
         return 1.0
+
+    return faulty
+
+
+def _permutation_off_by_one(permute_tokens: Function) -> Function:
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        permuted, *others = permute_tokens(*arguments, **options)
+        return permuted.roll(1, dims=0), *others
+
+    return faulty
+
+
+def _averaged_over_their_ranks(reduce_gradients: Function) -> Function:
+    def faulty(trainable: Any) -> None:
+        reduce_gradients(trainable)
+        for chunk in trainable.chunks:
+            for group in chunk.expert_parallel_bucket_groups:
+                for bucket in group.buckets:
+                    bucket.gradient_scaling_factor *= trainable.context.config.layout.ep
 
     return faulty
 
@@ -194,5 +216,25 @@ EXPERT_FAULTS = (
         loss_blind=True,
         needs="ep of 2 or more",
         wrap=_not_divided,
+    ),
+    Fault(
+        name="permutation-off-by-one",
+        summary="tokens lie one place further in front of the experts than the order by which outputs are put back",
+        source="https://github.com/pytorch/torchtitan/pull/1340",
+        seam="permute_tokens",
+        stage="routing",
+        loss_blind=False,
+        needs="a model with routers in several layers",
+        wrap=_permutation_off_by_one,
+    ),
+    Fault(
+        name="experts-averaged-over-their-ranks",
+        summary="gradients of experts are divided by the number of ranks that hold them, not by that of all data ranks",
+        source="https://github.com/databricks/megablocks/pull/20",
+        seam="reduce_gradients",
+        stage="gradients",
+        loss_blind=True,
+        needs="ep of 2 or more",
+        wrap=_averaged_over_their_ranks,
     ),
 )

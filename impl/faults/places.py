@@ -113,15 +113,19 @@ _SFT = {
     "stage-local-layers": _sft("sft-padded", "llama", megatron="pp2"),
     "norms-not-summed": _sft("sft-sgd", "llama", megatron="tp2.seqpar"),
     "broken-tie": _sft("sft-sgd", "qwen3", megatron="pp2"),
-    "router-not-reduced": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2"),
-    "experts-normalised-otherwise": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1"),
-    "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2"),
-    "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2"),
-    "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3"),
+    "router-not-reduced": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    "experts-normalised-otherwise": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1", megatron="ep2"),
+    "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2", megatron="ep2"),
+    "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+    "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3", megatron="pp2"),
     "z-loss-of-micro-batch": _sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2"),
-    "replay-of-another-pass": _sft("grpo", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", blank=_GIVEN),
+    "replay-of-another-pass": _sft(
+        "grpo", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", blank=_GIVEN
+    ),
     "tokens-off-by-one": _sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
     "experts-not-divided": _sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
+    "permutation-off-by-one": _sft("sft-packed", "qwen3-moe", megatron="ep2"),
+    "experts-averaged-over-their-ranks": _sft("sft-packed", "qwen2-moe", megatron="ep2"),
     "duplicates-counted": _sft("sft-sgd", "llama", megatron="tp2"),
 }
 

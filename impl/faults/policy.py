@@ -14,9 +14,9 @@ from conformance.faults.fault import Fault, Function
 
 
 def _temperature_not_in_training(forward_backward: Function) -> Function:
-    def faulty(trainable: Any, inputs: Any, *, want: Any, temperature: float = 1.0, loss: Any) -> Any:
+    def faulty(trainable: Any, inputs: Any, *, temperature: float = 1.0, loss: Any, **options: Any) -> Any:
         temperature = temperature if loss is None else 1.0
-        return forward_backward(trainable, inputs, want=want, temperature=temperature, loss=loss)
+        return forward_backward(trainable, inputs, temperature=temperature, loss=loss, **options)
 
     return faulty
 

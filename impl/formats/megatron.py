@@ -75,10 +75,15 @@ def named(folder: Path, model: Path) -> Checkpoint:
 
     Raises UsageError where the checkpoint is not of this model, or is laid out in another way.
     """
+    shape = read_shape(model)
+    if shape.mixture:
+        raise UsageError(
+            f"{model} has experts, which are not taken out of megatron-core's checkpoints here; load {folder} with the "
+            f"backend megatron, and let it export a training state or a Hugging Face folder"
+        )
     metadata = read_metadata(folder / METADATA)
     stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
     found, step = open_megatron(folder), _step(read_torch_file(folder / COMMON))
-    shape = read_shape(model)
     held = []
     for name in all_parameters(shape):
         for kind, prefixes in PREFIXES.items():

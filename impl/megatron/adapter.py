@@ -11,6 +11,7 @@ from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
+from impl.megatron.mixture import mixture_support
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
 from impl.ring.support import RING_MODULES, ring_support
@@ -60,6 +61,11 @@ class MegatronBackend(StrategyBackend):
         "layer_numbers": "impl.megatron.tensors:layer_numbers",
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+        "routers_of": "impl.megatron.model:number_routers",
+        "router_loss": "impl.megatron.routers:router_loss",
+        "choices_for": "impl.trainer:choices_for",
+        "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
+        "reduce_gradients": "impl.megatron.trainable:MegatronTrainable.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
@@ -85,8 +91,10 @@ class MegatronBackend(StrategyBackend):
             )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
-        if layout.ep > 1:
-            return Unsupported("expert parallelism is not built in for megatron; use ep1, or fsdp2")
+        if isinstance(lacking := mixture_support(shape.mixture, layout, scenario.precision), Unsupported):
+            return lacking
+        if scenario.router_z_loss:
+            return Unsupported("a z-loss of routers is not built in for megatron; set router_z_loss to 0, or use fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if layout.ulysses > 1:
@@ -102,8 +110,13 @@ class MegatronBackend(StrategyBackend):
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Whether a checkpoint of one layout can be loaded in the other."""
-        if (before.zero == 1) == (after.zero == 1):
-            return Supported()
-        return Unsupported(
-            "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
-        )
+        if (before.zero == 1) != (after.zero == 1):
+            return Unsupported(
+                "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
+            )
+        if (before.ep > 1) != (after.ep > 1):
+            return Unsupported(
+                "under expert parallelism megatron-core's experts have an optimizer of their own, with a place of its "
+                "own in checkpoints; hand over a state"
+            )
+        return Supported()

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from impl.megatron.routers import Routed
 from impl.ring.attention import Ring
 
 
@@ -23,13 +24,15 @@ from impl.ring.attention import Ring
 class Documents(PackedSeqParams):  # type: ignore[misc]
     """The documents of a micro-batch on this rank.
 
-    positions: int64 (rows, length), each counted in its whole document. ring: the placement on the ring. qkv_format:
-    tells megatron-core that it is a batch of rows, because its packed format would undo the ring's placement.
+    positions: int64 (rows, length), each counted in its whole document. ring: the placement on the ring. routed: what
+    the routers of a mixture of experts are given, None without any. qkv_format: tells megatron-core that it is a batch
+    of rows, because its packed format would undo the ring's placement.
     """
 
     qkv_format: str = "sbhd"
     positions: Tensor | None = None
     ring: Ring | None = None
+    routed: Routed | None = None
 
 
 class RingCoreAttention(torch.nn.Module):

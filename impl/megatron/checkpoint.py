@@ -31,6 +31,7 @@ from impl.megatron.tensors import refuse_foreign
 from impl.together import Group, on_first, together
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
+OPTIMIZERS = ("optimizer", "experts")  # where in a checkpoint the state of each lies
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
@@ -38,22 +39,23 @@ _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 class Training:
     """The training that is saved and restored.
 
-    chunks: this rank's GPTModels. optimizer: the only optimizer in megatron-core's chain. trained: the names of the
-    trained parameters of the whole model.
+    chunks: this rank's GPTModels. optimizers: those in megatron-core's chain, of which a second one has the experts of
+    expert parallelism. trained: the names of the trained parameters of the whole model.
     """
 
     chunks: Sequence[Any]
-    optimizer: Any
+    optimizers: Sequence[Any]
     scheduler: Any
     shape: ModelShape
     trained: Sequence[str]
 
     def told(self) -> dict[str, Any]:
         """The properties that a checkpoint and this training must share, as JSON values; the layout is none of them."""
+        kinds = [f"{type(one.optimizer).__name__} in {type(one).__name__}" for one in self.optimizers]
         own = {
             **{f"the model's {name}": value for name, value in asdict(self.shape).items()},
             "the trained parameters": [*self.trained],
-            "the optimizer": f"{type(self.optimizer.optimizer).__name__} in {type(self.optimizer).__name__}",
+            "the optimizer": " and ".join(kinds),
             "the dtype": str(next(self.chunks[0].parameters()).dtype),
         }
         told: dict[str, Any] = json.loads(json.dumps(own))
@@ -62,12 +64,12 @@ class Training:
 
 def save(path: Path, training: Training, when: Writing) -> None:
     """Write a checkpoint into the folder ``path``; collective."""
-    refuse_foreign(training.optimizer.optimizer)
+    _refuse_foreign(training)
     doing = f"writing {path}"
     on_first(doing, lambda: path.mkdir(parents=True, exist_ok=True))
-    updated = _anywhere(bool(training.optimizer.optimizer.state))
+    updated = _anywhere(any(one.optimizer.state for one in training.optimizers))
     strategy = _Planned("torch_dist", 1)
-    with _completed(training.optimizer, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
+    with _completed(training.optimizers, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
         dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
         files = strategy.taken(copies=when.copies)
@@ -86,18 +88,19 @@ def load(path: Path, training: Training) -> None:
 
     Raises UsageError, before anything is changed, for a checkpoint of another training.
     """
-    refuse_foreign(training.optimizer.optimizer)
+    _refuse_foreign(training)
     answer = [_read_told(path, training.told()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer)
     told = answer[0]
     if isinstance(told, str):
         raise UsageError(told)
     assert told is not None
-    with _completed(training.optimizer, keep=told["updated"]):
+    with _completed(training.optimizers, keep=told["updated"]):
         found = dist_checkpointing.load(_state(training, is_loading=True), str(path))
         for number, chunk in enumerate(training.chunks):
             chunk.load_state_dict(found[f"model{number}"])
-        training.optimizer.load_state_dict(found["optimizer"])
+        for key, optimizer in zip(OPTIMIZERS, training.optimizers, strict=False):
+            optimizer.load_state_dict(found[key])
         training.scheduler.load_state_dict(found["scheduler"])
 
 
@@ -148,9 +151,10 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
         f"model{number}": chunk.sharded_state_dict(metadata=options) for number, chunk in enumerate(training.chunks)
     }
     with contextlib.ExitStack() as stack:
-        for buffer in getattr(training.optimizer, "buffers", ()):  # of the distributed optimizer
+        for buffer in (b for one in training.optimizers for b in getattr(one, "buffers", ())):  # of the distributed one
             stack.enter_context(replaced(buffer, {"param_index_map": _places_without_padding(buffer)}))
-        return {**models, "optimizer": training.optimizer.sharded_state_dict(models, is_loading, metadata=options)}
+        states = [one.sharded_state_dict(models, is_loading, metadata=options) for one in training.optimizers]
+        return {**models, **dict(zip(OPTIMIZERS, states, strict=False))}
 
 
 def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -167,26 +171,32 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 @contextlib.contextmanager
-def _completed(optimizer: Any, *, keep: bool) -> Iterator[None]:
-    """Give an optimizer that has made no update yet the initial state that megatron-core expects.
+def _completed(optimizers: Sequence[Any], *, keep: bool) -> Iterator[None]:
+    """Give optimizers that have made no update yet the initial state that megatron-core expects.
 
     On exit, each parameter gets its own ``step`` tensor. ``keep``: whether the state stays on exit; it must not if the
     checkpoint has no state.
     """
-    inner = optimizer.optimizer
-    if not inner.state:
+    inners = [one.optimizer for one in optimizers]
+    for inner in (one for one in inners if not one.state):
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             inner.state[parameter] = _first_state(inner, parameter)
-    with (
-        replaced(optimizer, {"init_state_fn": lambda *_: None}),  # megatron-core has none for SGD
-        replaced(DistributedOptimizer, {"_set_main_param_and_optimizer_states": _set_states}),
-    ):
+    with contextlib.ExitStack() as stack:
+        for one in optimizers:
+            stack.enter_context(replaced(one, {"init_state_fn": lambda *_: None}))  # megatron-core has none for SGD
+        stack.enter_context(replaced(DistributedOptimizer, {"_set_main_param_and_optimizer_states": _set_states}))
         yield
-    for state in inner.state.values():
-        if "step" in state:
-            state["step"] = state["step"].clone()
-    if not keep:
-        inner.state.clear()
+    for inner in inners:
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+        if not keep:
+            inner.state.clear()
+
+
+def _refuse_foreign(training: Training) -> None:
+    for one in training.optimizers:
+        refuse_foreign(one.optimizer)
 
 
 def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

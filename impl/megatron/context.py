@@ -1,6 +1,7 @@
 """Megatron context: process groups, generators and the ring, for all models of a layout.
 
-The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp.
+The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megatron-core's data-parallel ranks are those
+of the layout's dp and ep; consecutive ones of dp x cp hold different experts.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ class MegatronContext:
 
     def __init__(self, config: ContextConfig) -> None:
         self.config = config
-        self.data_size = config.layout.dp
+        self.data_size = config.layout.data
 
     @property
     def sequence_multiple(self) -> int:

@@ -5,8 +5,10 @@ list of *spans* of consecutive rows or columns. Loading, gathering and saving us
 time, so that a rank reads from a file only what it holds.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from conformance.inputs.model import weight_files, weight_shapes
 from conformance.scenario import OptimizerConfig
 from conformance.validation import UsageError
 from impl.files import SliceReader
+from impl.megatron.published import name_in, of_expert, stacked_shapes
 from impl.megatron.shape import VALUE_HEAD, ModelShape
 
 
@@ -32,13 +35,19 @@ class Part:
     """What a rank's parameter holds of one Hugging Face tensor.
 
     name, shape: those of the whole Hugging Face tensor. dim: 0 if the spans are rows, 1 if they are columns. spans:
-    empty for a tensor that every rank holds whole.
+    empty for a tensor that every rank holds whole. expert: of experts that are stacked in the tensor, the one whose
+    matrix the spans are about.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
     spans: tuple[Span, ...] = ()
+    expert: int | None = None
+
+    def matrix(self, full: torch.Tensor) -> torch.Tensor:
+        """What the spans are about, of the whole Hugging Face tensor."""
+        return full if self.expert is None else full[self.expert]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +58,19 @@ class Rank:
     size: int
 
 
+Read = Callable[[Part, int, int], torch.Tensor]  # (part, start, stop) -> rows or columns [start:stop] of its matrix
+
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
+_EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.weight)")
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
-def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
-    """Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``."""
+def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    """Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``; experts are counted over
+    all ranks."""
     return (
         "input_layernorm.weight",
         "self_attention.linear_qkv.weight",
@@ -66,15 +79,32 @@ def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
         "self_attention.linear_proj.weight",
         *(["self_attention.linear_proj.bias"] if shape.output_bias else []),
         "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
+        *_mlp_parameters(shape, layer),
+    )
+
+
+def _mlp_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    if shape.mixture is None or layer not in shape.mixture.layers:
+        return ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    shared = ("linear_fc1.weight", "linear_fc2.weight", "gate_weight") if shape.mixture.shared else ()
+    return (
+        "mlp.router.weight",
+        *(f"mlp.experts.local_experts.{n}.linear_fc{i}.weight" for i in (1, 2) for n in range(shape.mixture.experts)),
+        *(f"mlp.shared_experts.{name}" for name in shared),
     )
 
 
 def all_parameters(shape: ModelShape) -> tuple[str, ...]:
-    """Megatron's names, with global layer numbers, of all parameters of the whole model, without a tied head."""
-    layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape)]
+    """Megatron's names, with global numbers of layers and experts, of all parameters of the whole model, without a tied
+    head."""
+    layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape, i)]
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
+
+
+def of_same_tensors(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The parameters together that are parts of the same Hugging Face tensors: the experts of a layer."""
+    for _, together in groupby(names, lambda name: _EXPERT.sub(r"\1\3", name)):
+        yield tuple(together)
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
@@ -85,7 +115,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """
     one = Rank(rank=0, size=1)
     due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, one)}
-    found = weight_shapes(folder)
+    found = stacked_shapes(weight_shapes(folder))
     if shape.tied and (head := found.pop(OUTPUT, None)):
         with SliceReader(weight_files(folder)) as read:
             if head != due[INPUT] or not torch.equal(read.whole(OUTPUT), read.whole(INPUT)):
@@ -102,6 +132,11 @@ def is_cut(name: str, shape: ModelShape) -> bool:
     return bool(parts(name, shape, Rank(rank=0, size=1))[0].spans)
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether ranks of expert parallelism hold different parameters of this kind."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
     """The parts of a parameter on one tensor-parallel rank. ``name``: Megatron's, with the global layer number."""
     if name == EMBEDDING or (name == HEAD and shape.tied):
@@ -112,6 +147,8 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
     if name == FINAL_NORM:
         return (Part(name="model.norm.weight", shape=(shape.hidden,)),)
     number, _, kind = name.removeprefix(_LAYER).partition(".")
+    if found := _EXPERT.fullmatch(name):
+        return (_of_expert(f"model.layers.{number}.mlp.experts.", int(found[2]), found[3], shape, tp),)
     return _LAYER_PARTS[kind](f"model.layers.{number}.", shape, tp)
 
 
@@ -163,17 +200,45 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
     return qkv
 
 
-def _gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-    """Row of a fused parameter with two parts: a rank's rows of gate_proj, then its rows of up_proj."""
-    each = shape.ffn // tp.size
-    return tuple(
-        Part(
-            name=f"{prefix}mlp.{x}_proj.weight",
-            shape=(shape.ffn, shape.hidden),
-            spans=(Span(tp.rank * each, at * each, each),),
+def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of a fused parameter with two parts: a rank's rows of ``module``'s gate_proj, then its rows of up_proj."""
+
+    def gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+        each = size(shape) // tp.size
+        return tuple(
+            Part(
+                name=f"{prefix}{module}.{x}_proj.weight",
+                shape=(size(shape), shape.hidden),
+                spans=(Span(tp.rank * each, at * each, each),),
+            )
+            for at, x in enumerate(("gate", "up"))
         )
-        for at, x in enumerate(("gate", "up"))
-    )
+
+    return gate_and_up
+
+
+def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank) -> Part:
+    """A rank's share of one expert; the rows of a stacked gate_up_proj are those of the gate, then of up."""
+    assert shape.mixture is not None
+    count, size = shape.mixture.experts, shape.mixture.size
+    each = size // tp.size
+    first = tp.rank * each
+    if kind == ".linear_fc1.weight":
+        spans = (Span(first, 0, each), Span(size + first, each, each))
+        return Part(name=f"{prefix}gate_up_proj", shape=(count, 2 * size, shape.hidden), spans=spans, expert=number)
+    whole = (count, shape.hidden, size)
+    return Part(name=f"{prefix}down_proj", shape=whole, dim=1, spans=(Span(first, 0, each),), expert=number)
+
+
+def _shared(shape: ModelShape) -> int:
+    assert shape.mixture is not None
+    assert shape.mixture.shared is not None
+    return shape.mixture.shared
+
+
+def _experts(shape: ModelShape) -> int:
+    assert shape.mixture is not None
+    return shape.mixture.experts
 
 
 def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
@@ -187,9 +252,9 @@ def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, Mo
     return columns
 
 
-def _whole(name: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a parameter that is the vector ``name``, (size(shape),), whole on every rank."""
-    return lambda prefix, shape, tp: (Part(name=prefix + name, shape=(size(shape),)),)
+def _whole(name: str, *sizes: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of a parameter that is the tensor ``name`` of these sizes, whole on every rank."""
+    return lambda prefix, shape, tp: (Part(name=prefix + name, shape=tuple(size(shape) for size in sizes)),)
 
 
 # Megatron's name of a layer's parameter -> a function that gives the parameter's parts, from the prefix of the layer's
@@ -205,20 +270,23 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     ),
     "self_attention.linear_proj.bias": _whole("self_attn.o_proj.bias", lambda shape: shape.hidden),
     "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: shape.hidden),
-    "mlp.linear_fc1.weight": _gate_and_up,
+    "mlp.linear_fc1.weight": _gate_and_up("mlp", lambda shape: shape.ffn),
     "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
+    "mlp.router.weight": _whole("mlp.gate.weight", _experts, lambda shape: shape.hidden),
+    "mlp.shared_experts.linear_fc1.weight": _gate_and_up("mlp.shared_expert", _shared),
+    "mlp.shared_experts.linear_fc2.weight": _columns("mlp.shared_expert.down_proj.weight", _shared),
+    "mlp.shared_experts.gate_weight": _whole(
+        "mlp.shared_expert_gate.weight", lambda shape: 1, lambda shape: shape.hidden
+    ),
 }
 
 
-def load_part(part: Part, own: torch.Tensor, read: Callable[[str, int, int, int], torch.Tensor]) -> None:
-    """Set one part of a rank's parameter ``own`` from the Hugging Face tensor.
-
-    ``read(name, dim, start, stop)`` gives the slice [start:stop] of a tensor along ``dim``.
-    """
+def load_part(part: Part, own: torch.Tensor, read: Read) -> None:
+    """Set one part of a rank's parameter ``own`` from the Hugging Face tensor."""
     if not part.spans:
-        own.copy_(read(part.name, 0, 0, part.shape[0]))
+        own.copy_(read(part, 0, part.shape[0]))
     for theirs, own_start, length in part.spans:
-        own.narrow(part.dim, own_start, length).copy_(read(part.name, part.dim, theirs, theirs + length))
+        own.narrow(part.dim, own_start, length).copy_(read(part, theirs, theirs + length))
 
 
 def copy_to_full(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
@@ -226,4 +294,15 @@ def copy_to_full(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
     if not part.spans:
         full.copy_(own)
     for theirs, own_start, length in part.spans:
-        full.narrow(part.dim, theirs, length).copy_(own.narrow(part.dim, own_start, length))
+        part.matrix(full).narrow(part.dim, theirs, length).copy_(own.narrow(part.dim, own_start, length))
+
+
+def reader(files: SliceReader) -> Read:
+    """Read parts from the files of a Hugging Face folder or of a training state."""
+
+    def read(part: Part, start: int, stop: int) -> torch.Tensor:
+        if part.expert is None:
+            return files(name_in(files, part.name), part.dim, start, stop)
+        return of_expert(files, part.name, part.expert, dim=part.dim, start=start, stop=stop)
+
+    return read

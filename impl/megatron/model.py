@@ -1,4 +1,4 @@
-"""openPangu, Llama, Mistral, Qwen2 and Qwen3 on megatron-core's GPTModel, by a layer spec; with either head.
+"""openPangu, Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures on megatron-core's GPTModel, with either head.
 
 This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
@@ -21,6 +21,8 @@ from conformance.layout import Layout
 from conformance.scenario import Precision
 from impl.dtypes import COMPUTE_DTYPES
 from impl.megatron.attention import DocumentRotary, RingCoreAttention
+from impl.megatron.mixture import Mixture
+from impl.megatron.routers import StepTopKRouter, number_routers
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
 
@@ -119,7 +121,31 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **(recompute if "ckpt" in layout.options else {}),
+        **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
     )
+
+
+def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str, Any]:
+    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism.
+
+    Its own load-balancing losses are switched off; impl.megatron.routers adds that of the step.
+    """
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_ffn_hidden_size": mixture.size,
+        "moe_router_topk": mixture.chosen,
+        "moe_router_pre_softmax": not mixture.normalised,  # without: a softmax over the chosen ones
+        "moe_router_dtype": None if precision == "exact" else "fp32",
+        "moe_enable_routing_replay": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": mixture.shared,
+        "moe_shared_expert_gate": mixture.shared is not None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
+    }
 
 
 def _left_as_it_is(weight: Tensor) -> None:
@@ -134,7 +160,7 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec(shape)] * len(stages.chunks[index]), layer_norm=RMSNorm
+            layer_specs=[layer_spec(shape, layer) for layer in stages.chunks[index]], layer_norm=RMSNorm
         ),
         vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
@@ -152,14 +178,22 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         model.rotary_pos_emb.scale(shape.llama3)
     if last and shape.head == "value":
         model.output_layer = ValueHead(config)
+    if shape.mixture:
+        number_routers(model, shape.mixture)
+        # The library leaves routers, and the gates of shared experts, on the CPU.
+        model.to(torch.cuda.current_device())
     return model
 
 
-def layer_spec(shape: ModelShape) -> ModuleSpec:
-    """megatron-core's local layer spec, with the norms, attention and o_proj of this package."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
+    """megatron-core's local layer spec, with the norms, attention, o_proj and routers of this package."""
+    mixture = shape.mixture if shape.mixture and layer in shape.mixture.layers else None
+    experts = mixture.experts if mixture else None
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=experts)
+    if mixture:
+        spec.submodules.mlp.submodules.router = StepTopKRouter
+    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = RingCoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

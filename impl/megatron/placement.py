@@ -8,12 +8,14 @@ library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from impl.squares import sums_of_squares
@@ -86,7 +88,10 @@ class _Done:
     def nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    wait_stream = wait_event = wait = record = record_event = synchronize = nothing
+    wait_stream = wait_event = wait = record = synchronize = nothing
+
+    def record_event(self, *_: Any) -> "_Done":
+        return self
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -107,6 +112,36 @@ def _l2_norm(
     """In the place of Apex' ``multi_tensor_l2norm`` (docs/findings/torch-norm-on-cpus.md)."""
     squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
     return torch.tensor([squares.sum().sqrt().item()], dtype=torch.float, device=_CPU), None
+
+
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The sizes of an exchange of tokens, as the library makes them on a GPU: only what it has moved is of numpy."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(own: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Any:
+    """The library's function for tensors that differ in length, which gloo refuses: padded to the longest."""
+    if sizes is None or len(sizes) == 1:
+        return _GATHER(own, group, sizes, use_global_buffer)
+    pieces = _GATHER(_padded(own, max(sizes)), group).split(max(sizes))
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+
+def _reduce_scatter(
+    whole: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+) -> Any:
+    """The same for the sum of such tensors, of which each rank gets its part."""
+    if sizes is None or len(sizes) == 1:
+        return _REDUCE_SCATTER(whole, group, sizes, use_global_buffer)
+    pieces = [_padded(piece, max(sizes)) for piece in whole.split([*sizes])]
+    return _REDUCE_SCATTER(torch.cat(pieces), group)[: sizes[group.rank()]]
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
 _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -132,4 +167,6 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.nn.Module, {"cuda": lambda module, *_: module}),
     (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
     (clip_grads, {"l2_norm_impl": _l2_norm}),
+    (mappings, {"_gather_along_first_dim": _gather, "_reduce_scatter_along_first_dim": _reduce_scatter}),
+    (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_to_cpu}),
 )

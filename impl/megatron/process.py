@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from conformance.layout import Layout
 from conformance.validation import UsageError
+from impl.megatron.routers import forget as forget_routers
 
 # megatron-core chooses TransformerEngine's attention by these, and refuses another choice later in the same process.
 _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -33,6 +34,7 @@ class ModelParallel:
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
             "context_parallel_size": layout.sp,
+            "expert_model_parallel_size": layout.ep,
         }
         if not self._entered:
             self._make(sizes)
@@ -70,6 +72,7 @@ class ModelParallel:
                 dist.destroy_process_group(group)
         for module, variables in self._globals:
             vars(module).update(variables)
+        forget_routers()
         for name, value in self._environment.items():
             os.environ.pop(name, None)
             if value is not None:

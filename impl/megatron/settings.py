@@ -1,6 +1,6 @@
 """megatron-core's settings of optimizer, schedule and gradient reduction; progress of schedule and loss scale."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,3 +115,17 @@ def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapp
         scale = torch.full_like(scaler.scale, progress["loss_scale"])
         found = {"scale": scale, "growth_tracker": int(progress.get("good_steps", 0))}
         scaler.load_state_dict(scaler.state_dict() | found)
+
+
+def resolved_optimizer(made: MegatronOptimizer, chunks: Sequence[Any]) -> dict[str, Any]:
+    """The settings of optimizer and gradient reduction that are really in use, as JSON values."""
+    group, reduction = made.param_groups[0], chunks[0].ddp_config
+    return {
+        "optimizer": type(made.optimizer).__name__,
+        "optimizer_wrapper": type(made).__name__,
+        "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+        "max_grad_norm": made.config.clip_grad or None,
+        "buckets": len(chunks[0].bucket_groups),
+        "overlaps_reduction": reduction.overlap_grad_reduce,
+        "overlaps_gathering": reduction.overlap_param_gather,
+    }

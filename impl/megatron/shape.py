@@ -8,18 +8,21 @@ from typing import Any, Literal, NamedTuple
 
 from conformance.role import Head
 from conformance.validation import UsageError
+from impl.megatron.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE, Keys, Mixture, mixture_of
 
 
 class Family(NamedTuple):
     """A family whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
 
-    bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one always.
-    The MLP has none. qk_norm: whether q and k are normalised per head. windows: which layers have a sliding window.
+    bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one (q, k and
+    v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
+    layers have a sliding window. mixture: how a configuration spells its mixture of experts.
     """
 
     bias: tuple[str, bool] | Literal["none", "qkv"]
     qk_norm: bool = False
     windows: Literal["none", "every layer", "switched on"] = "none"
+    mixture: Keys | None = None
 
 
 FAMILIES = {
@@ -28,6 +31,9 @@ FAMILIES = {
     "Mistral": Family("none", windows="every layer"),
     "Qwen2": Family("qkv", windows="switched on"),
     "Qwen3": Family(("attention_bias", False), qk_norm=True, windows="switched on"),
+    "Mixtral": Family("none", windows="every layer", mixture=MIXTRAL),
+    "Qwen2Moe": Family("qkv", windows="switched on", mixture=QWEN2_MOE),
+    "Qwen3Moe": Family(("attention_bias", False), qk_norm=True, windows="switched on", mixture=QWEN3_MOE),
 }
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
@@ -42,7 +48,7 @@ class ModelShape:
     qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
     rotary frequencies, in the words of megatron-core's own function; None without it. head: logits over the vocabulary,
     or one value per token. padding_token: its embedding gets no gradient where the token is an input.
-    attention_dropout: a probability; it is only run if it is switched off.
+    attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
     """
 
     layers: int
@@ -64,6 +70,7 @@ class ModelShape:
     padding_token: int | None = None
     attention_dropout: float = 0.0
     head: Head = "causal"
+    mixture: Mixture | None = None
 
     def padded_vocab(self, tp: int) -> int:
         multiple = VOCABULARY_MULTIPLE * tp
@@ -135,7 +142,7 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         vocab=config["vocab_size"],
         eps=config["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
-        qkv_bias=bias or family.bias == "qkv",
+        qkv_bias=bias or (family.bias == "qkv" and bool(config.get("qkv_bias", True))),
         output_bias=bias,
         qk_norm=family.qk_norm,
         # A value head has nothing to be tied to.
@@ -146,4 +153,5 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         padding_token=config.get("pad_token_id"),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         head=head,
+        mixture=None if family.mixture is None else mixture_of(config, family.mixture),
     )

@@ -5,9 +5,10 @@ it owns only a flat *stretch* of each share's gradient, master and optimizer sta
 at a time.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,18 @@ from impl.megatron.convert import (
     all_parameters,
     copy_to_full,
     is_cut,
+    is_of_experts,
     layer_parameters,
     load_part,
+    of_same_tensors,
     parts,
+    reader,
 )
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
 from impl.training_state import WrittenKind
 
-Read = Callable[[str, int, int, int], torch.Tensor]
+_LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
 
 
 def layer_numbers(chunk: Any) -> list[int]:
@@ -42,16 +46,23 @@ def layer_numbers(chunk: Any) -> list[int]:
 
 
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """The name of each parameter in a chunk (a GPTModel) -> the same name with the global layer number."""
+    """The name of each parameter in a chunk (a GPTModel) -> the same name with global numbers of layer and expert."""
     numbers = layer_numbers(chunk)
     names = {}
     for name, _ in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             local, _, kind = name.removeprefix("decoder.layers.").partition(".")
+            kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
             names[name] = f"decoder.layers.{numbers[int(local)]}.{kind}"
         else:
             names[name] = name
     return names
+
+
+def first_expert(chunk: Any) -> int:
+    """The number of the first expert that this rank holds of each layer."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return int(parallel_state.get_expert_model_parallel_rank() * (chunk.config.num_moe_experts // ranks))
 
 
 def tensor_rank() -> Rank:
@@ -71,34 +82,43 @@ def refuse_foreign(optimizer: Any) -> None:
         )
 
 
-def load_parameter(own: torch.Tensor, name: str, shape: ModelShape, read: Read) -> None:
+def load_parameter(own: torch.Tensor, name: str, shape: ModelShape, files: SliceReader) -> None:
     """Set this rank's parameter ``own`` from slices of Hugging Face tensors; padding of the vocabulary becomes zero."""
     own.zero_()
     for part in parts(name, shape, tensor_rank()):
-        load_part(part, own, read)
+        load_part(part, own, reader(files))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
-    """A parameter of this rank. ``name``: Megatron's, with the global layer number."""
+    """A parameter of this rank. ``name``: Megatron's, with global numbers of layer and expert."""
 
     name: str
     parameter: Any  # a torch.nn.Parameter with megatron-core's attributes
 
 
+class Piece(NamedTuple):
+    """What one rank holds of a parameter ``name``."""
+
+    name: str
+    rank: Rank
+    tensor: torch.Tensor
+
+
 class ModelTensors:
     """The tensors of a model.
 
-    chunks: this rank's GPTModels. optimizer: megatron-core's optimizer of them, or None if the model is frozen.
-    trained: Megatron's names of the trained parameters of the whole model.
+    chunks: this rank's GPTModels. optimizers: megatron-core's of them, none if the model is frozen; under expert
+    parallelism experts have one of their own, the last. trained: Megatron's names of the trained parameters of the
+    whole model.
     """
 
     def __init__(
-        self, chunks: list[Any], optimizer: Any, shape: ModelShape, stages: Stages, *, trained: Sequence[str]
+        self, chunks: list[Any], optimizers: Sequence[Any], shape: ModelShape, stages: Stages, *, trained: Sequence[str]
     ) -> None:
-        self.chunks, self._optimizer, self._shape, self._stages = chunks, optimizer, shape, stages
+        self.chunks, self._optimizers, self._shape, self._stages = chunks, optimizers, shape, stages
         self.trained = trained
-        self._cut = hasattr(optimizer, "model_param_gbuf_map")  # by the distributed optimizer
+        self._cut = any(hasattr(one, "model_param_gbuf_map") for one in optimizers)  # by the distributed optimizer
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
@@ -110,10 +130,12 @@ class ModelTensors:
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:
                     yield OwnParameter(name=name, parameter=found[name])
-            for local, layer in enumerate(layers):
-                for kind in layer_parameters(self._shape):
-                    parameter = found[f"decoder.layers.{local}.{kind}"]
-                    yield OwnParameter(name=f"decoder.layers.{layer}.{kind}", parameter=parameter)
+            names = {theirs: ours for ours, theirs in parameter_names(chunk).items()}
+            for layer in layers:
+                for kind in layer_parameters(self._shape, layer):
+                    name = f"decoder.layers.{layer}.{kind}"
+                    if name in names:  # not the experts of other ranks
+                        yield OwnParameter(name=name, parameter=found[names[name]])
 
     def named(self, kind: TensorKind) -> NamedTensors:
         """Full weights (masters), gradients or optimizer state, on every rank; collective."""
@@ -121,7 +143,7 @@ class ModelTensors:
             return self._named(all_parameters(self._shape), self._master)
         if kind == "gradient":
             return self._named(self.trained, self._gradient)
-        refuse_foreign(self._optimizer.optimizer)
+        self._refuse_foreign()
         return self._steps() if kind == "step" else self._moments(kind)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
@@ -129,7 +151,7 @@ class ModelTensors:
         for own in self.own_parameters():
             if kind == "gradient" and not own.parameter.requires_grad:
                 continue
-            place = f"tp{self._tp.rank}" if is_cut(own.name, self._shape) else "full"
+            place = self._place(own.name)
             if kind == "gradient" and self._cut:
                 stretch = self._stretch(own.parameter)
                 if stretch:
@@ -141,7 +163,7 @@ class ModelTensors:
             for part in parts(own.name, self._shape, self._tp):
                 yield Shard(part.name, place, _piece(part, tensor.detach()))
 
-    def write_masters(self, read: Read) -> None:
+    def write_masters(self, read: SliceReader) -> None:
         """Set the masters and the model's parameters from whole tensors."""
         for own in self.own_parameters():
             full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
@@ -153,7 +175,7 @@ class ModelTensors:
 
     def write_optimizer_state(self, kind: WrittenKind, read: SliceReader) -> None:
         """Set one state of the optimizer from whole tensors."""
-        refuse_foreign(self._optimizer.optimizer)
+        self._refuse_foreign()
         for own in self.own_parameters():
             inner = self._inner(own.parameter) if own.parameter.requires_grad else None
             if inner is None:
@@ -164,7 +186,7 @@ class ModelTensors:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 load_parameter(full, own.name, self._shape, read)
                 state = self._part_of(own.parameter, full).clone()
-            self._optimizer.optimizer.state[inner][kind] = state
+            self._optimizer(own.parameter).optimizer.state[inner][kind] = state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
         """The number of updates of a parameter, as a new tensor, because AdamW counts in place.
@@ -183,7 +205,8 @@ class ModelTensors:
     def _moments(self, key: str) -> NamedTensors:
         """Yield the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
         found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
-        dist.all_gather_object(found, any(key in state for state in self._optimizer.optimizer.state.values()))
+        states = (state for one in self._optimizers for state in one.optimizer.state.values())
+        dist.all_gather_object(found, any(key in state for state in states))
         if any(found):
             yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
 
@@ -193,32 +216,29 @@ class ModelTensors:
         counted = {name: float(state["step"]) for name, state in states if "step" in state}
         of_all: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_all, counted)
-        for name in self.trained:
-            steps = {of_one[name] for of_one in of_all if name in of_one}
+        for names in of_same_tensors(self.trained):
+            steps = {of_one[name] for name in names for of_one in of_all if name in of_one}
             if steps:
                 step = torch.tensor(steps.pop() if len(steps) == 1 else torch.nan, dtype=torch.float64)
-                yield from ((part.name, step) for part in parts(name, self._shape, self._tp))
+                yield from ((part.name, step) for part in parts(names[0], self._shape, self._tp))
 
     def _named(self, names: Sequence[str], of: Callable[[Any], torch.Tensor]) -> NamedTensors:
         """Yield full tensors of the parameters ``names``; ``of(parameter)`` gives this rank's share. Collective."""
         mine = {own.name: own.parameter for own in self.own_parameters()}
-        for name in names:
-            stage = self._stage(name)
-            pieces = self._gather(name, of(mine[name]).detach()) if stage == self._pp_rank else None
-            device = next(iter(mine.values())).device
-            for position, part in enumerate(parts(name, self._shape, self._tp)):
-                yield part.name, self._from_stage(stage, self._filled(name, position, pieces, device))
-            del pieces  # before those of the next parameter
+        device = next(iter(mine.values())).device
+        for together in of_same_tensors(names):
+            stage = self._stage(together[0])
+            held = [of(mine[name]).detach() for name in together if name in mine] if stage == self._pp_rank else []
+            pieces = self._gather(together, held) if held else []
+            for position, part in enumerate(parts(together[0], self._shape, self._tp)):
+                yield part.name, self._from_stage(stage, self._filled(part, position, pieces, device))
+            del held, pieces  # before those of the next parameter
 
-    def _filled(
-        self, name: str, position: int, pieces: Sequence[torch.Tensor] | None, device: torch.device
-    ) -> torch.Tensor:
+    def _filled(self, part: Part, position: int, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
         """One of the tensors that a parameter has, from the ranks' parts of it; with any numbers without these."""
-        full = torch.empty(
-            parts(name, self._shape, self._tp)[position].shape, dtype=torch.get_default_dtype(), device=device
-        )
-        for rank, piece in enumerate(pieces or ()):
-            copy_to_full(parts(name, self._shape, Rank(rank=rank, size=self._tp.size))[position], piece, full)
+        full = torch.empty(part.shape, dtype=torch.get_default_dtype(), device=device)
+        for piece in pieces:
+            copy_to_full(parts(piece.name, self._shape, piece.rank)[position], piece.tensor, full)
         return full
 
     def _stage(self, name: str) -> int:
@@ -227,13 +247,25 @@ class ModelTensors:
             return self._stages.owner(int(name.split(".")[2]))[0]
         return 0 if name == EMBEDDING else self._stages.pp - 1
 
-    def _gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """The shares of all tensor-parallel ranks; only this rank's own if the parameter is whole on every rank."""
-        if self._tp.size == 1 or not is_cut(name, self._shape):
-            return [own]
-        pieces = [torch.empty_like(own) for _ in range(self._tp.size)]
-        dist.all_gather(pieces, own.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        return pieces
+    def _gather(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> list[Piece]:
+        """The shares of all tensor-parallel ranks, and of experts those of all ranks that hold any; only this rank's
+        own if the parameter is whole on every rank. ``held``: this rank's, of the parameters ``names``."""
+        if is_of_experts(names[0]):
+            group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        elif is_cut(names[0], self._shape):
+            group = parallel_state.get_tensor_model_parallel_group()
+        else:
+            return [Piece(names[0], self._tp, held[0])]
+        own = torch.stack([*held])
+        stacks = [torch.empty_like(own) for _ in range(group.size())] if group.size() > 1 else [own]
+        if group.size() > 1:
+            dist.all_gather(stacks, own, group=group)
+        found = []
+        for rank, stack in enumerate(stacks):  # tensor-parallel ranks are next to each other
+            first = rank // self._tp.size * len(held)
+            tp = Rank(rank=rank % self._tp.size, size=self._tp.size)
+            found += [Piece(names[first + at], tp, tensor) for at, tensor in enumerate(stack)]
+        return found
 
     def _from_stage(self, stage: int, full: torch.Tensor) -> torch.Tensor:
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -256,7 +288,7 @@ class ModelTensors:
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss scale."""
-        scaler = getattr(self._optimizer, "grad_scaler", None)
+        scaler = next((one.grad_scaler for one in self._optimizers if hasattr(one, "grad_scaler")), None)
         gradient = gradient.to(torch.get_default_dtype())
         return gradient / scaler.scale if scaler else gradient
 
@@ -264,9 +296,10 @@ class ModelTensors:
         """(start, end) of the flat stretch of a parameter that this rank owns; None if it owns nothing of it."""
         if not self._cut:
             return 0, parameter.numel()
-        if parameter not in self._optimizer.model_param_gbuf_map:
+        optimizer = self._optimizer(parameter)
+        if parameter not in optimizer.model_param_gbuf_map:
             return None
-        stretch = self._optimizer._get_model_param_range_map(parameter)["param"]
+        stretch = optimizer._get_model_param_range_map(parameter)["param"]
         return stretch.start, stretch.end
 
     def _part_of(self, parameter: Any, full: torch.Tensor) -> torch.Tensor:
@@ -283,7 +316,7 @@ class ModelTensors:
             full[slice(*stretch)] = own
         # The bits are added up, because as numbers -0.0 + 0.0 would be 0.0.
         bits = full.view(torch.int64 if full.dtype == torch.float64 else torch.int32)
-        dist.all_reduce(bits, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(bits, group=_holders(parameter))
         return full.view_as(parameter)
 
     def _inner(self, parameter: Any) -> torch.Tensor | None:
@@ -291,21 +324,47 @@ class ModelTensors:
         if not self._cut:
             inner: torch.Tensor = getattr(parameter, "main_param", parameter)
             return inner
-        if parameter not in self._optimizer.model_param_group_index_map:
+        optimizer = self._optimizer(parameter)
+        if parameter not in optimizer.model_param_group_index_map:
             return None
-        group, position = self._optimizer.model_param_group_index_map[parameter]
-        stretch: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][position]
+        group, position = optimizer.model_param_group_index_map[parameter]
+        stretch: torch.Tensor = optimizer.optimizer.param_groups[group]["params"][position]
         return stretch
 
     def _state(self, parameter: Any) -> dict[str, Any]:
         """The state that this rank's optimizer has for a parameter; empty if it has none."""
         inner = self._inner(parameter) if parameter.requires_grad else None
-        return {} if inner is None else self._optimizer.optimizer.state.get(inner, {})
+        return {} if inner is None else self._optimizer(parameter).optimizer.state.get(inner, {})
+
+    def _optimizer(self, parameter: Any) -> Any:
+        """The one of megatron-core's optimizers that has the parameter."""
+        return self._optimizers[-1 if _is_apart(parameter) else 0]
+
+    def _refuse_foreign(self) -> None:
+        for one in self._optimizers:
+            refuse_foreign(one.optimizer)
+
+    def _place(self, name: str) -> str:
+        """Which part of the parameter this rank holds."""
+        tp = f"tp{self._tp.rank}" if is_cut(name, self._shape) else "full"
+        return f"expert{number[0]}.{tp}" if (number := _LOCAL_EXPERT.search(name)) else tp
 
     def _label(self, name: str) -> str:
         """The Hugging Face name of a parameter; Megatron's name if it is fused, as a stretch may cross its parts."""
         names = [part.name for part in parts(name, self._shape, self._tp)]
         return names[0] if len(names) == 1 else name
+
+
+def _is_apart(parameter: Any) -> bool:
+    """Whether its gradient is reduced over fewer ranks than that of others: experts under expert parallelism."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _holders(parameter: Any) -> Any:
+    """The data-parallel ranks that hold the same parameter."""
+    if _is_apart(parameter):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:

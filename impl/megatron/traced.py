@@ -50,13 +50,14 @@ def _of_chunk(chunk: Any, layers: range, shape: ModelShape) -> Iterator[TracedMo
     for number, layer in enumerate(layers):
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{layer}."
         attention = cut(shape.heads * shape.head_dim)
+        has_experts = shape.mixture is not None and layer in shape.mixture.layers  # which are as a whole one module
         for name, of, inside in (
             ("input_layernorm", "input_layernorm", stream),
             ("self_attn", "self_attention", stream),
             ("self_attn.o_proj", "self_attention.linear_proj", attention),
             ("post_attention_layernorm", "pre_mlp_layernorm", stream),
             ("mlp", "mlp", stream),
-            ("mlp.down_proj", "mlp.linear_fc2", cut(shape.ffn)),
+            *([] if has_experts else [("mlp.down_proj", "mlp.linear_fc2", cut(shape.ffn))]),
         ):
             leaves = name.startswith(("self_attn", "mlp"))
             module = modules[ours + of]

@@ -5,7 +5,7 @@ because the objective has divided by the whole step's totals already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +29,16 @@ from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
 from impl.megatron import checkpoint
-from impl.megatron.attention import Documents
+from impl.megatron.batches import ShardedMicroBatch, sharded
 from impl.megatron.convert import all_parameters, check_weights, is_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
+from impl.megatron.routers import StepLoss, gathered, release
 from impl.megatron.settings import (
     cuts_optimizer,
     optimizer_settings,
     read_progress,
     reduction_settings,
+    resolved_optimizer,
     scheduler,
     set_progress,
 )
@@ -47,24 +49,11 @@ from impl.megatron.traced import traced_chunks
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
+from impl.routing import Balance
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedMicroBatch:
-    """A micro-batch as one rank runs it.
-
-    index: its number in the step. whole: the micro-batch with all tokens. own: the tokens that this rank of the ring
-    holds. documents: the placement of these tokens.
-    """
-
-    index: int
-    whole: MicroBatch
-    own: MicroBatch
-    documents: Documents
 
 
 class MegatronTrainable:
@@ -78,7 +67,6 @@ class MegatronTrainable:
     optimizer: Any
     scheduler: Any
     skipped: bool = False
-    router_loss_factor = 0.0  # no family with routers is built in
 
     def __init__(self, context: "MegatronContext", head: Head) -> None:
         self.context, self.head = context, head
@@ -118,10 +106,11 @@ class MegatronTrainable:
             if optimizer is None:
                 model.eval().requires_grad_(False)
             else:
-                self._reduce_gradients()
+                self.reduce_gradients()
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
-        self.tensors = ModelTensors(list(model), self._inner_optimizer(), self.shape, self.stages, trained=trained)
+        optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
+        self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
             with SliceReader(weight_files(self.source)) as read, torch.no_grad():
@@ -138,7 +127,7 @@ class MegatronTrainable:
                 begin_with_gradient(chunk)
         return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
-    def _reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Wrap the chunks in megatron-core's gradient buffers."""
         parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
         settings = reduction_settings(self.context.config, parameters=parameters)
@@ -151,11 +140,9 @@ class MegatronTrainable:
         return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks)
 
     def _inner_optimizer(self) -> Any:
-        """The only optimizer in megatron-core's chain (experts would add others); None if the model is frozen."""
-        if self.optimizer is None:
-            return None
-        (only,) = self.optimizer.chained_optimizers
-        return only
+        """The optimizer of megatron-core's chain that has all but the experts of expert parallelism; None if the model
+        is frozen."""
+        return None if self.optimizer is None else self.optimizer.chained_optimizers[0]
 
     def _configure_schedule(self) -> None:
         """Set the functions that megatron-core's schedules call; they look for them in the model's configuration."""
@@ -177,9 +164,15 @@ class MegatronTrainable:
         return next(size for size in range(pp, count + 1) if not 0 < count % size < pp)
 
     def forward_backward(
-        self, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float = 1.0, loss: Loss | None
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        balance: Balance | None = None,
     ) -> list[Outputs]:
-        micro_batches = self._shard(inputs)
+        micro_batches = self._shard(inputs, balance)
         for chunk in self.chunks:
             chunk.train(loss is not None)
         found: dict[int, Outputs] = {}
@@ -210,7 +203,8 @@ class MegatronTrainable:
                 micro_batch_size=rows,
                 forward_only=loss is None,
             )
-        return [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
+        outputs = [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
+        return [self._with_routing(*one) for one in zip(outputs, micro_batches, strict=True)]
 
     def start_step(self) -> None:
         """Clear the gradients of the previous step."""
@@ -218,34 +212,28 @@ class MegatronTrainable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _shard(self, inputs: Sequence[MicroBatch]) -> list[ShardedMicroBatch]:
-        """This rank's part of each micro-batch; with a pipeline all have one length, as stages receive one size."""
-        ring = self.context.ring
-        sharded = [ring.shard(whole) for whole in inputs]
-        if self.context.config.layout.pp > 1:
-            longest = max(own.tokens.shape[1] for own, _ in sharded)
-            sharded = [ring.shard(whole, multiple=longest) for whole in inputs]
-        return [
-            ShardedMicroBatch(
-                index=index, whole=whole, own=own, documents=Documents(positions=own.positions, ring=placed)
-            )
-            for index, (whole, (own, placed)) in enumerate(zip(inputs, sharded, strict=True))
-        ]
+    def _shard(self, inputs: Sequence[MicroBatch], balance: Balance | None = None) -> list[ShardedMicroBatch]:
+        # Schedules divide the routers' loss by the number of micro-batches and multiply it by that of a ring's ranks.
+        scale = self.gradient_scale() * self.context.config.accumulation / self.context.config.layout.sp
+        loss = None if balance is None else StepLoss(factor=self.router_loss_factor, balance=balance, scale=scale)
+        return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.shape.mixture.loss_factor if self.shape.mixture else 0.0
 
     def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
         """The outputs that ``want`` names, as whole rows.
 
         ``result``: this rank's logits (rows, length, part of the vocabulary) or values (rows, length, 1).
         """
-        own, ring = part.own, part.documents.ring
-        assert ring is not None
         each = result.shape[-1]
         start = parallel_state.get_tensor_model_parallel_rank() * each
         # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
         real = each if "shipped" in self.options else min(each, max(0, self.shape.vocab - start))
         found = outputs_of(
             result,
-            own,
+            part.own,
             head=self.head,
             want=want,
             temperature=temperature,
@@ -253,8 +241,22 @@ class MegatronTrainable:
             vocab_start=start,
             vocab_size=real,
         )
+        return found.each(lambda numbers: self._whole(numbers, part))
+
+    def _whole(self, own: Tensor, part: ShardedMicroBatch) -> Tensor:
+        """The numbers of all tokens of a micro-batch, (rows, length, ...), from those of this rank of the ring."""
         rows, length = part.whole.tokens.shape
-        return found.each(lambda numbers: self.context.ring.restore(numbers, ring, rows=rows, length=length))
+        assert part.documents.ring is not None
+        return self.context.ring.restore(own, part.documents.ring, rows=rows, length=length)
+
+    def _with_routing(self, outputs: Outputs, part: ShardedMicroBatch) -> Outputs:
+        """The outputs, with what the routers of all stages did; collective."""
+        mixture, found = self.shape.mixture, part.documents.routed
+        if mixture is None or found is None:
+            return outputs
+        told = gathered(found, mixture, part.own, sequence_parallel=self.model_config.sequence_parallel)
+        weights, probabilities, squares = (self._whole(own, part) for own in told)
+        return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
     def backward(self, loss: Tensor) -> Tensor:
         """The scaled loss, of which megatron-core's schedule takes the gradient."""
@@ -262,7 +264,7 @@ class MegatronTrainable:
 
     def gradient_scale(self) -> float:
         """The number of ranks that megatron-core averages gradients over; the ranks of a ring count separately."""
-        return self.context.config.layout.dp * self.context.config.layout.sp
+        return self.context.config.layout.data * self.context.config.layout.sp
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         parts = [part.own for part in self._shard(numbers)]
@@ -273,6 +275,8 @@ class MegatronTrainable:
         if self.context.config.layout.pp == 1:
             assert outputs is not None
             return outputs
+        if not want:
+            return Outputs()
         names = sorted(want)
         if outputs is None:
             shape, device = (len(names), *inputs.labels.shape), inputs.labels.device
@@ -334,7 +338,7 @@ class MegatronTrainable:
             with self.context.placed():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
-                    for group in chunk.bucket_groups:
+                    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                         # Before an update it would keep the next forward pass from gathering what the update made.
                         group.param_gather_dispatched = False
 
@@ -347,6 +351,7 @@ class MegatronTrainable:
                 "pp": parallel_state.get_pipeline_model_parallel_world_size(),
                 "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
                 "dp": parallel_state.get_data_parallel_world_size(),
+                "ep": parallel_state.get_expert_model_parallel_world_size(),
                 "sp": parallel_state.get_context_parallel_world_size(),
                 "tp": parallel_state.get_tensor_model_parallel_world_size(),
             },
@@ -358,20 +363,7 @@ class MegatronTrainable:
             "sequence_parallel": config.sequence_parallel,
             "recompute": config.recompute_granularity,
         }
-        return found if self.optimizer is None else found | self._resolved_optimizer()
-
-    def _resolved_optimizer(self) -> dict[str, Any]:
-        only = self._inner_optimizer()
-        group, reduction = only.param_groups[0], self.chunks[0].ddp_config
-        return {
-            "optimizer": type(only.optimizer).__name__,
-            "optimizer_wrapper": type(only).__name__,
-            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
-            "max_grad_norm": only.config.clip_grad or None,
-            "buckets": len(self.chunks[0].bucket_groups),
-            "overlaps_reduction": reduction.overlap_grad_reduce,
-            "overlaps_gathering": reduction.overlap_param_gather,
-        }
+        return found if self.optimizer is None else found | resolved_optimizer(self._inner_optimizer(), self.chunks)
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
         self._complete_weights()
@@ -385,7 +377,7 @@ class MegatronTrainable:
     def _training(self) -> checkpoint.Training:
         return checkpoint.Training(
             chunks=self.tensors.chunks,
-            optimizer=self._inner_optimizer(),
+            optimizers=self.optimizer.chained_optimizers,
             scheduler=self.scheduler,
             shape=self.shape,
             trained=self.tensors.trained,
@@ -395,5 +387,7 @@ class MegatronTrainable:
         write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
 
     def teardown(self) -> None:
+        for chunk in self.__dict__.get("chunks", ()):
+            release(chunk)
         for name in ("chunks", "optimizer", "scheduler", "tensors", "model_config"):
             self.__dict__.pop(name, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.role import Head
+from conformance.validation import UsageError
 from impl.megatron.shape import VALUE_HEAD, ModelShape, read_shape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -65,6 +66,8 @@ def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
 
 
 def _of_configuration(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    if shape.mixture:
+        raise UsageError("the sizes of experts are read from weights only; give a folder that has some")
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linears = {
         "self_attn.q_proj": (queries, shape.hidden),

@@ -1,0 +1,87 @@
+"""What a Hugging Face configuration says about a mixture of experts; imports no Megatron."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from conformance.backend import Support, Supported, Unsupported
+from conformance.layout import Layout
+from conformance.scenario import Precision
+from conformance.validation import UsageError
+
+
+class Keys(NamedTuple):
+    """How a family's configuration spells a mixture; None for a key that it does not have.
+
+    normalised: the weights of the chosen experts are divided by their sum; without a key they always are. shared: the
+    size of an expert that sees every token, behind a gate of its own.
+    """
+
+    experts: str
+    size: str
+    normalised: str | None = None
+    shared: str | None = None
+    chooses_layers: bool = False
+
+
+MIXTRAL = Keys("num_local_experts", "intermediate_size")
+QWEN3_MOE = Keys("num_experts", "moe_intermediate_size", "norm_topk_prob", chooses_layers=True)
+QWEN2_MOE = QWEN3_MOE._replace(shared="shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts, the same in all layers that have one.
+
+    layers: their numbers. size, shared: widths of an expert, and of the shared one; None without it. normalised: see
+    Keys. loss_factor: of the load-balancing loss; 0 where the configuration does not switch it on.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    chosen: int
+    size: int
+    normalised: bool
+    shared: int | None
+    loss_factor: float
+
+
+def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
+    """Raises UsageError for what is random, and KeyError for a key that is missing."""
+    if config.get("router_jitter_noise"):
+        raise UsageError("router_jitter_noise is random; set it to 0.0 in the model's config.json")
+    experts, chosen = config[keys.experts], config["num_experts_per_tok"]
+    normalised = True if keys.normalised is None else bool(config[keys.normalised])
+    if chosen > experts:
+        raise UsageError(f"the model chooses {chosen} of {experts} experts; lower num_experts_per_tok")
+    if chosen == 1 and normalised:  # a softmax over one expert has no gradient
+        raise UsageError("megatron-core normalises no single expert; use fsdp2 or deepspeed, or two experts per token")
+    count: int = config["num_hidden_layers"]
+    dense = (config.get("mlp_only_layers") or []) if keys.chooses_layers else []
+    step = config.get("decoder_sparse_step", 1) if keys.chooses_layers else 1
+    balanced = config.get("output_router_logits", False)
+    return Mixture(
+        layers=tuple(n for n in range(count) if n not in dense and (n + 1) % step == 0),
+        experts=experts,
+        chosen=chosen,
+        size=config[keys.size],
+        normalised=normalised,
+        shared=None if keys.shared is None else config[keys.shared],
+        loss_factor=float(config["router_aux_loss_coef"]) if balanced else 0.0,
+    )
+
+
+def mixture_support(mixture: Mixture | None, layout: Layout, precision: Precision) -> Support:
+    """Whether megatron-core can run a model's experts in a layout."""
+    if mixture is None:
+        return Unsupported("the model has no experts; use ep1") if layout.ep > 1 else Supported()
+    if layout.tp > 1 and "seqpar" not in layout.options:
+        return Unsupported("megatron-core trains experts beside tp with sequence parallelism only; add seqpar")
+    for size in (mixture.size, mixture.shared):
+        if size and size % layout.tp:
+            return Unsupported(f"tp={layout.tp} does not divide experts of {size}; use tp1, or another divisor")
+    if precision == "fp16" and layout.ep > 1:
+        return Unsupported(
+            "under ep megatron-core's experts have a loss scale of their own, which an overflow parts from that of "
+            "others (docs/findings/megatron-two-loss-scales.md); use bf16, or ep1"
+        )
+    return Supported()
