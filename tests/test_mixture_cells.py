@@ -121,6 +121,8 @@ def test_below_the_exact_tier_the_oracles_choices_are_taken(
         ("fsdp2", "grpo-half", "sp2", "bf16"),
         ("deepspeed", "grpo", "dp2.zero3", "fp32"),
         ("deepspeed", "grpo-half", "dp2.zero2", "bf16"),
+        ("megatron", "grpo", "ep2", "fp32"),
+        ("megatron", "grpo-half", "pp2", "bf16"),
     ],
 )
 def test_below_the_exact_tier_each_pass_of_a_roll_out_takes_its_own(
@@ -133,6 +135,7 @@ def test_below_the_exact_tier_each_pass_of_a_roll_out_takes_its_own(
     assert looked <= {quantity.stage for quantity in verdict.quantities}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
 def test_ranks_that_have_run_experts_keep_no_process_groups_and_are_used_again(session: Session, backend: str) -> None:
     cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "exact", steps=1)
@@ -235,6 +238,13 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
     answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
+
+
+def test_a_z_loss_is_not_run_on_megatron() -> None:
+    cell = cell_of("megatron", "sft-z-loss", "qwen2-moe", "dp2", "exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert "set router_z_loss to 0" in answer.reason
 
 
 def test_two_loss_scales_are_not_run() -> None:
