@@ -71,13 +71,12 @@ class SliceReader:
         return name in self._where
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(self._file(self._where[name]).get_slice(name).get_shape())
 
     def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
         """The slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of matrices."""
-        piece = self._file(name).get_slice(name)
-        tensor: torch.Tensor = piece[number, start:stop] if dim == 0 else piece[number, :, start:stop]
-        return tensor
+        of_one, span = slice(number, number + 1), slice(start, stop)
+        return self.slice(name, (of_one, span) if dim == 0 else (of_one, slice(None), span))[0]
 
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
