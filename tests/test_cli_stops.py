@@ -46,7 +46,7 @@ def read(file: Path) -> dict[str, Any]:
 def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a run of two cells, to which something happens after the first."""
     ran: list[Cell] = []
-    run_cell = Session.run
+    run_cell = Session.judged
 
     def run_second(session: Session, cell: Cell) -> JudgedCell:
         if ran:
@@ -54,7 +54,7 @@ def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPat
         ran.append(cell)
         return run_cell(session, cell)
 
-    monkeypatch.setattr(Session, "run", run_second)
+    monkeypatch.setattr(Session, "judged", run_second)
     return cli.main(["run", "--backend", "plain_backend:Plain", "--profile", profile, "--out", str(out)])
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,23 @@ def run(pool: LeasedPool, task: str, logs: Path, *, size: int = 1, budget_s: flo
     )
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: LeasedPool, tmp_path: Path, busy: Busy) -> None:
     """Two tasks of one GPU each meet while they run; a task of both GPUs runs alone, and worlds are used again."""
+    met = tmp_path / "met"
     with ThreadPoolExecutor(3) as threads:
-        ask = [threads.submit(run, pool, "meet", tmp_path, of=2, folder=str(tmp_path / "first")) for _ in range(2)]
+        ask = [threads.submit(run, pool, "meet", tmp_path, of=3, folder=str(met)) for _ in range(2)]
+        wait_for(lambda: met.is_dir() and len(list(met.iterdir())) == 2)
         both = threads.submit(run, pool, "visible", tmp_path, size=2)
-    one, other = sorted(results(met.result())[0] for met in ask)
+        wait_for(lambda: any(lease_folder().glob("*.ticket")))
+        (met / "the test").touch()
+    one, other = sorted(results(asked.result())[0] for asked in ask)
     assert [one[0], other[0]] == ["GPU-a", "GPU-b"]
     assert results(both.result()) == ["GPU-a,GPU-b"] * 2
     again = results(run(pool, "meet", tmp_path, of=1, folder=str(tmp_path / "again")))[0]

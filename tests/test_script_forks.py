@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forker(folder: Path) -> Iterator[Forker]:
-    with Forker.start(folder, ("decimal",)) as forker:
+    with Forker.start(folder, ("colorsys",)) as forker:
         yield forker
 
 
@@ -80,14 +80,14 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(forker: Forker, f
 
 
 def test_scripts_find_imports_done_and_nothing_of_each_other(forker: Forker, folder: Path) -> None:
-    source = "import sys; print([name for name in ('decimal', 'fractions') if name in sys.modules]); import fractions"
+    source = "import sys; print([name for name in ('colorsys', 'wave') if name in sys.modules]); import wave"
     for _ in range(2):
-        assert forker.run(write(folder, source), timeout=60).stdout == "['decimal']\n"
+        assert forker.run(write(folder, source), timeout=60).stdout == "['colorsys']\n"
 
 
 def test_a_branch_has_more_imported_in_an_environment_of_its_own(forker: Forker, folder: Path) -> None:
-    script = write(folder, "import os, sys; print('fractions' in sys.modules, os.environ.get('FAMILY'))")
-    with forker.branch(("fractions",), environment={"FAMILY": "one"}) as branch:
+    script = write(folder, "import os, sys; print('wave' in sys.modules, os.environ.get('FAMILY'))")
+    with forker.branch(("wave",), environment={"FAMILY": "one"}) as branch:
         assert branch.run(script, timeout=60).stdout == "True one\n"
         assert forker.run(script, timeout=60).stdout == "False None\n"
 
