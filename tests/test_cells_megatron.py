@@ -83,7 +83,7 @@ def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     schedule = schedules.get((layout.pp > 1, layout.vpp > 1), "pipelining_with_interleaving")
     assert resolved["schedule"] == f"forward_backward_{schedule}"
     assert len(resolved["layers"]) == layout.pp * layout.vpp
-    assert resolved["mesh"] == {axis: getattr(layout, axis) for axis in ("pp", "vpp", "dp", "sp", "tp")}
+    assert resolved["mesh"] == {axis: getattr(layout, axis) for axis in ("pp", "vpp", "dp", "sp", "ep", "tp")}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class _Renamed:
     def __init__(self, read: Any, rename: Callable[[str], str]) -> None:
         self._read, self._rename = read, rename
 
+    def __contains__(self, name: str) -> bool:
+        return self._rename(name) in self._read
+
     def __call__(self, name: str, *place: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._read(self._rename(name), *place)
         return tensor
