@@ -31,8 +31,9 @@ machine.available_memory = available_memory
 
 
 @pytest.mark.exhaustive
-def test_workers_together_need_the_room_of_as_many_cells(tmp_path: Path) -> None:
+def test_workers_together_need_the_room_of_as_many_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 GB are enough for one of these cells at a time, and not for three."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this run, which its own controller would inherit
     (tmp_path / "small_machine.py").write_text(SMALL_MACHINE)
     cells = [argument for dp in (1, 2, 4) for argument in ("--parity-cells", f"*/dp{dp}/*")]
     small = ("-n", "3", "-p", "small_machine", "--parity-backend", "plain_backend:Plain")
