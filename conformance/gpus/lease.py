@@ -29,6 +29,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, 
 
 def lease_folder() -> Path:
     """Where the locks of this host are; ``PARITY_LEASES`` names another folder, for containers that share GPUs."""
+    # Not tempfile.gettempdir(): jobs with a TMPDIR of their own would not see each other's leases.
     return Path(os.environ.get("PARITY_LEASES") or "/tmp/backend-parity-gpus")
 
 
