@@ -6,6 +6,7 @@ with the layout (conformance.judge.configuration). Operations of the suite itsel
 """
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from conformance.run.exact import PLAIN, EagerMode
+from conformance.run.exact import PLAIN, EagerMode, LeakWatch
 
 # The kind of a collective by the beginning of the operator's name, for torch.distributed and its functional variants.
 COLLECTIVE_KINDS = {
@@ -32,6 +33,7 @@ COLLECTIVE_KINDS = {
     "reduce": "reduce",
     "send": "send",
 }
+_STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
@@ -47,13 +49,19 @@ class Collective:
     elements: int
 
 
+@functools.cache
+def _name_of(func: Any) -> tuple[str, str]:
+    """The namespace and the name of an operator."""
+    space, _, operator = func._schema.name.partition("::")
+    return space, operator
+
+
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     """The collective that an operator with these arguments is; None if it is none."""
-    space, _, operator = func._schema.name.partition("::")
+    space, operator = _name_of(func)
     if space not in COLLECTIVE_SPACES:
         return None
-    stems = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
-    kind = next((COLLECTIVE_KINDS[stem] for stem in stems if operator.strip("_").startswith(stem)), None)
+    kind = next((COLLECTIVE_KINDS[stem] for stem in _STEMS if operator.strip("_").startswith(stem)), None)
     tensor = next(_tensors(args), None)
     if kind is None or tensor is None or (size := _group_size(args)) < 2:
         return None
@@ -75,6 +83,7 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
         again with a graph of its own.
     reduced: number of elements that were summed over a group, by size of the group.
+    leaks: if there is one, it is shown every operator, those of the suite among them.
     held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
         Counted are storages that were an input or output of an operator in this step, except activations: storages
         that were ever seen as a tensor of three or more dimensions.
@@ -82,6 +91,7 @@ class Watch(EagerMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
         self.widths: set[int] = set()
@@ -115,8 +125,10 @@ class Watch(EagerMode):
         if not PLAIN.issuperset(types):
             return NotImplemented  # a DTensor goes first, so that the ops on its local tensors come here
         result = func(*args, **kwargs)
+        if self.leaks:
+            self.leaks.see(func, result)
         if not self._reading and FakeTensor not in types:
-            space, _, operator = func._schema.name.partition("::")
+            space, operator = _name_of(func)
             if space in COLLECTIVE_SPACES:
                 if found := collective_of(func, args):
                     self._collective(found)

@@ -214,7 +214,10 @@ class _Observer:
         replicas: dict[str, Replicas] = {}
         called: list[str] = []
         observing = 0.0
-        watcher = LeakWatch() if first and self.exact else None
+        leaks = LeakWatch() if first and self.exact else None
+        watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
+        if watched:
+            self.watch.leaks, watching = leaks, self.watch
         trained = {role.name: role for role in self.roles if role.trained}
 
         def on_gradients(model: str) -> None:
@@ -230,7 +233,7 @@ class _Observer:
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
-        with watcher or contextlib.nullcontext(), self.watch if watched else contextlib.nullcontext():
+        with watching:
             metrics = backend.train_step(batch, on_gradients)
         seconds = time.perf_counter() - started - observing
         if sorted(called) != sorted(trained):
@@ -238,8 +241,8 @@ class _Observer:
                 f"{type(backend).__name__}.train_step called on_gradients() for {called or 'no model'}; call it "
                 f"exactly once per step for each of {list(trained)}, after the last backward and before clipping"
             )
-        if watcher:
-            self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in watcher.leaks]
+        if leaks:
+            self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
         shards: dict[str, Source] = {}
         if read:
             for role in trained.values():

@@ -2,9 +2,11 @@
 
 For devices and dtypes that flash-attn has no kernel for: the CPU, and float32 and float64 on CUDA. Formulas from
 FlashAttention-2 (arXiv 2307.08691): forward section 3.1.1, backward algorithm 2. Half precision is computed in float32
-and rounded at the end. The scores of all documents are in memory at once: (documents, heads, longest, longest).
+and rounded at the end. The scores of documents of about one length are in memory at once: (documents, heads, longest,
+longest).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +51,13 @@ def forward_varlen(
     ``starts_q``, ``starts_k``: int (documents + 1,), where documents begin, and the total length. Returns out
     (Q, heads, E) and log-sum-exp (heads, Q).
     """
-    at_q, at_k = _Padding(starts_q), _Padding(starts_k)
-    visible = _visible_varlen(at_q, at_k, window)
-    out, lse = _forward(at_q.pad(q), at_k.pad(k), at_k.pad(v), scale=scale, visible=visible)
-    return at_q.unpad(out), at_q.unpad(lse.transpose(1, 2)).T
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))  # lse: (Q, heads)
+    for at_q, at_k in _alike(starts_q, starts_k, queries=len(q), keys=len(k)):
+        visible = _visible_varlen(at_q, at_k, window)
+        some_out, some_lse = _forward(at_q.pad(q), at_k.pad(k), at_k.pad(v), scale=scale, visible=visible)
+        at_q.put(some_out, out)
+        at_q.put(some_lse.transpose(1, 2), lse)
+    return out, lse.T
 
 
 def backward_varlen(
@@ -69,21 +74,27 @@ def backward_varlen(
     window: Window,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``backward``, for documents laid end to end; shapes as in ``forward_varlen``."""
-    at_q, at_k = _Padding(starts_q), _Padding(starts_k)
-    visible = _visible_varlen(at_q, at_k, window)
-    lse = at_q.pad(lse.T).transpose(1, 2)  # (documents, heads, longest)
-    padded = (at_q.pad(dout), at_q.pad(q), at_k.pad(k), at_k.pad(v), at_q.pad(out), lse)
-    dq, dk, dv = _backward(*padded, scale=scale, visible=visible)
-    return at_q.unpad(dq), at_k.unpad(dk), at_k.unpad(dv)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # a document may have keys alone
+    for at_q, at_k in _alike(starts_q, starts_k, queries=len(q), keys=len(k)):
+        visible = _visible_varlen(at_q, at_k, window)
+        some_lse = at_q.pad(lse.T).transpose(1, 2)  # (documents, heads, longest)
+        padded = (at_q.pad(dout), at_q.pad(q), at_k.pad(k), at_k.pad(v), at_q.pad(out), some_lse)
+        some_dq, some_dk, some_dv = _backward(*padded, scale=scale, visible=visible)
+        at_q.put(some_dq, dq)
+        at_k.put(some_dk, dk)
+        at_k.put(some_dv, dv)
+    return dq, dk, dv
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
     s = _scores(q, k, scale=scale, visible=visible)
-    lse = torch.logsumexp(s, dim=-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    p = torch.exp(s - lse[..., None])
-    out = p @ _heads(v, q.shape[2])
-    return out.transpose(1, 2).to(q.dtype), lse
+    largest = s.amax(-1, keepdim=True)
+    unseen = largest == -torch.inf  # queries that see no key
+    p = torch.exp(s - largest.masked_fill(unseen, 0.0))
+    total = p.sum(-1, keepdim=True)
+    out = (p @ _heads(v, q.shape[2])) / total.masked_fill(unseen, 1.0)
+    lse = (largest + total.log()).masked_fill(unseen, torch.inf)
+    return out.transpose(1, 2).to(q.dtype), lse[..., 0]
 
 
 def _backward(
@@ -91,9 +102,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = q.shape[2]
     dout, out = _heads(dout, heads), _heads(out, heads)
-    p = torch.exp(_scores(q, k, scale=scale, visible=visible) - lse[..., None])
+    p = _scores(q, k, scale=scale, visible=visible).sub_(lse[..., None]).exp_()
     dp = dout @ _heads(v, heads).transpose(-1, -2)
-    ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
+    ds = dp.sub_((dout * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
     dq = (ds @ _heads(k, heads)).transpose(1, 2)
     dk = _kv_heads(ds.transpose(-1, -2) @ _heads(q, heads), k.shape[2])
     dv = _kv_heads(p.transpose(-1, -2) @ dout, k.shape[2])
@@ -104,13 +115,17 @@ def _scores(q: Tensor, k: Tensor, *, scale: float, visible: Tensor) -> Tensor:
     """(N, heads, Q, K), -inf where a query must not see a key."""
     heads = q.shape[2]
     s = (_heads(q, heads) * scale) @ _heads(k, heads).transpose(-1, -2)
-    return s.masked_fill(~visible, -torch.inf)
+    return s.masked_fill_(~visible, -torch.inf)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(N, length, kv_heads or heads, E) -> (N, heads, length, E), in float32 or wider; heads of a group are equal."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
+    wide = x.to(_wide(x.dtype)).transpose(1, 2)
     return wide.repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _kv_heads(x: Tensor, kv_heads: int) -> Tensor:
@@ -125,7 +140,7 @@ def _visible(queries: int, keys: int, window: Window, device: torch.device) -> T
     return _within(torch.arange(keys, device=device) - at_query, window)[None, None]
 
 
-def _visible_varlen(at_q: "_Padding", at_k: "_Padding", window: Window) -> Tensor:
+def _visible_varlen(at_q: "_Rows", at_k: "_Rows", window: Window) -> Tensor:
     """Which keys a query sees, in each document: bool (documents, 1, Q, K)."""
     at_query = at_q.position[None, :, None] + (at_k.lengths - at_q.lengths)[:, None, None]  # (documents, Q, 1)
     visible = _within(at_k.position[None, None, :] - at_query, window)
@@ -143,18 +158,34 @@ def _within(distance: Tensor, window: Window) -> Tensor:
     return visible
 
 
-class _Padding:
-    """Documents laid end to end (total, ...) <-> one row for each (documents, longest, ...)."""
+def _alike(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> Iterator[tuple["_Rows", "_Rows"]]:
+    """The queries and the keys of documents, those with queries, together where their numbers of keys have as many
+    binary digits: a row of keys is then never padded to twice its length or more."""
+    of_q, of_k = starts_q.tolist(), starts_k.tolist()
+    assert (of_q[-1], of_k[-1]) == (queries, keys), "every token belongs to a document"
+    groups: dict[int, list[int]] = {}
+    for document, (begin, end) in enumerate(zip(of_q[:-1], of_q[1:], strict=True)):
+        if begin < end:
+            groups.setdefault((of_k[document + 1] - of_k[document]).bit_length(), []).append(document)
+    for documents in groups.values():
+        yield _Rows(of_q, documents, starts_q.device), _Rows(of_k, documents, starts_k.device)
 
-    def __init__(self, starts: Tensor) -> None:
-        self.lengths = starts[1:] - starts[:-1]
-        self.position = torch.arange(int(self.lengths.max()), device=starts.device)
+
+class _Rows:
+    """Some of the documents that are laid end to end, (total, ...) <-> a row for each, (documents, longest, ...)."""
+
+    def __init__(self, starts: list[int], documents: list[int], device: torch.device) -> None:
+        begins = torch.tensor([starts[i] for i in documents], device=device)
+        self.lengths = torch.tensor([starts[i + 1] - starts[i] for i in documents], device=device)
+        self.position = torch.arange(int(self.lengths.max()), device=device)
         self.real = self.position < self.lengths[:, None]  # (documents, longest)
+        self._at = (begins[:, None] + self.position)[self.real]
 
     def pad(self, x: Tensor) -> Tensor:
         padded = x.new_zeros(*self.real.shape, *x.shape[1:])
-        padded[self.real] = x
+        padded[self.real] = x[self._at]
         return padded
 
-    def unpad(self, x: Tensor) -> Tensor:
-        return x[self.real]
+    def put(self, rows: Tensor, x: Tensor) -> None:
+        """Put ``rows`` (documents, longest, ...) where they are from in ``x`` (total, ...)."""
+        x[self._at] = rows[self.real]
