@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from conformance.inputs.folder import CONFIG, runs_code
 from conformance.reading import MIB
 from conformance.validation import UsageError, one_line
@@ -26,6 +24,8 @@ def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
     ``trusted``: Python code of the folder may be run. Raises UsageError if the tokenizer needs such code and it is not
     trusted, and for a configuration or a tokenizer that transformers cannot load.
     """
+    from transformers import AutoConfig, AutoTokenizer  # takes a second, which no other command is to wait for
+
     options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
     config = None
     try:
