@@ -67,7 +67,8 @@ class Trainable(Protocol):
     def load_model(self, path: Path) -> Any:
         """Load a Hugging Face folder and return the object that ``prepare`` accepts.
 
-        That is the full unsharded model in the dtype of the master weights or, for Megatron, this rank's chunks only.
+        That is the model in the dtype of the master weights whose numbers are still in the files (impl.unread) or, for
+        Megatron, this rank's chunks with theirs.
         """
         ...
 
