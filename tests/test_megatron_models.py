@@ -25,6 +25,7 @@ pytest.importorskip("megatron.core")
 
 HONEST = 1e-12  # relative error of a parameter's gradient or update in the exact tier
 FAMILIES = ("pangu", "llama", "qwen3")
+COMPILER = "torch._inductor.compile_fx"
 ROLES = (Role(name="policy"), Role(name="reference", trained=False), Role(name="critic", head="value"))
 Folders = dict[str, dict[str, str]]
 
@@ -244,3 +245,26 @@ def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:
     for role, asked in (("critic", "causal"), ("policy", "value")):
         with pytest.raises(UsageError, match=f"where a {asked} head is asked for"):
             MegatronContext(config).new_trainable(asked).load_model(Path(folders["llama"][role]))  # type: ignore[arg-type]
+
+
+def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> None:
+    outcome = pool.run(
+        key="compilers",
+        config=ranks_of("megatron", 2),
+        task="world_tasks:imported",
+        kwargs={"modules": ["megatron.core", COMPILER]},
+        log_dir=tmp_path / "logs",
+        budget_s=240.0,
+    )
+    assert outcome.results == [["megatron.core"]] * 2, outcome.reason
+
+
+def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from impl.megatron.late_compile import at_first_call
+
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    call = at_first_call(abs)
+    assert not compiled
+    assert (call(-1), call(-2)) == (1, 2)
+    assert compiled == [abs]

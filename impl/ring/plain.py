@@ -6,6 +6,7 @@ and rounded at the end. The scores of documents of about one length are in memor
 longest).
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -164,7 +165,7 @@ def _alike(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> It
     of_q, of_k = starts_q.tolist(), starts_k.tolist()
     assert (of_q[-1], of_k[-1]) == (queries, keys), "every token belongs to a document"
     groups: dict[int, list[int]] = {}
-    for document, (begin, end) in enumerate(zip(of_q[:-1], of_q[1:], strict=True)):
+    for document, (begin, end) in enumerate(itertools.pairwise(of_q)):
         if begin < end:
             groups.setdefault((of_k[document + 1] - of_k[document]).bit_length(), []).append(document)
     for documents in groups.values():
