@@ -21,8 +21,8 @@ BUCKET_BYTES = 1_000_000_000  # from here on a storage is one of DeepSpeed's buc
 def held_bytes(
     context: RankContext, *, backend: str, scenario: dict[str, Any], layout: str, models: dict[str, str]
 ) -> dict[str, int]:
-    """Bytes of the storages that training has made by the time the last gradients of a second step are ready:
-    ``lasting``, and ``buckets`` apart."""
+    """Bytes of the storages that training has made by the time the gradients of each trained model are ready in a
+    second step, by the model's name; without DeepSpeed's buckets."""
     config = parse_scenario(scenario)
     found: dict[str, int] = {}
     adapter: Any = find_backend(backend).load()()
@@ -30,10 +30,7 @@ def held_bytes(
 
     def look(model: str) -> None:
         sizes = [size for storage, size in _storages().items() if storage not in before]
-        found.update(
-            lasting=sum(size for size in sizes if size < BUCKET_BYTES),
-            buckets=sum(size for size in sizes if size >= BUCKET_BYTES),
-        )
+        found[model] = sum(size for size in sizes if size < BUCKET_BYTES)
 
     with exact_tier() if config.precision == "exact" else contextlib.nullcontext():
         before = _storages()

@@ -10,10 +10,12 @@ from fsdp2_tasks import value_folder
 from conformance.inputs.model import weight_shapes
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
+from conformance.role import CRITIC, POLICY
 from conformance.scenario import load_scenario, scenario_to_json
 from conformance.world import Pool
-from impl.train.activations import activations_of
-from impl.train.memory import COMPUTE_BYTES, states_of
+from impl.train.activations import Activations, activations_of
+from impl.train.memory import COMPUTE_BYTES, States, states_of
+from impl.train.plan import ModelMemory, Sampler, peak_of
 from impl.train.shapes import elements, parameter_shapes, read_sizes
 
 MODELS = FIXTURES / "models"
@@ -21,8 +23,8 @@ MODELS = FIXTURES / "models"
 
 def held(
     pool: Pool, tmp_path: Path, backend: str, scenario: dict[str, Any], layout: str, models: dict[str, str]
-) -> int:
-    """Bytes of the rank that holds most, without buckets."""
+) -> dict[str, int]:
+    """Bytes of the rank that holds most when the gradients of a model are ready, without buckets."""
     outcome = pool.run(
         key=backend,  # the world of its cells
         config=ranks_of(backend, Layout.parse(layout).world_size),
@@ -32,7 +34,7 @@ def held(
         budget_s=120,
     )
     assert outcome.state == "done", outcome.reason
-    return max(int(result["lasting"]) for result in outcome.results)
+    return {model: max(int(result[model]) for result in outcome.results) for model in outcome.results[0]}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_calculated_states_are_what_a_rank_holds(
     measured = held(pool, tmp_path, backend, scenario_to_json(scenario), layout, {"policy": str(folder)})
     shapes = parameter_shapes(folder, "causal")
     states = states_of(backend, Layout.parse(layout), precision, shapes, trained=True)
-    assert states.lasting == pytest.approx(measured, rel=0.05)
+    assert {"policy": states.ready} == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.exhaustive
@@ -88,6 +90,8 @@ def test_calculated_states_are_what_a_rank_holds(
     ("backend", "layout"),
     [
         ("fsdp2", "dp2"),
+        ("deepspeed", "dp2.zero0"),
+        ("deepspeed", "dp2.zero1"),
         ("deepspeed", "dp2.zero2"),
         ("deepspeed", "dp2.zero3"),
         ("megatron", "tp2"),
@@ -97,6 +101,8 @@ def test_calculated_states_are_what_a_rank_holds(
 def test_frozen_models_and_critics_are_counted_as_they_are_held(
     pool: Pool, tmp_path: Path, backend: str, layout: str
 ) -> None:
+    """At the moment when the policy's gradients are ready, and when the critic's are, which has its own beside them or
+    in their place."""
     scenario = load_scenario(FIXTURES / "scenarios" / "ppo.toml", model="models/pangu", precision="bf16", steps=2)
     policy, critic = MODELS / "pangu", value_folder("pangu", tmp_path / "critic")
     folders = {"reference": policy, "policy": policy, "critic": critic}
@@ -109,9 +115,8 @@ def test_frozen_models_and_critics_are_counted_as_they_are_held(
     states = {
         r.name: states_of(backend, parsed, "bf16", shapes[r], trained=r.trained) for r in scenario.objective.roles
     }
-    calculated = sum(one.lasting for one in states.values())
-    if layout == "dp2.zero2":  # ZeRO-2 lets go of the policy's gradients at its update, before the critic has any
-        calculated -= states["policy"].gradients
+    lasting = sum(one.lasting for one in states.values())
+    calculated = {name: lasting + states[name].freed for name in ("policy", "critic")}
     assert calculated == pytest.approx(measured, rel=0.05)
 
 
@@ -150,8 +155,22 @@ def test_offload_takes_what_lasts_off_the_device() -> None:
             states_of(backend, Layout.parse(f"dp2{zero}{option}"), "bf16", shapes, trained=True)
             for option in ("", ".offload")
         )
-        assert away.lasting + away.host == plain.lasting
-        assert away.lasting == (plain.weights if zero == ".zero2" else 0)
+        assert away.ready + away.host == plain.ready
+        assert away.ready == (plain.weights if zero == ".zero2" else 0)
+
+
+@pytest.mark.parametrize(("frees", "peak"), [(False, 9 + 30 + 12), (True, 9 + 20 + 3)])
+def test_gradients_that_an_update_lets_go_of_are_beside_no_other_model_and_no_sampling(frees: bool, peak: int) -> None:
+    models = [
+        ModelMemory(
+            role=role,
+            parameters=0,
+            states=States(weights=weights, gradients=gradients, freed=frees * gradients, update=3),
+            activations=Activations(kept=0, layer=0, logits=0),
+        )
+        for role, weights, gradients in ((POLICY, 5, 20), (CRITIC, 4, 10))
+    ]
+    assert peak_of(models, Sampler(cache=12)) == peak
 
 
 def activations(layout: str, **changes: Any) -> Any:

@@ -1,7 +1,7 @@
 """How many bytes a rank holds of a model, calculated from its shapes, the layout and what each backend really keeps.
 
-Of the rank that has most, when gradients are ready, which is when there is most of them. Tests hold it against the
-storages of ranks (tests/test_train_memory.py).
+Of the rank that has most, when the model's gradients are ready, which is when there is most of it, and while another
+model is trained. Tests hold both against the storages of ranks (tests/test_train_memory.py).
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,30 @@ LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 class States:
     """Bytes of one model on one rank.
 
-    weights: what is computed with, or cut masters from which that is gathered. gradients: when they are ready.
-    optimizer: masters beside the weights, and both moments of AdamW. passing: what is gathered or filled for a while,
-    layers and buckets. update: what AdamW needs besides, for all parameters at once, a copy of a moment. host: what
-    ``offload`` takes off the device.
+    weights: what is computed with, or cut masters from which that is gathered. gradients: when they are ready. freed:
+    how much of these the update lets go of, so that it is gone before another model has any. optimizer: masters beside
+    the weights, and both moments of AdamW. passing: what is gathered or filled for a while, layers and buckets. update:
+    what AdamW needs besides, for all parameters at once, a copy of a moment. host: what ``offload`` takes off the
+    device.
     """
 
     weights: int
     gradients: int = 0
+    freed: int = 0
     optimizer: int = 0
     passing: int = 0
     update: int = 0
     host: int = 0
 
     @property
-    def lasting(self) -> int:
+    def ready(self) -> int:
+        """Held when the gradients are ready."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def lasting(self) -> int:
+        """Held all the time, while other models are trained as well."""
+        return self.ready - self.freed
 
     def __add__(self, other: "States") -> "States":
         """Of a frozen base and its adapters, which are held side by side."""
@@ -67,6 +75,7 @@ def _fsdp2(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes
     return States(
         weights=lasting[0],
         gradients=lasting[1],
+        freed=lasting[1],  # zero_grad() after each update
         optimizer=lasting[2],
         passing=passing + (outside + block) * compute * trained,  # gradients before they are reduced
         update=held * full * trained,
@@ -88,6 +97,7 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
         return States(
             weights=count * compute,
             gradients=count * compute,
+            freed=count * compute,
             optimizer=masters + 2 * count * full,
             update=update,
         )
@@ -97,6 +107,8 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
     bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
     gradients = count * (full + compute) if of_its_own else piece * full
+    # That class lets go of autograd's alone, ZeRO-3 of none; the class of ZeRO-1 and 2 makes them anew in each step.
+    freed = count * compute if of_its_own else 0 if stage == 3 else gradients
     optimizer = 3 * piece * full  # there are masters beside the weights in every precision
     if "offload" in layout.options:
         stays = 0 if stage == 3 else weights
@@ -104,6 +116,7 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
     return States(
         weights=weights,
         gradients=gradients,
+        freed=freed,
         optimizer=optimizer,
         passing=gathered + bucket,
         update=piece * full,

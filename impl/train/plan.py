@@ -78,11 +78,12 @@ def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
 
 
 def peak_of(models: list[ModelMemory], sampler: Sampler) -> int:
-    """Bytes at the worst moment: sampling, or of any model its loss, the backward pass of a layer or its update. What
-    all of them hold all the time stands beside it."""
+    """Bytes at the worst moment: sampling, or of any model its loss, the backward pass of a layer or its update, beside
+    its gradients. What all of them hold all the time stands beside it."""
     lasting = sampler.weights + sum(one.states.lasting for one in models)
     moments = [
-        max(
+        one.states.freed
+        + max(
             one.states.passing + one.activations.kept + max(one.activations.logits, one.activations.layer),
             one.states.update,
         )
