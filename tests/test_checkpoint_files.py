@@ -18,22 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-from cells import BACKENDS, cell_of, exhaustive, ranks_of
+from cells import cell_of, exhaustive
+from converted import assert_converted, train
 from safetensors.torch import load_file, save_file
 
 from conformance import cli, commands
-from conformance.inputs.prepare import prepare_inputs
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import forward
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
-from conformance.scenario import Precision, scenario_to_json
+from conformance.scenario import Precision
 from conformance.validation import UsageError
 from conformance.world import Pool
 from impl.files import whole_folder
 from impl.formats.convert import convert
 from impl.formats.known import open_checkpoint
-from impl.formats.safetensors_folders import open_state, read
 from impl.model_folder import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"
@@ -66,40 +65,17 @@ def write(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Trains two steps with a backend, once for each choice, and gives the folder of what is wanted of it."""
     written: dict[tuple[str, ...], Path] = {}
 
-    def once(backend: str, layout: str, model: Path, precision: Precision, *, scenario: str = "sft-packed") -> Path:
-        key = (backend, layout, str(model), precision, scenario)
+    def once(backend: str, layout: str, model: Path, precision: Precision) -> Path:
+        key = (backend, layout, str(model), precision)
         if key not in written:
             folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
-            asked = cell_of(backend, scenario, "qwen3", layout, precision)
+            asked = cell_of(backend, "sft-packed", "qwen3", layout, precision)
             asked = dataclasses.replace(asked, scenario=dataclasses.replace(asked.scenario, model=str(model)))
-            _train(pool, folder, backend, asked)
+            train(pool, folder, backend, asked)
             written[key] = folder
         return written[key]
 
     return once
-
-
-def _train(pool: Pool, folder: Path, backend: str, asked: Any) -> None:
-    inputs = prepare_inputs(asked.scenario, folder / "inputs")
-    outcome = pool.run(
-        key=f"{backend} files",
-        config=ranks_of(backend, asked.world_size),
-        task="checkpoint_tasks:write_all",
-        kwargs={
-            "training": {
-                "target": BACKENDS[backend].target,
-                "scenario": scenario_to_json(asked.scenario),
-                "layout": str(asked.legs[0].layout),
-                "models": {role: str(path) for role, path in inputs.models.items()},
-                "batches": str(inputs.batches),
-            },
-            "out": str(folder),
-            "wanted": ["checkpoint", "state", "masters", "source"],
-        },
-        log_dir=folder / "logs",
-        budget_s=240.0,
-    )
-    assert outcome.state == "done", outcome.reason
 
 
 @pytest.fixture(scope="module")
@@ -127,17 +103,6 @@ def _logits(folders: list[Path], where: Path) -> list[dict[str, Any]]:
     done = subprocess.run(arguments, cwd=where, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def _assert_same_state(one: Path, other: Path) -> None:
-    """Two training states hold the same bits."""
-    first, second = open_state(one), open_state(other)
-    found = [{(held.kind, held.name): read(held) for held in state.tensors} for state in (first, second)]
-    assert found[0].keys() == found[1].keys()
-    for key, tensor in found[0].items():
-        assert tensor.dtype == found[1][key].dtype, key
-        assert torch.equal(tensor, found[1][key]), key
-    assert first.progress == second.progress
 
 
 EXPORTED = [
@@ -204,18 +169,9 @@ def test_a_converted_checkpoint_is_the_state_that_the_backend_exports(
     pytest.importorskip(backend if backend == "deepspeed" else "torch")
     source = half("qwen3")
     folder = write(backend, layout, source, precision)
-    convert(folder / "checkpoint", tmp_path / "state", to="state", model=source, told=lambda *_: None)
-    _assert_same_state(tmp_path / "state", folder / "state")
-    convert(folder / "checkpoint", tmp_path / "hf", to="hf", model=source, told=lambda *_: None)
-    convert(folder / "state", tmp_path / "from state", to="hf", model=source, told=lambda *_: None)
-    masters = load_file(folder / "masters.safetensors")
-    for path in (tmp_path / "hf", tmp_path / "from state"):
-        found = load_file(path / "model.safetensors")
-        assert found.keys() == masters.keys()
-        assert all(torch.equal(tensor, masters[name].bfloat16()) for name, tensor in found.items())
-        for file in (folder / "source").glob("*.json"):  # in the exact tier the ranks' own is never rounded
-            assert precision == "exact" or (path / file.name).read_bytes() == file.read_bytes(), file.name
-    assert {path.name for path in tmp_path.iterdir()} == {"state", "hf", "from state"}
+    assert_converted(folder, source, tmp_path)
+    for file in (folder / "source").glob("*.json"):  # in the exact tier the ranks' own is never rounded
+        assert precision == "exact" or (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 # --- what does not fit -----------------------------------------------------------------------------------------------

@@ -1,9 +1,15 @@
-"""DeepSpeed's conversion to universal checkpoints as a function: pieces of ZeRO 1 to 3 become files of tensors."""
+"""DeepSpeed's conversion to universal checkpoints as functions: pieces of ZeRO 1 to 3 become files of tensors."""
 
 import argparse
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from deepspeed.checkpoint import ds_to_universal
+
+WEIGHT, *MOMENTS = "fp32", "exp_avg", "exp_avg_sq"
 
 
 def make_universal(checkpoint: Path, out: Path, *, all_trained: bool) -> None:
@@ -22,3 +28,22 @@ def make_universal(checkpoint: Path, out: Path, *, all_trained: bool) -> None:
         inject_missing_state=True,  # for entries that ZeRO-1 and 2 do not write
     )
     ds_to_universal.main(arguments)
+
+
+def add_parameter(out: Path, name: str, parts: Sequence[torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Write a parameter without a state into the universal checkpoint ``out``, in the place of what is there.
+
+    parts: of the tensor-parallel ranks; ``info`` says how AutoTP has cut them. They are put together by the library,
+    which knows how; it does that with moments only, so it is given the weight in their place.
+    """
+    with tempfile.TemporaryDirectory(dir=out) as pieces:
+        for rank, part in enumerate(parts):
+            own = Path(pieces) / name / str(rank)
+            own.mkdir(parents=True)
+            torch.save(part.clone(), own / f"{WEIGHT}.00")  # a view would be saved with all that it is a view of
+            for moment in MOMENTS:
+                (own / f"{moment}.00").symlink_to(own / f"{WEIGHT}.00")
+        shapes = [part.shape for part in parts]
+        ds_to_universal.merge_tp_slices(dict(info), str(out / "zero"), pieces, len(parts), (name, shapes))
+    for moment in MOMENTS:
+        (out / "zero" / name / f"{moment}.pt").unlink()

@@ -1,8 +1,8 @@
 """DeepSpeed's own checkpoints, and the universal ones that DeepSpeed makes of them.
 
 At ZeRO-0 a file holds whole tensors, without names for those of the optimizer. At ZeRO-1 to 3 each rank has pieces,
-which DeepSpeed's universal conversion puts together; it runs here in one process. It unpickles whatever it finds, so
-every file is checked before.
+which DeepSpeed's universal conversion puts together; it runs here in one process, and what it leaves out is added
+(impl/formats/deepspeed_frozen.py). It unpickles whatever it finds, so every file is checked before.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ import torch
 from conformance.validation import UsageError, one_line
 from impl.checkpoints.pickles import check_pickle, read_torch_file
 from impl.formats.contents import Checkpoint, Held
+from impl.formats.deepspeed_frozen import frozen_dtype, frozen_parts, frozen_shapes
 from impl.training_state import WRITTEN
 
 LATEST = "latest"
+HOW_CUT = "universal_checkpoint_info"
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 MOMENTS = tuple(kind for kind in WRITTEN if kind not in ("weight", "step"))
 
@@ -156,8 +158,8 @@ def _pieces(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Hel
     dtypes = {"weight": flat[0].dtype} | {kind: state[kind].dtype for kind in MOMENTS if kind in state}
     shapes = _shapes(model["param_shapes"])
     held = [Held(kind=k, name=n, shape=shape, dtype=d) for k, d in dtypes.items() for n, shape in shapes.items()]
-    frozen = _shapes(model.get("frozen_param_shapes"))
-    return (*held, *(Held(kind="weight", name=n, shape=s, dtype=flat[0].dtype) for n, s in frozen.items()))
+    frozen = frozen_shapes(model).items()
+    return (*held, *(Held(kind="weight", name=n, shape=s, dtype=frozen_dtype(model, n)) for n, s in frozen))
 
 
 def _shapes(told: Any) -> dict[str, tuple[int, ...]]:
@@ -168,14 +170,26 @@ def _shapes(told: Any) -> dict[str, tuple[int, ...]]:
 def open_universal(folder: Path) -> Checkpoint:
     """A universal checkpoint: of each parameter a folder with its master and moments, whole."""
     model = _model_states(folder)
-    expected = _shapes(model["param_shapes"]) | _shapes(model.get("frozen_param_shapes"))
+    if (model.get("mp_world_size") or 1) > 1 and frozen_shapes(model):
+        raise UsageError(
+            f"{folder} has of its frozen parameters what DeepSpeed's conversion keeps of them, the part of the first "
+            f"tensor-parallel rank; give the checkpoint that it was made of, which has all parts"
+        )
+    return _universal(folder, model)
+
+
+def _universal(folder: Path, model: Mapping[str, Any]) -> Checkpoint:
+    expected = _shapes(model["param_shapes"]) | frozen_shapes(model)
     common = read_torch_file(folder / "zero" / "optimizer_state.pt")
     steps = _steps_of_groups(model, common)
     held = []
     for name, shape in expected.items():
         own = folder / "zero" / name
         if not (own / "fp32.pt").is_file():
-            raise UsageError(f"{folder} lacks {name}, which DeepSpeed's conversion leaves out where it is frozen")
+            raise UsageError(
+                f"{folder} lacks {name}, which DeepSpeed's conversion leaves out where it is frozen; give the "
+                f"checkpoint that it was made of"
+            )
         for kind, file in (("weight", "fp32"), *((kind, kind) for kind in MOMENTS)):
             if (own / f"{file}.pt").is_file():
                 found = read_torch_file(own / f"{file}.pt")
@@ -213,16 +227,25 @@ def universal(folder: Path, out: Path) -> Checkpoint:
     for file in sorted(tag.glob("*.pt")):
         check_pickle(file)
     _check_optimizer(tag)
+    model = _model_states(tag)
+    if (tp := model.get("mp_world_size") or 1) > 1 and not model.get(HOW_CUT):  # it would put all of them end to end
+        raise UsageError(
+            f"{tag} is of {tp} tensor-parallel ranks and does not say how parameters are cut, which DeepSpeed writes "
+            f"of AutoTP only; load it by the ranks that wrote it and save a Hugging Face folder"
+        )
+    frozen = list(frozen_parts(tag))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # It prints its steps and two bars; what it raises says enough.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        from impl.deepspeed.universal import make_universal  # only now: importing DeepSpeed takes seconds
+        from impl.deepspeed.universal import add_parameter, make_universal  # only now: importing it takes seconds
 
         try:
-            make_universal(tag, out, all_trained=True)
+            make_universal(tag, out, all_trained=not frozen)
+            for name, parts in frozen:
+                add_parameter(out, name, parts, model.get(HOW_CUT) or {})
         except Exception as error:  # assertions, KeyError and what else its parts raise
             raise UsageError(f"DeepSpeed cannot make a universal checkpoint of {tag}: {one_line(error)}") from None
-    return open_universal(out)
+    return _universal(out, model)
 
 
 def _check_optimizer(tag: Path) -> None:
