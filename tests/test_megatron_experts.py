@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conformance.backend import Unsupported
+from conformance.layout import Layout
 from conformance.oracle.experts import stacked
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader
 from impl.formats.megatron import named
 from impl.megatron.convert import Part, Rank, all_parameters, check_weights, of_same_tensors, parts, reader
+from impl.megatron.mixture import mixture_support
 from impl.megatron.shape import read_shape
 from impl.train.shapes import parameter_shapes
 
@@ -65,6 +68,16 @@ def test_families_differ_in_what_is_normalised_shared_and_dense() -> None:
     assert (qwen3.normalised, qwen2.normalised, mixtral.normalised) == (True, False, True)
     assert (qwen3.shared, qwen2.shared, mixtral.shared) == (None, 24, None)
     assert (qwen3.loss_factor, qwen2.loss_factor, mixtral.loss_factor) == (0.2, 0.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "size"), [("qwen3-moe", "tp3.seqpar", 16), ("qwen2-moe", "tp16.seqpar", 24)]
+)
+def test_experts_that_tp_does_not_divide_are_refused(family: str, layout: str, size: int) -> None:
+    """The second has experts of 16, and a shared one of 24."""
+    answer = mixture_support(read_shape(folder(family)).mixture, Layout.parse(layout), "exact")
+    assert isinstance(answer, Unsupported)
+    assert f"does not divide experts of {size}; use tp1" in answer.reason
 
 
 @pytest.mark.parametrize("lost", ["experts.3.up_proj", "experts.7.down_proj"])
