@@ -52,6 +52,8 @@ class Observable:
     made_of: key of the rows of which this scalar is a weighted sum. The error of a sum of N numbers is about the error
         of one number divided by sqrt(N). One noise run of the oracle may be closer by chance, so the noise is taken to
         be at least this estimate.
+    sum_of: key of rows that only the oracle records, whose sum this scalar is. The noise is taken to be at least what
+        the errors of these terms make of the sum where they are independent of each other.
     one_direction: the errors of the numbers that this sum is ``made_of`` may all point in one direction, so the error
         of the sum may be as large as that of one number. Values are such numbers: one row of weights makes them all.
     rowwise: the worst row of each tensor is judged as well.
@@ -79,6 +81,7 @@ class Observable:
     max_of: str = ""
     explains: str = ""
     made_of: str = ""
+    sum_of: str = ""
     one_direction: bool = False
     rowwise: bool = False
     rebuilt: bool = False
@@ -127,6 +130,7 @@ LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=Fa
 
 # Of a model with a mixture of experts, see routing_observables. Each forward pass of a step has its own.
 ROUTING, ROUTER_LOSS, ROUTER_Z_LOSS = "routing", "router_loss", "router_z_loss"
+ROUTER_TERMS = "router_loss_terms"  # rows of the oracle alone: the terms of the load-balancing loss
 OLD_ROUTING = "old_routing"
 
 # Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
@@ -197,10 +201,14 @@ def routing_observables(model: str) -> tuple[Observable, ...]:
                 required=False,
                 effect_at=_stage(model, "gradients"),
                 replicated="all ranks",
+                sum_of=model_key(model, terms) if terms else "",
                 drawn=True,
                 title=title,
             )
-            for key, title in ((ROUTER_LOSS, "load-balancing loss"), (ROUTER_Z_LOSS, "z-loss of routers"))
+            for key, terms, title in (
+                (ROUTER_LOSS, ROUTER_TERMS, "load-balancing loss"),
+                (ROUTER_Z_LOSS, "", "z-loss of routers"),
+            )
         ),
     )
 

@@ -14,11 +14,13 @@ from test_oracle import BATCH, FLOAT64, LONG, ROUTED, folder, observe_sft, polic
 
 from conformance.batch import Batch, Document, Row, expert_column
 from conformance.inputs.prepare import batches_of, prepare_inputs
+from conformance.judge.compare import _of_terms
 from conformance.objective import Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.experts import stacked
 from conformance.oracle.forward import load_weights
 from conformance.oracle.parts import MixtureOfExperts
+from conformance.oracle.routing import Balance, Routing
 from conformance.oracle.step import Observed, observe
 from conformance.paths import FIXTURES
 from conformance.run.exact import exact_tier
@@ -181,3 +183,35 @@ def test_what_a_configuration_lacks_is_told(tmp_path: Path, family: str, changes
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
     with pytest.raises(UsageError, match=message):
         read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) -> None:
+    """What an error of the routers' matrix makes of the loss, in 200 draws; the errors of tokens are one error then, so
+    that they say too little of it as if they were independent. Probabilities of a token add up to 1, which spares the
+    loss most of an error of its experts."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, matrix = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((900, 32), (32, 4)))
+    hidden += 1.0  # a norm's outputs have a mean
+
+    def balance(error: torch.Tensor) -> Balance:
+        logits = (hidden @ matrix + error) / 6
+        routing, chosen = Routing(), (hidden @ matrix).topk(2).indices  # which are given
+        routing.note(logits, probabilities := logits.softmax(dim=-1), chosen, probabilities.gather(-1, chosen))
+        found = Balance()
+        found.add(routing)
+        return found
+
+    def drawn() -> torch.Tensor:
+        shape = matrix.shape if shared else (900, 4)
+        error = 1e-3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return hidden @ error if shared else error
+
+    right = balance(torch.zeros(900, 4))
+    loss, terms = right.loss(right.probabilities), {"0": right.terms()}  # type: ignore[arg-type]
+    assert terms["0"].sum().item() == pytest.approx(loss.item(), rel=1e-14)
+    wrong = [balance(drawn()) for _ in range(200)]
+    errors = torch.stack([(one.loss(one.probabilities) - loss) / loss for one in wrong])  # type: ignore[arg-type]
+    estimates = torch.tensor([_of_terms({"0": one.terms()}, terms) for one in wrong])
+    assert 0.5 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 2
+    assert _of_terms({}, terms) == 0.0  # a cell has none

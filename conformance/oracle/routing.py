@@ -100,3 +100,15 @@ class Balance:
         """X sum_x f_x P_x with f of the whole step, and these sums of probabilities: those of the step, or a share."""
         assert self.counts is not None
         return len(self.counts) * (self.counts @ probabilities) / self.choosers**2
+
+    def terms(self) -> Tensor:
+        """What the loss is the sum of: (X + 1,), of each expert how far it is from being chosen as often as the others,
+        times its probabilities, and of all together the rest. The errors of tokens are no terms to go by, because one
+        matrix makes the logits of them all; and that probabilities of a token add up to 1 leaves no error in the rest.
+        """
+        assert self.counts is not None
+        assert self.probabilities is not None
+        mean = self.counts.mean(dtype=self.probabilities.dtype)
+        apart = (self.counts - mean) * self.probabilities
+        terms = torch.cat([apart, (mean * self.probabilities.sum())[None]])
+        return len(self.counts) * terms / self.choosers**2

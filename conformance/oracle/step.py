@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
 from conformance.objective import Objective
-from conformance.observable import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, model_key
+from conformance.observable import ROUTER_LOSS, ROUTER_TERMS, ROUTER_Z_LOSS, ROUTING, model_key
 from conformance.oracle.decoder import Decoder
 from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.loss_scale import LossScale
@@ -136,6 +136,7 @@ def observe(
         if (balance := balances[model.role.name]).probabilities is not None:
             values[model_key(model.role.prefix, ROUTER_LOSS)] = balance.loss(balance.probabilities).item()
             values[model_key(model.role.prefix, ROUTER_Z_LOSS)] = balance.squares / tokens_of_step
+            rows[model_key(model.role.prefix, ROUTER_TERMS)][0] = balance.terms()
     gradients = {
         model.role.name: variant.reduced(_gradients(batch.step, model, leaves[model.role.name], policy))
         for model in models
