@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from conformance.backend import BrokenBackend, MissingExtra, registered_backends
+from conformance.machine import room_of
 from conformance.packages import package_version
 from conformance.paths import cache_folder
-from conformance.room.machine import room_of
 from conformance.validation import UsageError
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}

@@ -19,7 +19,7 @@ from conformance.plan.selection import NO_BISECT, Demands, Kept, Output, Portion
 from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
-ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.room.machine.Room, as workers are sent it
+ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.machine.Room, as workers are sent it
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # what SIGTERM did
 LINES = pytest.StashKey[list[str]]()
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Called by xdist for each worker that starts: the worker gets the controller's output folder, and what memory and
     disk there were before the first worker."""
-    from conformance.room.machine import room_of
+    from conformance.machine import room_of
 
     out, stash = node.config.stash[OUT], node.config.stash
     if ROOM not in stash:

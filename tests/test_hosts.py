@@ -15,6 +15,7 @@ from host_agents import Process, agent, fleet, is_true_soon
 from world_helpers import Runner, is_dead_soon, results
 
 from conformance.hosts.fleet import Fleet, Hosts
+from conformance.hosts.slots import Slots
 from conformance.hosts.stream import SECRET, Stream
 from conformance.validation import UsageError
 from conformance.world import Pool
@@ -36,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     with fleet(2, folder) as made, agent(made.address, slots=2) as one, agent(made.address, slots=2) as other:
         made.wait(limit_s=START_S)
         assert made.problem() == ""
-        with Pool(work_dir=folder, fleet=made) as pool:
+        with Pool(work_dir=folder, places=Slots(made)) as pool:
             yield Two(pool=pool, agents={process.pid: process for process in (one, other)})
 
 
@@ -83,7 +84,7 @@ def test_what_happens_to_a_rank_of_another_host_is_told_as_here(
 
 
 def test_more_ranks_than_the_agents_offer_are_refused(run: Runner) -> None:
-    assert run("nothing", size=5).reason == "5 ranks, and the agents offer 4"
+    assert run("nothing", size=5).reason == "5 ranks, and there are 4 slots of agents"
 
 
 def test_an_agent_that_is_killed_is_named_and_its_ranks_end(run: Runner, two: Two) -> None:
@@ -102,7 +103,7 @@ def test_an_agent_that_is_killed_is_named_and_its_ranks_end(run: Runner, two: Tw
 
 @pytest.mark.exhaustive
 def test_an_agent_that_is_killed_ends_its_task_and_another_may_come(tmp_path: Path) -> None:
-    with fleet(2, tmp_path) as made, Pool(work_dir=tmp_path, fleet=made) as pool, agent(made.address) as stays:
+    with fleet(2, tmp_path) as made, Pool(work_dir=tmp_path, places=Slots(made)) as pool, agent(made.address) as stays:
         run = Runner(pool, tmp_path)
         with agent(made.address) as dies:
             made.wait(limit_s=START_S)
@@ -127,7 +128,7 @@ def test_an_agent_that_is_killed_ends_its_task_and_another_may_come(tmp_path: Pa
 def test_when_the_controller_is_gone_nothing_is_left(tmp_path: Path) -> None:
     with fleet(1, tmp_path) as made, agent(made.address) as alone:
         made.wait(limit_s=START_S)
-        (pid,) = Runner(pool := Pool(work_dir=tmp_path, fleet=made), tmp_path).pids(size=1)
+        (pid,) = Runner(pool := Pool(work_dir=tmp_path, places=Slots(made)), tmp_path).pids(size=1)
         made._process.kill()
         assert alone.wait(timeout=20) == 3
         assert alone.stderr is not None

@@ -23,14 +23,13 @@ from conftest import make_cell
 from world_helpers import results, world_config
 
 from conformance.backend import BackendEntry
-from conformance.gpus.busy import Busy
 from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, holders, lease_folder
-from conformance.gpus.pool import LeasedPool
+from conformance.gpus.places import Gpus
 from conformance.plan.cell import Cell
 from conformance.record.results import read_entry
 from conformance.run.session import JudgedCell, Session, SessionConfig
-from conformance.world import Outcome, WorldConfig
+from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
 from conformance.world.process import signal_process
 
@@ -45,18 +44,17 @@ def leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def busy() -> Busy:
-    return Busy(GPUS)
+def gpus(tmp_path: Path, leases: Path) -> Gpus:
+    return Gpus(GPUS, work_dir=tmp_path / "worlds")
 
 
 @pytest.fixture
-def pool(tmp_path: Path, busy: Busy) -> Iterator[LeasedPool]:
-    pool = LeasedPool(work_dir=tmp_path / "worlds", gpus=GPUS, busy=busy)
-    yield pool
-    pool.close()
+def pool(tmp_path: Path, gpus: Gpus) -> Iterator[Pool]:
+    with Pool(work_dir=tmp_path / "worlds", places=gpus) as pool:
+        yield pool
 
 
-def run(pool: LeasedPool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, **kwargs: Any) -> Outcome:
+def run(pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, **kwargs: Any) -> Outcome:
     return pool.run(
         key="test",
         config=world_config(size=size),
@@ -74,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: LeasedPool, tmp_path: Path, busy: Busy) -> None:
+def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: Pool, tmp_path: Path, gpus: Gpus) -> None:
     """Two tasks of one GPU each meet while they run; a task of both GPUs runs alone, and worlds are used again."""
     met = tmp_path / "met"
     with ThreadPoolExecutor(3) as threads:
@@ -88,10 +86,10 @@ def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: LeasedPool, tmp
     assert results(both.result()) == ["GPU-a,GPU-b"] * 2
     again = results(run(pool, "meet", tmp_path, of=1, folder=str(tmp_path / "again")))[0]
     assert again in (one, other)  # the same process, on the same GPU
-    assert all(0 < share <= 1 for share in busy.shares().values())
+    assert all(0 < share <= 1 for share in gpus.busy.shares().values())
 
 
-def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: LeasedPool, tmp_path: Path) -> None:
+def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: Pool, tmp_path: Path) -> None:
     ticket = Ticket(GPUS, 1, folder=lease_folder())
     lease = ticket.serve()
     assert lease is not None
@@ -104,7 +102,7 @@ def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: LeasedPoo
     assert results(run(pool, "visible", tmp_path, size=2)) == ["GPU-a,GPU-b"] * 2
 
 
-def test_a_run_that_is_stopped_gives_its_gpus_back(pool: LeasedPool, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_gives_its_gpus_back(pool: Pool, tmp_path: Path) -> None:
     """Also the task that waits for a lease ends."""
     with ThreadPoolExecutor(2) as threads:
         runs = threads.submit(run, pool, "never_enter", tmp_path, rank=0, size=2)
@@ -120,11 +118,10 @@ def test_a_run_that_is_stopped_gives_its_gpus_back(pool: LeasedPool, tmp_path: P
 CONTROLLER = """\
 import sys
 from pathlib import Path
-from conformance.gpus.busy import Busy
-from conformance.gpus.inventory import gpus_of_host
-from conformance.gpus.pool import LeasedPool
-from conformance.world import WorldConfig
-pool = LeasedPool(work_dir=Path(sys.argv[1]), gpus=("GPU-a",), busy=Busy(("GPU-a",)))
+from conformance.gpus.places import Gpus
+from conformance.world import Pool, WorldConfig
+here = Path(sys.argv[1])
+pool = Pool(work_dir=here, places=Gpus(("GPU-a",), work_dir=here))
 config = WorldConfig(size=1, device="cpu", preload=("world_tasks",))
 kwargs = {"of": 2, "folder": sys.argv[1] + "/met"}
 pool.run(key="x", config=config, task="world_tasks:meet", kwargs=kwargs, log_dir=Path(sys.argv[1]), budget_s=60)
@@ -167,7 +164,7 @@ def _parent(pid: int) -> int:
 def test_a_cuda_error_that_stays_ends_its_own_world_only(tmp_path: Path) -> None:
     """On GPUs: a task of each runs on the GPU that it leased, and only the world that broke is a new one."""
     gpus = gpus_of_host()[:2]
-    pool, config = LeasedPool(work_dir=tmp_path, gpus=gpus, busy=Busy(gpus)), on_gpus(1)
+    pool, config = Pool(work_dir=tmp_path, places=Gpus(gpus, work_dir=tmp_path)), on_gpus(1)
 
     def task(name: str, **kwargs: Any) -> Outcome:
         logs = tmp_path / str(next(_numbers))

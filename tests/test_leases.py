@@ -13,8 +13,9 @@ import pytest
 from world_helpers import is_dead_soon
 
 from conformance.gpus.inventory import visible_gpus
-from conformance.gpus.lease import Lease, Ticket, blocks, holders, lease_folder
+from conformance.gpus.lease import Ticket, blocks, holders, lease_folder
 from conformance.validation import UsageError
+from conformance.world.places import Lease
 
 GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
 # What nvidia-smi -L prints, on a host whose last GPU is cut into parts.
@@ -34,7 +35,7 @@ ticket = Ticket(gpus, size, folder=Path(folder))
 print("waits", flush=True)
 while (lease := ticket.serve()) is None:
     time.sleep(0.01)
-print(json.dumps(lease.gpus), flush=True)
+print(json.dumps(lease.block), flush=True)
 sys.stdin.read()
 """
 
@@ -140,7 +141,7 @@ def test_a_gpu_is_one_processs_until_that_ends_or_is_killed(folder: Path, holder
     assert ticket.serve() is None
     other.is_killed()
     lease = served(ticket)
-    assert lease.gpus == (GPUS[2], GPUS[0])
+    assert lease.block == (GPUS[2], GPUS[0])
     lease.release()
     assert holders(GPUS, folder) == ""
     assert not list(folder.glob("*.ticket"))
@@ -178,11 +179,11 @@ def test_small_leases_use_what_an_earlier_large_one_cannot_use(folder: Path) -> 
     """Eight GPUs, one in use in the second half: a lease of four takes the first half, and the next waits alone."""
     used = served(Ticket(GPUS[4:], 1, folder=folder))
     half = served(Ticket(GPUS, 4, folder=folder))
-    assert half.gpus == GPUS[:4]
+    assert half.block == GPUS[:4]
     again = Ticket(GPUS, 4, folder=folder)  # waits for the second half, where three are free
     assert again.serve() is None
     other = Ticket(("GPU-x", *GPUS[5:]), 1, folder=folder)
-    assert served(other).gpus == ("GPU-x",)  # not of the block that somebody waits for
+    assert served(other).block == ("GPU-x",)  # not of the block that somebody waits for
     for lease in (used, half):
         lease.release()
     served(again).release()
@@ -195,7 +196,7 @@ def test_who_dies_in_the_queue_holds_up_nobody(folder: Path, holders_of: list[Ho
     after = Ticket(GPUS[:2], 1, folder=folder)
     assert after.serve() is None
     dies.is_killed()
-    assert served(after).gpus == GPUS[1:2]
+    assert served(after).block == GPUS[1:2]
     first.release()
 
 

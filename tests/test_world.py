@@ -12,8 +12,9 @@ import pytest
 import torch
 from world_helpers import Runner, is_dead_soon, is_gone, results
 
+from conformance.machine import available_memory
 from conformance.world import Pool, WorldConfig, beat
-from conformance.world.launch import RANK_BYTES, StartError, available_memory, check_host
+from conformance.world.launch import RANK_BYTES, StartError, check_host
 from conformance.world.nursery import COMMON
 
 

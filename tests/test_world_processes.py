@@ -10,8 +10,8 @@ import pytest
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig
-from conformance.world.launch import ZygoteHandle
 from conformance.world.watch import run_task
+from conformance.world.zygotes import ZygoteHandle
 
 
 def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
     """What a GPU's ranks do differently, but for NCCL: a zygote without torch starts them afresh."""
     zygote = ZygoteHandle(ranks="started", preload=(), log=tmp_path / "zygote.log")
     try:
-        world = zygote.start_world(size=2, device="cpu", preload=("world_tasks",), memory_limit_bytes=None)
+        world = zygote.start_world(WorldConfig(size=2, device="cpu", preload=("world_tasks",)))
         for value in (1.0, 2.0):
             summed, leaks = run_task(
                 world, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=BUDGET_S

@@ -2,7 +2,7 @@
 
     inventory.py  which GPUs the user lets us have, by UUID
     lease.py      leases of GPUs between processes: locks and a queue, as files
-    pool.py       worlds on leased GPUs
+    places.py     what worlds lease, for conformance.world.Pool
     busy.py       how much of a run each GPU was leased
 
 Nothing here asks CUDA: a GPU is a name, and what is leased is the name.

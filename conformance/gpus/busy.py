@@ -2,14 +2,15 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 
 
 class Busy:
-    """Counts seconds of leases by GPU, from when it is made. Threads share it."""
+    """Counts seconds of leases by GPU, from when it is made. Threads share it. ``gpus``: to be told although idle."""
 
-    def __init__(self, gpus: Iterable[str]) -> None:
-        self._seconds = dict.fromkeys(gpus, 0.0)
+    def __init__(self, gpus: Iterable[str] = ()) -> None:
+        self._seconds = defaultdict[str, float](float, dict.fromkeys(gpus, 0.0))
         self._began = time.monotonic()
         self._lock = threading.Lock()
 

@@ -1,5 +1,7 @@
 """Leases: GPUs that this process may use for a while and no other, between all runs and workers of a host.
 
+What is leased is a name, so slots of agents are leased in the same way (conformance.hosts.slots).
+
 Each GPU has a file, and whoever holds a lock on it (flock) has the GPU. The kernel gives the lock back when the last
 process that holds the descriptor has ended, however it ended. So ranks hold it, too, while they run a task: a
 controller that was killed gives up its GPUs when its ranks are gone, and not before.
@@ -7,6 +9,8 @@ controller that was killed gives up its GPUs when its ranks are gone, and not be
 Whoever waits has a ticket in a queue, a file with a number. The first in the queue gets the first block of GPUs that is
 free, or has the block reserved that is nearest to being free; those behind it get what is not reserved. So a task of
 eight GPUs waits for eight tasks of one GPU and not for ever, and small tasks use what no earlier ticket can use.
+
+A GPU is a name here; slots of agents on several hosts are leased in the same way (conformance.hosts.slots).
 
 Blocks of N GPUs begin at multiples of N among the visible ones. So few different blocks exist, worlds that are alive on
 them are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
@@ -21,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.validation import UsageError
+from conformance.world.places import Block, Lease
 
-Block = tuple[str, ...]  # UUIDs
 _LONGEST_TICKET = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no pipe that is waited for
 
@@ -47,18 +51,6 @@ def holders(gpus: Sequence[str], folder: Path) -> str:
         if fields[1] == "FLOCK" and (gpu := inodes.get(int(fields[5].rpartition(":")[2]))):
             told.append(f"{gpu} by process {fields[4]}")
     return ", ".join(sorted(told))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """GPUs that are this process's until it closes the descriptors, and with it every process that holds them, too."""
-
-    gpus: Block
-    fds: tuple[int, ...]
-
-    def release(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
 
 
 class Ticket:
@@ -94,7 +86,7 @@ class Ticket:
             for block in sorted(found, key=lambda block: block not in prefer):
                 if (fds := _locked(block, self._folder)) is not None:
                     self._close()
-                    return Lease(gpus=block, fds=fds)
+                    return Lease(block=block, fds=fds)
         return None
 
     def withdraw(self) -> None:

@@ -18,38 +18,55 @@ from dataclasses import dataclass, field
 from fcntl import ioctl
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
-from conformance.gpus.inventory import gpus_of_host
-from conformance.gpus.lease import Lease, Ticket, lease_folder
+from conformance.gpus.inventory import gpus_of_host, visible_to
+from conformance.gpus.lease import Ticket, lease_folder
 from conformance.hosts.greeting import Refused, greet_relay
 from conformance.hosts.stream import ALIVE_S, LOST_S, Closed, Stream, address_of, secret_of_environment
 from conformance.validation import UsageError
-from conformance.world.launch import Part, StartError, World, ZygoteHandle, readable
+from conformance.world import WorldConfig
+from conformance.world.launch import StartError, World, readable
+from conformance.world.places import Lease
 from conformance.world.process import process_state, signal_process
 from conformance.world.wire import Garbage, Message
+from conformance.world.zygotes import Part, ZygoteHandle, Zygotes
 
 COME_S = 300.0  # how long an agent tries to reach its controller
-_PULSE_S = 0.25
+_PULSE_S = 0.25  # of worlds that run a task: while one waits, its controller reads nothing
 _RETRY_S = 0.5
 _SIOCGIFADDR = 0x8915
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A world that is started when its zygote has imported: other worlds go on meanwhile."""
+
+    number: int
+    zygote: ZygoteHandle
+    config: WorldConfig
+    variables: dict[str, str]
+    part: Part
+
+
 @dataclass(kw_only=True, eq=False)
 class _Mine:
-    """The part of a world that is on this host. open: ranks that have not closed their sockets."""
+    """The part of a world that is on this host. open: ranks that have not closed their sockets. at_work: those that
+    run a task, or clean up after it."""
 
     number: int
     world: World
     open: set[int]
+    at_work: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)  # ranks whose ends were told
     is_lost: bool = False
 
 
 class Agent:
     def __init__(self, stream: Stream, *, device: str, gpus: tuple[str, ...], logs: Path) -> None:
-        self._stream, self._device, self._gpus, self._logs = stream, device, gpus, logs
-        self._zygotes: dict[tuple[object, ...], ZygoteHandle] = {}
+        self._stream, self._device, self._gpus = stream, device, gpus
+        self._zygotes = Zygotes(logs)
+        self._asked: dict[int, _Asked] = {}
         self._mine: dict[int, _Mine] = {}
         self._interface = interface_of(stream.own_address)
         self._heard = time.monotonic()
@@ -63,17 +80,19 @@ class Agent:
             while is_running:
                 wires = {w.fileno(): (m, rank) for m in self._mine.values() for rank, w in self._open_of(m)}
                 poll = select.poll()
-                for fd in (self._stream.fileno(), *wires, *(z.fileno() for z in self._zygotes.values() if z.is_alive)):
+                for fd in (self._stream.fileno(), *wires, *(zygote.fileno() for zygote in self._zygotes)):
                     poll.register(fd, select.POLLIN)
                 ready = [fd for fd, _ in poll.poll(_PULSE_S * 1000)]
                 for fd in ready:
                     if fd in wires:
                         self._hear(*wires[fd])
+                self._start_those_that_can()
                 self._report_ends()
                 if time.monotonic() - pulsed > _PULSE_S:
                     pulsed = time.monotonic()
                     for mine in self._mine.values():
-                        self._pulse(mine)
+                        if mine.at_work:
+                            self._pulse(mine)
                 if self._stream.fileno() in ready:
                     is_running = self._obey_all()
                 if time.monotonic() - self._heard > LOST_S:
@@ -81,11 +100,10 @@ class Agent:
         finally:
             for mine in self._mine.values():
                 mine.world.bury()
-            for zygote in self._zygotes.values():
-                zygote.close()
+            self._zygotes.close()
 
     def _live(self) -> None:
-        """In a thread: the imports of a zygote may take longer than the relay waits for a word."""
+        """In a thread: ending a world may take longer than the relay waits for a word."""
         with contextlib.suppress(Closed):
             while True:
                 time.sleep(ALIVE_S)
@@ -104,9 +122,10 @@ class Agent:
 
     def _obey(self, message: Message) -> None:
         if message["do"] == "start":
-            return self._start(message)
+            return self._ask(message)
         mine = self._mine.get(message.get("world", -1))
         if message["do"] == "bury":
+            self._asked.pop(message["world"], None)
             left = mine.world.bury() if mine else []
             self._mine.pop(message["world"], None)
             self._stream.send({"type": "buried", "world": message["world"], "left": left})
@@ -114,44 +133,57 @@ class Agent:
             rank, told = message["rank"], message["message"]
             if told.get("do") == "task":
                 mine.world.beats.write(rank, "start", count=0)
+                mine.at_work.add(rank)
             mine.world.wires[rank].send(told)
         elif mine is not None and message["do"] == "signal":
             signal_process(mine.world.pids[message["rank"]], message["signal"])
         return None
 
-    def _start(self, message: Message) -> None:
+    def _ask(self, message: Message) -> None:
         spec, part, number = message["spec"], message["part"], message["world"]
         store = part["store"] or [self._stream.own_address, free_port(self._stream.own_address)]
-        started: Message = {"type": "started", "world": number, "pids": [], "store": store, "error": ""}
+        config = WorldConfig(
+            size=part["size"],
+            device="cpu" if self._device == "cpu" else "cuda",
+            preload=tuple(spec["preload"]),
+            python=spec["python"],
+            memory_limit_bytes=spec["memory_limit_bytes"],
+        )
+        gpus = tuple(self._gpus[slot] for slot in part["slots"]) if self._gpus else ()
         try:
-            zygote = self._zygote(spec["python"], tuple(spec["preload"]))
-            world = zygote.start_world(
-                size=part["size"],
-                device=self._device,
-                preload=tuple(spec["preload"]),
-                gpus=self._gpus[: part["size"]],
-                memory_limit_bytes=spec["memory_limit_bytes"],
-                part=Part(first=part["first"], of=spec["size"], store=(str(store[0]), int(store[1]))),
-                variables=self._network(),
-            )
-        except (StartError, OSError) as error:
-            return self._stream.send({**started, "error": str(error)})
-        self._mine[number] = _Mine(number=number, world=world, open=set(range(world.size)))
-        return self._stream.send({**started, "pids": world.pids})
+            zygote = self._zygotes.of(config)
+        except OSError as error:
+            return self._say_started(number, error=str(error))
+        self._asked[number] = _Asked(
+            number=number,
+            zygote=zygote,
+            config=config,
+            variables=self._network() | visible_to(gpus),
+            part=Part(first=part["first"], of=spec["size"], store=(str(store[0]), int(store[1]))),
+        )
+        return None
+
+    def _start_those_that_can(self) -> None:
+        for asked in [asked for asked in self._asked.values() if asked.zygote.is_ready()]:
+            del self._asked[asked.number]
+            try:
+                world = asked.zygote.start_world(asked.config, variables=asked.variables, part=asked.part)
+            except (StartError, OSError) as error:
+                self._say_started(asked.number, error=str(error))
+            else:
+                self._mine[asked.number] = _Mine(number=asked.number, world=world, open=set(range(world.size)))
+                self._say_started(asked.number, pids=world.pids, store=asked.part.store)
+
+    def _say_started(
+        self, number: int, *, pids: list[int] | None = None, store: object = None, error: str = ""
+    ) -> None:
+        started = {"type": "started", "world": number, "pids": pids or [], "store": store, "error": error}
+        self._stream.send(started)
 
     def _network(self) -> dict[str, str]:
         """The interface that ranks of this host use; NCCL's only where the user has not named one."""
         names = {"GLOO_SOCKET_IFNAME": self._interface}
         return names | ({} if "NCCL_SOCKET_IFNAME" in os.environ else {"NCCL_SOCKET_IFNAME": self._interface})
-
-    def _zygote(self, python: str, preload: tuple[str, ...]) -> ZygoteHandle:
-        ranks: Literal["forked", "started"] = "forked" if self._device == "cpu" else "started"
-        key = (python, preload if ranks == "forked" else ())
-        zygote = self._zygotes.get(key)
-        if zygote is None or not zygote.is_alive:
-            log = self._logs / f"zygote-{len(list(self._logs.iterdir()))}.log"
-            zygote = self._zygotes[key] = ZygoteHandle(ranks=ranks, preload=key[1], log=log, python=python)
-        return zygote
 
     def _hear(self, mine: _Mine, rank: int) -> None:
         """Pass on all that a rank has said, because the last word may explain its death."""
@@ -163,19 +195,21 @@ class Agent:
                 message = {"type": "garbage", "what": str(garbage)}
             if message is None or message.get("type") == "garbage":
                 mine.open.discard(rank)
+            if message is None or message.get("type") in ("garbage", "clean"):
+                mine.at_work.discard(rank)
             self._pulse(mine)  # or a failure would be told with the phase of a quarter of a second ago
             self._stream.send({"type": "said", "world": mine.number, "rank": rank, "message": message})
 
     def _report_ends(self) -> None:
         for mine in self._mine.values():
-            mine.world.zygote.receive()
+            mine.world.handle.receive()
             for rank, status in mine.world.statuses.items():
                 if rank not in mine.told:
                     mine.told.add(rank)
                     self._hear(mine, rank)
                     self._pulse(mine)
                     self._stream.send({"type": "exited", "world": mine.number, "rank": rank, "status": status})
-            if not mine.world.zygote.is_alive and not mine.is_lost:
+            if not mine.world.handle.is_alive and not mine.is_lost:
                 mine.is_lost = True
                 why = "the process that ranks are forked from has ended, and its ranks with it"
                 self._stream.send({"type": "lost", "world": mine.number, "why": why})
@@ -203,13 +237,13 @@ def run(options: argparse.Namespace) -> int:
         if device == "cpu":
             return int(options.slots or os.cpu_count() or 1)
         lease.append(_leased(options.slots))
-        return len(lease[0].gpus)
+        return len(lease[0].block)
 
     try:
         device = greet_relay(stream, secret=secret, slots=slots)
         print(f"parity agent: works for {options.controller}", file=sys.stderr, flush=True)
         with TemporaryDirectory(prefix="parity-agent-") as logs:
-            Agent(stream, device=device, gpus=lease[0].gpus if lease else (), logs=Path(logs)).serve()
+            Agent(stream, device=device, gpus=lease[0].block if lease else (), logs=Path(logs)).serve()
     except Refused as refused:
         raise UsageError(f"agent: {refused}") from None
     except Closed as closed:

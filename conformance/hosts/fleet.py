@@ -1,22 +1,25 @@
-"""Fleet: the controller's handle of its relay: which agents have come, and worlds whose ranks they start (claim 8)."""
+"""Fleet: the controller's handles of its relay: which agents have come, and worlds whose ranks they start (claim 8)."""
 
-import contextlib
 import logging
 import os
 import subprocess
-import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from conformance.hosts.stream import SECRET, address_of, secret_of_environment
+from conformance.machine import Room
 from conformance.validation import UsageError
-from conformance.world.heartbeat import Heartbeats
-from conformance.world.launch import MOST_RANKS, StartError, World, ZygoteHandle, next_world_number, too_small
+from conformance.world import WorldConfig
+from conformance.world.launch import MOST_RANKS, Child, Handle, StartError, World, start_child, too_small
 from conformance.world.nursery import environment
-from conformance.world.wire import Message, wire_pair
+from conformance.world.wire import Message, Wire, wire_pair
 
 _ANSWER_LIMIT_S = 180.0  # agents import before they start ranks
+_ENDED_LIMIT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,19 @@ class Hosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FarWorld(World):
+class AgentHere:
+    """An agent that has come: its name, its host's, how many ranks it starts, and what room there was when it came."""
+
+    name: str
+    host: str
+    slots: int
+    room: Room
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarWorld(World):
     """A world of several hosts. What the kernel tells of ranks here, agents tell of theirs, a moment later."""
 
-    fleet: "Fleet"
     states: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of a processor, by agent
 
@@ -44,34 +56,34 @@ class _FarWorld(World):
         return sum(self.seconds.values())
 
     def signal(self, rank: int, number: int) -> None:
-        self.fleet.signal(self, rank, number)
+        assert isinstance(self.handle, FarHandle)
+        self.handle.signal(self, rank, number)
 
 
-class Fleet(ZygoteHandle):
-    """A running relay. As of a zygote, the thread that creates it has to stay alive."""
+class Fleet(Child):
+    """A running relay. Threads share it, and each starts worlds by a FarHandle of its own."""
+
+    what = "the process that agents connect to"
 
     def __init__(self, hosts: Hosts, *, device: str, folder: Path) -> None:
         """Raises UsageError if the secret is missing, or nothing can listen at the address."""
         host, port = address_of(hosts.listen)
         secret = secret_of_environment().decode()
         folder.mkdir(parents=True, exist_ok=True)
-        self._hosts, self._log, self._worlds = hosts, folder / f"relay-{os.getpid()}.log", {}
-        self._agents: list[tuple[str, int]] = []
+        self._hosts = hosts
+        self._agents: tuple[AgentHere, ...] = ()
         self._told: list[str] = []
         self._had_all = False
-        self.is_alive, self._is_ready = True, True
-        self._control, theirs = wire_pair()
-        with theirs, self._log.open("ab") as output:
-            arguments = [str(theirs.fileno()), str(os.getpid()), host, str(port), device, str(folder.resolve())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "conformance.hosts.relay", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**environment(), SECRET: secret},
-            )
+        self._talking = threading.RLock()
+        self._folder = TemporaryDirectory(prefix="parity-fleet-")
+        self.own_folder = Path(self._folder.name)  # on a disk of this host
+        log = folder / f"relay-{os.getpid()}.log"
+        control, theirs = wire_pair()
+        with theirs:
+            arguments = [host, str(port), device, str(folder.resolve())]
+            env = {**environment(), SECRET: secret}
+            process = start_child("conformance.hosts.relay", arguments, control=theirs, log=log, env=env)
+        super().__init__(control, process, log=log)
         try:
             ready = self._answer("ready", world=None, limit_s=_ANSWER_LIMIT_S)
         except StartError as error:
@@ -90,80 +102,115 @@ class Fleet(ZygoteHandle):
         self._had_all = len(self._agents) >= self._hosts.count
 
     @property
+    def agents(self) -> tuple[AgentHere, ...]:
+        """Those that are here."""
+        return self._agents
+
+    @property
     def slots(self) -> int:
         """How many ranks the agents that are here start."""
-        return sum(slots for _, slots in self._agents)
+        return sum(agent.slots for agent in self._agents)
 
     def problem(self) -> str:
         """Why no world can be started, for the user; empty if nothing is in the way."""
-        self.receive()
+        with self._talking:
+            self.receive()
         if not self.is_alive:
             return "the process that agents connect to has ended"
-        if len(self._agents) >= self._hosts.count:
+        agents = self._agents
+        if len(agents) >= self._hosts.count:
             return ""
-        here = ", ".join(name for name, _ in self._agents) or "none"
+        here = ", ".join(agent.name for agent in agents) or "none"
         told = f"; {'; '.join(self._told)}" if self._told else ""
         verb = "are left" if self._had_all else "have come"
         start = f"start parity agent {self.address} on the others"
-        return f"{len(self._agents)} of {self._hosts.count} agents {verb} ({here}){told}; {start}"
+        return f"{len(agents)} of {self._hosts.count} agents {verb} ({here}){told}; {start}"
 
-    def start_far(
-        self, *, size: int, device: str, preload: tuple[str, ...], python: str, memory_limit_bytes: int | None
-    ) -> World:
-        """Start the ranks of a world on the agents' hosts, the first ones on the first. Raises StartError."""
-        if problem := self.problem():
+    def close(self) -> int:
+        status = super().close()
+        self._folder.cleanup()
+        return status
+
+    def handle(self, parts: Sequence[tuple[str, Sequence[int]]]) -> "FarHandle":
+        """Of worlds of which each agent starts the ranks in these of its slots."""
+        control, theirs = wire_pair()
+        with theirs, self._talking:
+            self._control.send({"do": "speak"}, fds=[theirs.fileno()])
+        return FarHandle(control, self, parts)
+
+    def ended(self) -> int:
+        """The exit status of the relay, which is gone; 0 if it is not."""
+        with self._talking:
+            try:
+                return self._process.wait(timeout=_ENDED_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return 0
+
+    def _heard(self, message: Message) -> None:
+        if message["type"] == "agents":
+            self._agents = tuple(_agent(one) for one in message["agents"])
+            self._told += message["told"]
+            for told in message["told"]:
+                logger.warning("%s", told)
+
+
+def _agent(said: Mapping[str, object]) -> AgentHere:
+    room = said["room"]
+    assert isinstance(room, dict)
+    return AgentHere(name=str(said["name"]), host=str(said["host"]), slots=int(str(said["slots"])), room=Room(**room))
+
+
+class FarHandle(Handle):
+    """Starts worlds at fixed slots of agents. One thread uses it, but for ``terminate``."""
+
+    what = Fleet.what
+    made = FarWorld
+
+    def __init__(self, control: Wire, fleet: Fleet, parts: Sequence[tuple[str, Sequence[int]]]) -> None:
+        super().__init__(control)
+        self._fleet, self._parts = fleet, parts
+        self._is_over = False
+
+    def start(self, config: WorldConfig) -> World:
+        """Start the ranks of a world, the first ones at the first agent. Raises StartError."""
+        if problem := "the run was stopped" if self._is_over else self._fleet.problem():
             raise StartError(problem)
-        if size > MOST_RANKS:
-            raise too_small(size, f"one controller speaks with at most {MOST_RANKS}")
-        number = next_world_number()
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            descriptors = [os.memfd_create("heartbeats")]
-            theirs.callback(os.close, descriptors[0])
-            beats = Heartbeats(descriptors[0], size=size)
-            ours.callback(beats.close)
-            wires = []
-            for _ in range(size):
-                wire, end = wire_pair()
-                wires.append(wire)
-                ours.callback(wire.close)
-                descriptors.append(theirs.enter_context(end).fileno())
-            spec = {"size": size, "preload": preload, "python": python, "memory_limit_bytes": memory_limit_bytes}
-            self._control.send({"do": "start", "world": number, "spec": spec}, fds=descriptors)
-            theirs.close()
-            started = self._answer("started", world=number, limit_s=_ANSWER_LIMIT_S)
-            if started["error"]:
-                raise StartError(started["error"])
-            ours.pop_all()
-        world = _FarWorld(
-            number=number,
-            zygote=self,
-            pids=started["pids"],
-            wires=wires,
-            beats=beats,
-            computes_when_busy=device == "cpu",
-            fleet=self,
+        if config.size > MOST_RANKS:
+            raise too_small(config.size, f"one controller speaks with at most {MOST_RANKS}")
+        spec = {
+            "size": config.size,
+            "preload": config.preload,
+            "python": config.python,
+            "memory_limit_bytes": config.memory_limit_bytes,
+        }
+        return self.launch(
+            {"spec": spec, "parts": self._parts},
+            size=config.size,
+            files=("heartbeats",),
+            computes_when_busy=config.device == "cpu",
+            limit_s=_ANSWER_LIMIT_S,
         )
-        self._worlds[number] = world
-        return world
 
     def signal(self, world: World, rank: int, number: int) -> None:
         self._control.send({"do": "signal", "world": world.number, "rank": rank, "signal": int(number)})
 
-    def _left_by_kernel(self, world: World) -> list[int]:
-        return []  # the relay is gone, and each agent ends its ranks; nobody here can ask their kernels
+    def terminate(self) -> None:
+        """All of them end with the relay."""
+        self._is_over = True
+        self._fleet.terminate()
 
-    def _next_message(self, *, limit_s: float) -> Message | None:
-        message = super()._next_message(limit_s=limit_s)
-        if message is not None and message["type"] == "agents":
-            self._agents = [(name, slots) for name, slots in message["agents"]]
-            self._told += message["told"]
-            for told in message["told"]:
-                logger.warning("%s", told)
-        world = self._worlds.get(message.get("world", -1)) if message else None
-        if message is not None and isinstance(world, _FarWorld):
+    def close(self) -> int:
+        """The relay lives on, and so do agents; they end what this handle has started."""
+        died, self.is_alive = not self.is_alive, False
+        self._control.close()
+        return self._fleet.ended() if died else 0
+
+    def _heard(self, message: Message) -> None:
+        super()._heard(message)
+        world = self._worlds.get(message.get("world", -1))
+        if isinstance(world, FarWorld):
             if message["type"] == "lost":
                 world.lost.append(message["why"])
             elif message["type"] == "pulse":
                 world.states.update({int(rank): state for rank, state in message["states"].items()})
                 world.seconds[message["agent"]] = message["seconds"]
-        return message

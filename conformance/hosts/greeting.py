@@ -3,18 +3,20 @@
 relay   challenge
 agent   challenge, answer, name, versions
 relay   answer, device, working directory, a file to look for      or: refused, reason
-agent   what is in that file, and how many slots it offers         or: refused, reason
+agent   what is in that file, what slots and what room it offers   or: refused, reason
 relay   accepted                                                   or: refused, reason
 """
 
 import os
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.hosts.offer import own_name, told_apart, versions
 from conformance.hosts.stream import SECRET, Stream, answer, challenge, is_answer
+from conformance.machine import Room, room_of
 from conformance.world.wire import Message
 
 
@@ -24,11 +26,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
-    """An agent that was accepted: its name, how many ranks it starts, and its address."""
+    """An agent that was accepted: its name, its host's, how many ranks it starts, and the room there: the fields of a
+    conformance.machine.Room."""
 
     name: str
+    host: str
     slots: int
-    address: str
+    room: dict[str, float | None]
 
 
 def greet_agent(stream: Stream, *, secret: bytes, device: str, folder: Path) -> Offered:
@@ -61,7 +65,8 @@ def greet_agent(stream: Stream, *, secret: bytes, device: str, folder: Path) -> 
     if offer.get("sign") != ours:
         _refuse(stream, name, f"it does not see {folder.resolve()}; --out has to be in a folder that all hosts share")
     stream.send({"accepted": name})
-    return Offered(name=name, slots=max(1, int(offer["slots"])), address=str(offer["address"]))
+    room = vars(Room(**offer["room"]))
+    return Offered(name=name, host=str(offer["host"])[:200], slots=max(1, int(offer["slots"])), room=room)
 
 
 def _refuse(stream: Stream, name: str, why: str) -> None:
@@ -91,7 +96,7 @@ def greet_relay(stream: Stream, *, secret: bytes, slots: Callable[[str], int]) -
         raise Refused(why) from None
     sign = Path(welcome["sign"])
     seen = sign.read_text(encoding="utf-8") if sign.is_file() else ""
-    stream.send({"sign": seen, "slots": there, "address": stream.own_address})
+    stream.send({"sign": seen, "slots": there, "host": socket.gethostname(), "room": vars(room_of(sign.parent))})
     _told(stream)
     return device
 

@@ -1,7 +1,8 @@
 """Relay: the process of a controller that agents connect to. To its controller it is what a zygote is.
 
 ``python -m conformance.hosts.relay CONTROL_FD PARENT_PID HOST PORT DEVICE FOLDER``. It passes messages on between the
-controller's sockets and the agents' connections, writes the heartbeats of all ranks into the controller's memory, and
+controller's sockets (one that says who is there, and one for each of the threads that have worlds) and the agents'
+connections, writes the heartbeats of all ranks into the controller's memory, and
 says which agents came, were refused and were lost. It runs no task and imports no torch.
 
 Serves claim 8: when the controller dies, it ends, and its agents end their ranks because their connections close.
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conformance.hosts.greeting import Offered, Refused, greet_agent
@@ -35,9 +36,11 @@ class _Agent:
 
 @dataclass(kw_only=True, eq=False)
 class _World:
-    """parts: each agent and the rank that its first one is. wires: the relay's ends of the controller's sockets."""
+    """control: of the handle that started it. parts: each agent and the rank that its first one is. wires: the relay's
+    ends of the controller's sockets."""
 
     number: int
+    control: Wire
     beats: Heartbeats
     wires: list[Wire]
     parts: list[tuple[_Agent, int, int]]  # agent, first rank, number of ranks
@@ -52,6 +55,7 @@ class _World:
 class Relay:
     def __init__(self, control: Wire, listener: socket.socket, *, secret: bytes, device: str, folder: Path) -> None:
         self._control, self._listener = control, listener
+        self._handles: list[Wire] = []  # of the controller's threads, each with worlds of its own
         self._secret, self._device, self._folder = secret, device, folder
         self._agents: list[_Agent] = []
         self._worlds: dict[int, _World] = {}
@@ -64,20 +68,22 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
         said = 0.0
         while True:
-            fds = {self._control.fileno(): "control", self._wakeup[0].fileno(): "came"}
+            controls = {control.fileno(): control for control in (self._control, *self._handles)}
             streams = {agent.stream.fileno(): agent for agent in self._agents}
             ranks = {w.fileno(): (world, rank) for world in self._worlds.values() for rank, w in enumerate(world.wires)}
             poll = select.poll()
-            for fd in (*fds, *streams, *ranks):
+            for fd in (self._wakeup[0].fileno(), *controls, *streams, *ranks):
                 poll.register(fd, select.POLLIN)
             for fd, _ in poll.poll(ALIVE_S * 1000):
                 if fd in streams:
                     self._hear(streams[fd])
                 elif fd in ranks:
                     self._pass_on(*ranks[fd])
-                elif fds[fd] == "came":
+                elif fd not in controls:
                     self._welcome()
-                elif not self._obey():
+                elif controls[fd] is not self._control:
+                    self._obey(controls[fd])
+                elif not self._listen_to_controller():
                     for agent in self._agents:
                         with contextlib.suppress(Closed):
                             agent.stream.send({"do": "end"})
@@ -116,12 +122,15 @@ class Relay:
             if isinstance(came, str):
                 refused.append(came)
             else:
-                self._agents.append(_Agent(stream=came[0], offered=came[1]))
+                stream, offered = came
+                if alike := sum(agent.offered.name.startswith(offered.name) for agent in self._agents):  # containers
+                    offered = replace(offered, name=f"{offered.name} {alike + 1}")
+                self._agents.append(_Agent(stream=stream, offered=offered))
                 self._hear(self._agents[-1])  # what came together with its greeting
         self._say_who_is_there(refused)
 
     def _say_who_is_there(self, told: list[str]) -> None:
-        there = [[agent.offered.name, agent.offered.slots] for agent in self._agents]
+        there = [vars(agent.offered) for agent in self._agents]
         self._control.send({"type": "agents", "agents": there, "told": told})
 
     def _lose(self, agent: _Agent, why: str) -> None:
@@ -132,7 +141,7 @@ class Relay:
         said = f"agent {agent.offered.name} was lost: {why}"
         for world in list(self._worlds.values()):
             if any(part[0] is agent for part in world.parts):
-                self._control.send({"type": "lost", "world": world.number, "why": said})
+                world.control.send({"type": "lost", "world": world.number, "why": said})
                 self._is_buried(world, agent, [])
                 if world.number in self._starting:
                     self._say_started(world, error=said)
@@ -146,68 +155,85 @@ class Relay:
 
     # --- what the controller wants ---
 
-    def _obey(self) -> bool:
-        """Do what the controller says; False if it is gone."""
+    def _listen_to_controller(self) -> bool:
+        """A further handle of the controller's; False if the controller is gone."""
         message, fds = self._control.receive()
+        self._handles += [Wire(socket.socket(fileno=fd)) for fd in fds]
+        return message is not None
+
+    def _obey(self, control: Wire) -> None:
+        """Do what a handle says; if it is closed, end its worlds."""
+        message, fds = control.receive()
         if message is None:
-            return False
-        if message["do"] == "start":
-            self._start(message, fds)
+            self._handles.remove(control)
+            control.close()
+            for left in [one for one in self._worlds.values() if one.control is control]:
+                self._end_everywhere(left)
+                self._forget(left)
+        elif message["do"] == "start":
+            self._start(control, message, fds)
         elif (world := self._worlds.get(message["world"])) is None:
             if message["do"] == "bury":
-                self._control.send({"type": "buried", "world": message["world"], "left": []})
-        else:
-            if message["do"] == "bury":
-                world.buried = len(world.parts)
-                for agent, _, _ in list(world.parts):
-                    if agent in self._agents:
-                        self._tell(agent, {"do": "bury", "world": world.number})
-                    else:
-                        self._is_buried(world, agent, [])
-            else:
-                agent, local = world.agent_of(message["rank"])
+                control.send({"type": "buried", "world": message["world"], "left": []})
+        elif message["do"] == "bury":
+            world.buried = len(world.parts)
+            for agent, _, _ in list(world.parts):
                 if agent in self._agents:
-                    self._tell(agent, {**message, "rank": local})
-        return True
+                    self._tell(agent, {"do": "bury", "world": world.number})
+                else:
+                    self._is_buried(world, agent, [])
+        else:
+            agent, local = world.agent_of(message["rank"])
+            if agent in self._agents:
+                self._tell(agent, {**message, "rank": local})
 
-    def _start(self, message: Message, fds: list[int]) -> None:
+    def _start(self, control: Wire, message: Message, fds: list[int]) -> None:
         """Start the first part of a world; the others need to know where it meets."""
         beats_fd, *sockets = fds
         size, number = int(message["spec"]["size"]), int(message["world"])
-        parts, first = [], 0
-        for agent in self._agents:
-            if (count := min(agent.offered.slots, size - first)) > 0:
-                parts.append((agent, first, count))
-                first += count
+        here = {agent.offered.name: agent for agent in self._agents}
+        parts, first, missing = [], 0, ""
+        for name, slots in message["parts"]:
+            count = min(len(slots), size - first)  # one rank may have several GPUs
+            if name in here:
+                parts.append((here[name], first, count))
+            else:
+                missing = f"agent {name} was lost"
+            first += count
         wires = [Wire(socket.socket(fileno=fd)) for fd in sockets]
-        world = _World(number=number, beats=Heartbeats(beats_fd, size=size), wires=wires, parts=parts)
+        world = _World(number=number, control=control, beats=Heartbeats(beats_fd, size=size), wires=wires, parts=parts)
         os.close(beats_fd)
         self._worlds[number], self._starting[number] = world, message
-        if first < size:
-            self._say_started(world, error=f"{size} ranks, and the agents offer {first}")
+        if missing:
+            self._say_started(world, error=missing)
         else:
             self._start_part(world, message, 0, store=None)
 
     def _start_part(self, world: _World, message: Message, part: int, *, store: object) -> None:
         agent, first, size = world.parts[part]
-        of_part = {"first": first, "size": size, "store": store}
+        of_part = {"first": first, "size": size, "slots": message["parts"][part][1], "store": store}
         self._tell(agent, {"do": "start", "world": world.number, "spec": message["spec"], "part": of_part})
 
     def _say_started(self, world: _World, *, error: str) -> None:
         self._starting.pop(world.number, None)
         pids = [world.pids.get(rank, 0) for rank in range(len(world.wires))]
-        self._control.send({"type": "started", "world": world.number, "pids": pids, "error": error})
+        world.control.send({"type": "started", "world": world.number, "pids": pids, "error": error})
         if error:
-            for agent, _, _ in world.parts:
-                if agent in self._agents:
-                    self._tell(agent, {"do": "bury", "world": world.number})
+            self._end_everywhere(world)
             self._forget(world)
+
+    def _end_everywhere(self, world: _World) -> None:
+        for agent, _, _ in world.parts:
+            if agent in self._agents:
+                self._tell(agent, {"do": "bury", "world": world.number})
 
     def _pass_on(self, world: _World, rank: int) -> None:
         """A message of the controller to a rank."""
         if world.number not in self._worlds:  # it was lost a moment ago
             return
-        message, _ = world.wires[rank].receive()
+        message, held = world.wires[rank].receive()
+        for fd in held:  # a lease of slots is the controller's alone
+            os.close(fd)
         agent, local = world.agent_of(rank)
         if message is None:  # the controller has closed it, and will bury the world
             world.wires[rank].close()
@@ -221,7 +247,7 @@ class Relay:
         if world.buried:
             world.buried -= 1
             if not world.buried:
-                self._control.send({"type": "buried", "world": world.number, "left": world.left})
+                world.control.send({"type": "buried", "world": world.number, "left": world.left})
                 self._forget(world)
 
     def _forget(self, world: _World) -> None:
@@ -252,18 +278,18 @@ class Relay:
                 world.beats.put(first + local, *beat)
             states = {str(first + local): state for local, state in enumerate(message["states"])}
             pulse = {"agent": agent.offered.name, "states": states, "seconds": message["seconds"]}
-            self._control.send({"type": "pulse", "world": world.number, **pulse})
+            world.control.send({"type": "pulse", "world": world.number, **pulse})
         elif kind == "said":
             self._said(world, first + message["rank"], message["message"])
         elif kind == "started":
             self._has_started(world, part, message)
         elif kind == "exited":
-            self._control.send({**message, "rank": first + message["rank"]})
+            world.control.send({**message, "rank": first + message["rank"]})
         elif kind == "buried":
             self._is_buried(world, agent, message["left"])
         elif kind == "lost":
             why = f"agent {agent.offered.name}: {message['why']}"
-            self._control.send({"type": "lost", "world": world.number, "why": why})
+            world.control.send({"type": "lost", "world": world.number, "why": why})
 
     def _said(self, world: _World, rank: int, message: Message | None) -> None:
         if message is None:

@@ -7,10 +7,10 @@ is warned in between.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from conformance.machine import Room
 from conformance.plan.cell import Cell
 from conformance.role import Role
 from conformance.room.estimate import Estimate, Size, Total, estimate, size_of, total
-from conformance.room.machine import Room
 from conformance.validation import UsageError
 from conformance.world import Device
 

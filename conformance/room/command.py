@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from conformance.machine import room_of
 from conformance.plan.cell import Cell
 from conformance.room.check import GB, advice, needs_of
 from conformance.room.estimate import Estimate
-from conformance.room.machine import room_of
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision
 from conformance.validation import UsageError

@@ -1,7 +1,8 @@
 """At once: cells side by side in threads, or one after another in this one (claim 8).
 
-On leased GPUs a cell waits for GPUs, for its oracle and for its judge. Meanwhile other cells use the GPUs, so more
-cells are begun than there are GPUs; the largest worlds first, because what is left at the end then fills the gaps.
+On leased places, GPUs or slots of agents, a cell waits for its lease, for its oracle and for its judge. Meanwhile other
+cells use the places, so more cells are begun than there are places; the largest worlds first, because what is left at
+the end then fills the gaps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from conformance.plan.cell import Cell
 
 _Judged = TypeVar("_Judged")
 
-CELLS_PER_GPU = 2  # one of them computes
+CELLS_PER_PLACE = 2  # one of them computes
 
 
 class AtOnce:

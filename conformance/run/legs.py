@@ -12,12 +12,11 @@ from typing import Any
 
 from conformance.asking import adapter_of
 from conformance.faults import find_fault
-from conformance.gpus.pool import AnyPool
 from conformance.inputs.prepare import FrozenInputs
 from conformance.plan.cell import Cell, Leg
 from conformance.record.bisection import Bisected, bisected_from_json
 from conformance.scenario import scenario_to_json
-from conformance.world import Device, Outcome, WorldConfig
+from conformance.world import Device, Outcome, Pool, WorldConfig
 from conformance.world.reason import FailureKind
 
 
@@ -35,7 +34,7 @@ class LegsEnded:
 
 
 def run_legs(
-    pool: AnyPool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
 ) -> LegsEnded:
     """Run the legs in order, leg N in ``folder/N``, until one fails.
 
@@ -63,7 +62,7 @@ def _not_met(cell: Cell, met: Counter[str]) -> str:
 
 
 def _run_leg(
-    pool: AnyPool,
+    pool: Pool,
     cell: Cell,
     number: int,
     inputs: FrozenInputs,
@@ -91,7 +90,7 @@ class TraceFailed(Exception):
 
 
 def run_traced(
-    pool: AnyPool, cell: Cell, inputs: FrozenInputs, folder: Path, *, step: int, device: Device, budget_s: float
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, step: int, device: Device, budget_s: float
 ) -> None:
     """Run the first leg up to ``step``: its record is ``folder/record``, the activations of ``step`` are in
     ``folder/trace``. Raises TraceFailed."""
@@ -112,7 +111,7 @@ def run_traced(
 
 
 def find_in_traced(
-    pool: AnyPool, cell: Cell, inputs: FrozenInputs, folder: Path, oracle: Path, *, step: int, budget_s: float
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, oracle: Path, *, step: int, budget_s: float
 ) -> tuple[Bisected, ...]:
     """Hold what ``run_traced`` left in ``folder`` against the oracle, in a process of its own. Raises TraceFailed."""
     outcome = pool.run(

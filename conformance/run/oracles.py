@@ -24,8 +24,6 @@ import torch
 
 from conformance import oracle
 from conformance.defect import Defect, defects_to_json
-from conformance.gpus.busy import Busy
-from conformance.gpus.pool import LeasedPool
 from conformance.inputs.files import complete_or_nothing, locked
 from conformance.inputs.prepare import FrozenInputs, short_key
 from conformance.inputs.random_model import is_large
@@ -49,16 +47,14 @@ CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed fir
 class Oracles:
     """Runs the oracle, one run at a time, in a thread with a world of one rank. Use it in a ``with`` statement."""
 
-    def __init__(
-        self, *, root: Path, device: Device, budget_s: float, gpus: tuple[str, ...] = (), busy: Busy | None = None
-    ) -> None:
+    def __init__(self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None) -> None:
+        """``leased``: the pool of the cells' worlds, if these lease their places; on a GPU, the oracle's do so, too."""
         self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
-        work_dir = root / "worlds"
-        self._pool = Pool(work_dir=work_dir)  # of runs on the CPU, and on a GPU that is nobody's
-        self._leased = LeasedPool(work_dir=work_dir, gpus=gpus, busy=busy or Busy(gpus)) if gpus else None
+        self._pool = Pool(work_dir=root / "worlds")  # of runs on the CPU, and on a GPU that is nobody's
+        self._leased = leased
 
     def __enter__(self) -> "Oracles":
         return self
@@ -182,8 +178,6 @@ class Oracles:
 
     def _close(self) -> None:
         self._pool.close()
-        if self._leased is not None:
-            self._leased.close()
         prune(self._cache, size=CACHE_SIZE)
 
 

@@ -17,9 +17,9 @@ from conformance.defect import Known
 from conformance.faults import find_fault
 from conformance.gpus.inventory import gpus_of_host
 from conformance.hosts.fleet import Fleet
+from conformance.machine import available_memory
 from conformance.plan.cell import Cell, Leg
 from conformance.record.verdict import Verdict
-from conformance.room.machine import available_memory
 from conformance.run.environment import model_sizes
 from conformance.validation import UsageError
 from conformance.world import Device

@@ -19,13 +19,14 @@ from pathlib import Path
 from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
-from conformance.gpus.busy import Busy
-from conformance.gpus.pool import AnyPool, LeasedPool
+from conformance.gpus.places import Gpus, LeasedPlaces
 from conformance.hosts.fleet import Fleet, Hosts
+from conformance.hosts.slots import Slots
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.inputs.random_model import is_large, is_sketched
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both, told_of
+from conformance.machine import room_of
 from conformance.objective import all_observables
 from conformance.observable import Observable
 from conformance.oracle.decoder import is_routed
@@ -39,9 +40,8 @@ from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_su
 from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.room.check import check_room
-from conformance.room.machine import room_of
 from conformance.run.activity import Activities, Activity
-from conformance.run.at_once import CELLS_PER_GPU, AtOnce
+from conformance.run.at_once import CELLS_PER_PLACE, AtOnce
 from conformance.run.environment import environment
 from conformance.run.legs import TraceFailed, find_in_traced, run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
@@ -118,18 +118,18 @@ class Session:
         self._clock = time.monotonic()
         self._environment = environment()
         make_folder(self.config.out)
-        gpus, work_dir = self.config.gpus, self.config.out / "worlds"
-        self._busy = Busy(gpus)
-        hosts = self.config.hosts
-        self._fleet = Fleet(hosts, device=self.config.device, folder=work_dir) if hosts else None
-        self._pool: AnyPool = Pool(work_dir=work_dir, fleet=self._fleet)
-        if gpus:
-            self._pool = LeasedPool(work_dir=work_dir, gpus=gpus, busy=self._busy)
-        self._at_once = AtOnce(CELLS_PER_GPU * len(gpus))
-        self._refusals = Refusals(self.config.device, self._fleet)
-        self._oracles = Oracles(
-            root=self.config.out, device=self.config.device, gpus=gpus, busy=self._busy, budget_s=self.config.budget_s
-        )
+        device, hosts, work_dir = self.config.device, self.config.hosts, self.config.out / "worlds"
+        self._fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
+        self._places: LeasedPlaces | None = None
+        if self._fleet is not None:
+            self._places = Slots(self._fleet)
+        elif self.config.gpus:
+            self._places = Gpus(self.config.gpus, work_dir=work_dir)
+        self._pool = Pool(work_dir=work_dir, places=self._places)
+        self._at_once = AtOnce(CELLS_PER_PLACE * len(self.config.gpus))
+        self._refusals = Refusals(device, self._fleet)
+        leased = self._pool if self._places else None
+        self._oracles = Oracles(root=self.config.out, device=device, budget_s=self.config.budget_s, leased=leased)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,8 +139,8 @@ class Session:
         self._oracles.__exit__()
         self._at_once.join()
         self._pool.close()
-        if self.config.gpus:
-            logger.info("leased: %s", self._busy)
+        if self._places is not None:
+            logger.info("leased: %s", self._places.busy)
         if self._fleet is not None:
             self._fleet.close()
 
@@ -151,10 +151,15 @@ class Session:
         any more.
         """
         self.announce(cells)
-        if self._fleet is not None:
-            self._fleet.wait(limit_s=self.config.budget_s)
+        self.gather()
         with lasting(self.config.out):
             self._run_announced(cells, progress)
+
+    def gather(self) -> None:
+        """Wait for the agents, if there are any to wait for."""
+        if self._fleet is not None:
+            self._fleet.wait(limit_s=self.config.budget_s)
+            self._at_once = AtOnce(CELLS_PER_PLACE * self._fleet.slots)
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
@@ -225,18 +230,22 @@ class Session:
         told, verdict, other, failed = first, first.verdict, None, False
         if is_doubtful:
             again, _ = self._attempt(cell, inputs, fresh=True)
-            failed = bool(self.config.gpus) and verdict.state == "infrastructure"  # which tells of the machine
+            failed = self._is_leased and verdict.state == "infrastructure"  # which tells of the machine
             told, other = (again, first) if failed else told_of(first, again)
             verdict = again.verdict if failed else in_both(first.verdict, again.verdict)
         judged = JudgedCell(cell=cell, verdict=verdict, completed=told.completed, records=told.records)
         return replace(judged, other=other, failed_before=failed)
+
+    @property
+    def _is_leased(self) -> bool:
+        return self._places is not None
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
         """Run the legs and judge them. Also returns whether the cell should be run again in fresh ranks, because a
         failure or a difference may be the effect of cells that its ranks had run before.
 
         A cell with a planted fault, which is expected to differ, and a cell that hung, which has used up its budget,
-        are not run again. On leased GPUs all that fail are, in whatever ranks: drivers and links fail at times.
+        are not run again. On leased places all that fail are, in whatever ranks: drivers and links fail at times.
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
@@ -255,7 +264,7 @@ class Session:
             verdict, failed = Verdict(state="infrastructure", reason=missing), False
         elif ended.failure:
             verdict = Verdict(state="infrastructure", reason=ended.failure)
-            failed = bool(self.config.gpus) or ended.kind != "hung"
+            failed = self._is_leased or ended.kind != "hung"
         else:
             self._activities.phase("judging")
             verdict, failed = self._judge(cell, paths, inputs), False
@@ -264,7 +273,7 @@ class Session:
                 shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
         records = tuple(str(path.relative_to(folder)) for path in paths if path.is_dir())
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=records)
-        used = ended.used or (failed and bool(self.config.gpus))
+        used = ended.used or (failed and self._is_leased)
         return attempt, used and not cell.faults and (failed or verdict.state == "differs")
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:

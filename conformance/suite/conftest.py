@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from conformance.machine import Room, room_of
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
 from conformance.room.check import check_room
-from conformance.room.machine import Room, room_of
 from conformance.run.refusal import Refusals, check_device, leased_gpus
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError

@@ -4,11 +4,15 @@ Importing torch and building a process group takes longer than a tiny cell, so r
 that dies, hangs, raises or runs out of memory ends its task with a reason, a log and a stack, and does no harm to
 another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 
-    pool.py       the interface for callers: one live world per backend and size
+    config.py     which world a task wants
+    pool.py       the interface for callers: here, or on leased places
+    places.py     what is leased
+    lane.py       live worlds at one place, one per backend and size
     watch.py      the watchdog of one task
     patience.py   when it calls a task hung
     reason.py     the text of a failure
-    launch.py     the controller's handles of a zygote and of a world
+    launch.py     the controller's handles of a world, and of the process that starts it
+    zygotes.py    the controller's handles of zygotes
     nursery.py    the process that imports what all zygotes share, and forks them
     zygote.py     the process that imports a backend once, forks ranks and reaps them
     rank.py       the main loop of a rank
@@ -21,7 +25,9 @@ another task. Linux only, because it uses fork, /proc, memfd_create and PR_SET_P
 This package does not import torch before a rank or a zygote does.
 """
 
+from conformance.world.config import Device, WorldConfig
 from conformance.world.heartbeat import RankContext, beat, mark
-from conformance.world.pool import Device, Outcome, Pool, WorldConfig
+from conformance.world.lane import Outcome
+from conformance.world.pool import Pool
 
 __all__ = ["Device", "Outcome", "Pool", "RankContext", "WorldConfig", "beat", "mark"]

@@ -1,8 +1,8 @@
 """Watch: runs one task on one world and watches it until it ends, in whatever way (claim 8).
 
-A single loop reads the sockets of the ranks and of the zygote. If a rank dies, raises or is stopped, the task ends
-after a short grace period, in which the other ranks can still report, so that the first cause is named and not one of
-its consequences. Only a task that hangs, which gets no further, takes the whole budget.
+A single loop reads the sockets of the ranks and of the process that started them. If a rank dies, raises or is
+stopped, the task ends after a short grace period, in which the other ranks can still report, so that the first cause is
+named and not one of its consequences. Only a task that hangs, which gets no further, takes the whole budget.
 """
 
 import signal
@@ -94,14 +94,14 @@ class _Watch:
     def _poll(self, *, limit_s: float) -> None:
         """Wait at most ``limit_s`` for messages, and record failures: exceptions, deaths, stopped ranks."""
         world = self._world
-        ready = readable([world.zygote, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
+        ready = readable([world.handle, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
         for rank in sorted(self._open):
             if world.wires[rank].fileno() in ready:
                 self._read(rank)
-        world.zygote.receive()
-        if not world.zygote.is_alive:
-            status = world.zygote.close()
-            what = f"the process that ranks are forked from {exit_words(status)}, and its ranks with it"
+        world.handle.receive()
+        if not world.handle.is_alive:
+            status = world.handle.close()
+            what = f"{world.handle.what} {exit_words(status)}, and its ranks with it"
             self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
         elif world.lost:
             self._failures[None] = Failure(rank=None, kind="killed", what=world.lost[0])

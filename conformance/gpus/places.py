@@ -1,0 +1,116 @@
+"""Places: what worlds of a pool lease, one for each rank: GPUs of this host, or what else has names (claim 8)."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from conformance.gpus.busy import Busy
+from conformance.gpus.inventory import visible_to
+from conformance.gpus.lease import Ticket, holders, lease_folder
+from conformance.world import WorldConfig
+from conformance.world.lane import Starter
+from conformance.world.places import Block, Lease, NoLease
+from conformance.world.zygotes import Zygotes
+
+_TICK_S = 0.1  # for leases that other processes give back, and places that are gone
+_TELL_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class LeasedPlaces:
+    """Leases of names. Threads share it. ``names``: those that are known. ``what``: they are, in words. ``folder``: of
+    their locks."""
+
+    def __init__(self, names: Block = (), *, what: str, folder: Path) -> None:
+        self._what, self._folder = what, folder
+        self._given_back = threading.Condition()
+        self._taken_at: dict[Lease, float] = {}
+        self.busy = Busy(names)
+
+    def names(self) -> Block:
+        """All places that there are now. Raises NoLease if none can be leased, and says why."""
+        raise NotImplementedError
+
+    def names_of_a_host(self) -> Block:
+        """Those of one host."""
+        raise NotImplementedError
+
+    def starter(self, block: Block) -> Starter:
+        """Who starts worlds on these places."""
+        raise NotImplementedError
+
+    def lease(
+        self,
+        who: str,
+        config: WorldConfig,
+        *,
+        prefer: Collection[Block],
+        limit_s: float,
+        is_over: Callable[[], bool],
+    ) -> Lease:
+        """Wait for the places of a world. ``prefer``: the blocks that are taken before others. Raises NoLease."""
+        began, is_told = time.monotonic(), False
+        with self._given_back:
+            names, size = self._wanted(config)
+            ticket = Ticket(names, size, folder=self._folder)
+            try:
+                while not is_over():
+                    if (wanted := self._wanted(config)) != (names, size):  # an agent was lost, and another has come
+                        old, (names, size) = ticket, wanted
+                        ticket = Ticket(names, size, folder=self._folder)
+                        old.withdraw()
+                    if (lease := ticket.serve(prefer=prefer)) is not None:
+                        self._taken_at[lease] = time.monotonic()
+                        return lease
+                    self._given_back.wait(_TICK_S)
+                    waited = time.monotonic() - began
+                    if waited > _TELL_S and not is_told:
+                        logger.info("%s waits for %s", who, self._told(names, size))
+                        is_told = True
+                    if waited > limit_s:
+                        raise NoLease(f"no lease within {limit_s:g} s of {self._told(names, size)}")
+                raise NoLease("the run was stopped")
+            except BaseException:
+                ticket.withdraw()
+                raise
+
+    def give_back(self, lease: Lease) -> None:
+        with self._given_back:
+            self.busy.add(lease.block, time.monotonic() - self._taken_at.pop(lease))
+            lease.release()
+            self._given_back.notify_all()
+
+    def _wanted(self, config: WorldConfig) -> tuple[Block, int]:
+        """The places of which a world wants so many. Raises NoLease."""
+        if config.wants_all:
+            names = self.names_of_a_host()
+            return names, len(names)
+        names = self.names()
+        if config.size > len(names):
+            raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}")
+        return names, config.size
+
+    def _told(self, names: Block, size: int) -> str:
+        """The places that somebody waits for, and who has them, in words."""
+        taken = holders(names, self._folder) or "none that this process could see"
+        return f"{size} of {len(names)} {self._what}; leased are {taken}"
+
+
+class Gpus(LeasedPlaces):
+    """GPUs of this host, by UUID: those that may be leased. ``work_dir``: for the logs of zygotes."""
+
+    def __init__(self, gpus: Block, *, work_dir: Path) -> None:
+        super().__init__(gpus, what="GPUs", folder=lease_folder())
+        self._gpus, self._work_dir = gpus, work_dir
+
+    def names(self) -> Block:
+        return self._gpus
+
+    def names_of_a_host(self) -> Block:
+        return self._gpus
+
+    def starter(self, block: Block) -> Zygotes:
+        return Zygotes(self._work_dir, variables=visible_to(block))

@@ -1,0 +1,42 @@
+"""Config: which world a task wants."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """The configuration of a world.
+
+    size: number of ranks. device: ``cpu``, or ``cuda`` with one GPU per rank.
+    preload: modules to import before the first task, such as the adapter's. On the CPU they are imported once for all
+        worlds of a pool with the same ``preload``.
+    python: the executable that ranks run in; empty: that of this process.
+    wants_all: of a world on leased places (conformance.world.pool): all of those of a host, whatever its size.
+    memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
+        Address space is more than memory: each thread reserves some tens of MiB of it.
+
+    Raises ValueError for a size below 1, and for a memory limit with ``cuda``.
+    """
+
+    size: int
+    device: Device
+    preload: tuple[str, ...]
+    python: str = ""
+    wants_all: bool = False
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a world of {self.size} ranks; it needs at least one")
+        if self.device == "cuda" and self.memory_limit_bytes is not None:
+            raise ValueError(
+                "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
+            )
+
+    @property
+    def are_forked(self) -> bool:
+        """Whether ranks are forked from a process that has imported ``preload``; others import for themselves."""
+        return self.device == "cpu"

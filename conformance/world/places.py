@@ -1,0 +1,47 @@
+"""Places: where worlds of a pool may be, if not simply here: one place for each rank, leased (claim 8)."""
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from conformance.world.config import WorldConfig
+from conformance.world.lane import Starter
+
+Block = tuple[str, ...]  # names of places, such as the UUIDs of GPUs
+
+
+class NoLease(Exception):
+    """A task got no place. The message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Places that are this process's until it closes the descriptors, and with it all that hold them, too."""
+
+    block: Block
+    fds: tuple[int, ...]
+
+    def release(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class Places(Protocol):
+    """Threads share it."""
+
+    def lease(
+        self,
+        who: str,
+        config: WorldConfig,
+        *,
+        prefer: Collection[Block],
+        limit_s: float,
+        is_over: Callable[[], bool],
+    ) -> Lease:
+        """Wait for the places of a world. ``prefer``: blocks that are taken before others. Raises NoLease."""
+
+    def give_back(self, lease: Lease) -> None: ...
+
+    def starter(self, block: Block) -> Starter:
+        """Who starts worlds on these places."""
