@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conformance.plan.selection import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
+from conformance.plan.selection import NO_BISECT, Demands, Elsewhere, Kept, Output, Portion, Ranks, Selection
 from conformance.stopping import Stop
 
 OUT = pytest.StashKey[Path]()
@@ -23,11 +23,12 @@ ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.machine.Room,
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # what SIGTERM did
 LINES = pytest.StashKey[list[str]]()
+BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected while its agents were there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for kind in (Selection, Demands, Portion, Ranks, Output, Kept):
+    for kind in (Selection, Demands, Portion, Ranks, Elsewhere, Output, Kept):
         for name, about in kind.options():
             group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
     group.addoption("--parity-no-bisect", action="store_true", help=NO_BISECT)
@@ -100,7 +101,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out, compare=not stopped_by)
-    found = [] if stopped_by or config.option.parity_no_bisect else bisect(config, out)
+    found = config.stash.get(BISECTED, [])
+    if may_bisect(config) and not elsewhere(config).hosts:
+        found = bisect(config, out)
     from conformance.record.files import Unwritable
     from conformance.record.slim import slim
     from conformance.record.states import PASSES
@@ -159,6 +162,11 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
     return lines
 
 
+def may_bisect(config: pytest.Config) -> bool:
+    is_stopped = STOP in config.stash and config.stash[STOP].number
+    return not is_stopped and not config.option.parity_no_bisect
+
+
 def stop_at_sigterm(config: pytest.Config) -> None:
     """From now on, SIGTERM ends the run as Ctrl-C does, with a report. Workers are ended by their controller."""
     if threading.current_thread() is threading.main_thread():
@@ -184,6 +192,10 @@ def portion(config: pytest.Config) -> Portion:
 
 def kept(config: pytest.Config) -> Kept:
     return Kept.from_options(config.option, prefix="parity_")
+
+
+def elsewhere(config: pytest.Config) -> Elsewhere:
+    return Elsewhere.from_options(config.option, prefix="parity_")
 
 
 def ranks(config: pytest.Config) -> Ranks:

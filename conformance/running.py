@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.bisect.auto import any_differs, bisect_run
 from conformance.bisect.tell import told
-from conformance.hosts.fleet import Hosts
+from conformance.hosts.fleet import hosts_of
 from conformance.peers.side_by_side import write_side_by_side
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
@@ -37,7 +37,7 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
-    hosts = _hosts(Elsewhere.from_options(options))
+    hosts = hosts_of(Elsewhere.from_options(options))
     check_device(ranks.device)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
     if again.rerun and not again.resume:
@@ -66,14 +66,6 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:
         return _run_cells(cells, config, stop, options)
-
-
-def _hosts(elsewhere: Elsewhere) -> Hosts | None:
-    if bool(elsewhere.hosts) != bool(elsewhere.listen):
-        raise UsageError(
-            "--hosts and --listen belong together: how many agents there are, and where they find this run"
-        )
-    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen) if elsewhere.hosts and elsewhere.listen else None
 
 
 def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:

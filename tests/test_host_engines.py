@@ -17,7 +17,7 @@ from host_agents import A_SECRET, agent, environment
 from plain_profile import write_profile
 
 from conformance.cli import main
-from conformance.hosts.agent import free_port
+from conformance.hosts.agent import COME_S, free_port
 from conformance.hosts.stream import SECRET
 
 PLAIN = ["--backend", "plain_backend:Plain"]
@@ -63,21 +63,44 @@ def test_torchrun_is_told_apart_from_a_shell(capsys: pytest.CaptureFixture[str])
     assert "is started by torchrun --rdzv-backend c10d" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
-def test_a_job_of_torchrun(tmp_path: Path) -> None:
-    """Two nodes meet by c10d, and exit with the run's code; one rank of the cell is on each."""
+def two_nodes(*chosen: str) -> tuple[list[int], list[str]]:
+    """A job of torchrun: exit codes and standard errors of its nodes."""
     meets = f"127.0.0.1:{free_port('127.0.0.1')}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meets, "--rdzv-id", "parity"]
-    chosen = [*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out")]
     command = [*torchrun, "-m", "conformance.hosts.torchrun", "run", *chosen]
     nodes = [
         subprocess.Popen(command, env=environment() | {"PARITY_SLOTS": "1"}, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [node.communicate(timeout=200)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    return [node.returncode for node in nodes], said
+
+
+@pytest.mark.exhaustive
+def test_a_job_of_torchrun(tmp_path: Path) -> None:
+    """Two nodes meet by c10d, and exit with the run's code; one rank of the cell is on each."""
+    codes, said = two_nodes(*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out"))
+    assert codes == [0, 0], said
     assert sorted(states(tmp_path / "out").values()) == ["conforms", "unsupported"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--profle", "quick"], "there is no option --profle; did you mean '--profile'?"),
+        (["--profile", "quik"], "no profile 'quik'; did you mean 'quick'?"),
+    ],
+)
+def test_an_option_that_is_wrong_ends_all_nodes_of_a_job(wrong: list[str], message: str) -> None:
+    """Long before an agent gives up, and each of them says why."""
+    began = time.monotonic()
+    codes, said = two_nodes(*wrong)
+    assert time.monotonic() - began < COME_S / 2
+    assert 0 not in codes
+    assert all(message in one for one in said), said
+    assert sum("the first node ended with code 2: parity" in one for one in said) == 1
 
 
 @pytest.fixture

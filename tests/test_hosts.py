@@ -3,10 +3,13 @@
 Whatever becomes of an agent, the task ends with a reason that names it, and no rank is left.
 """
 
+import contextlib
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +28,29 @@ START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Two:
-    """A pool of two agents, which start three ranks: two and one."""
+    """A pool of two agents with two slots each, of which the second takes itself for another host."""
 
+    fleet: Fleet
     pool: Pool
     agents: dict[int, Process]
+
+
+ANOTHER_HOST = (
+    "import conformance.machine, socket; socket.gethostname = lambda: 'far'; "
+    "conformance.machine.available_memory = lambda: 10**15"
+)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
-    with fleet(2, folder) as made, agent(made.address, slots=2) as one, agent(made.address, slots=2) as other:
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(fleet(2, folder))
+        one, other = (stack.enter_context(agent(made.address, slots=2, code=code)) for code in ("pass", ANOTHER_HOST))
         made.wait(limit_s=START_S)
         assert made.problem() == ""
         with Pool(work_dir=folder, places=Slots(made)) as pool:
-            yield Two(pool=pool, agents={process.pid: process for process in (one, other)})
+            yield Two(fleet=made, pool=pool, agents={process.pid: process for process in (one, other)})
 
 
 @pytest.fixture
@@ -81,6 +93,31 @@ def test_what_happens_to_a_rank_of_another_host_is_told_as_here(
     if kind == "hung":
         assert "stacks: rank-0.stacks, rank-1.stacks, rank-2.stacks" in outcome.reason
     assert len(results(run("pids", size=3))) == 3  # the next task has a world again
+
+
+def test_tasks_run_side_by_side_on_slots_of_their_own(run: Runner, tmp_path: Path) -> None:
+    """Two of two ranks at once, one on each host, in worlds that are used again; one of three waits for both."""
+    with ThreadPoolExecutor(3) as threads:
+        met = {"of": 5, "folder": str(tmp_path / "met")}
+        ask = [threads.submit(Runner(run.pool, tmp_path / str(n)), "meet", **met) for n in range(2)]
+        assert is_true_soon(lambda: (tmp_path / "met").is_dir() and len(list((tmp_path / "met").iterdir())) == 4)
+        both = threads.submit(run, "pids", size=3)
+        time.sleep(0.5)  # it would have run
+        assert not both.done()
+        (tmp_path / "met" / "the test").touch()
+    worlds = [{pid for _, pid in results(asked.result())} for asked in ask]
+    assert worlds[0].isdisjoint(worlds[1])
+    assert len({result["zygote"] for result in results(both.result())}) == 2
+    assert set(run.pids(size=2)) in worlds
+
+
+def test_agents_tell_which_host_has_what_room(two: Two) -> None:
+    here = {agent.host: agent for agent in two.fleet.agents}
+    far, near = here.pop("far"), here.pop(socket.gethostname())
+    assert not here
+    assert (far.slots, far.room.memory) == (2, 10**15)
+    assert 0 < near.room.memory < 10**15
+    assert near.room.disk > 0
 
 
 def test_more_ranks_than_the_agents_offer_are_refused(run: Runner) -> None:

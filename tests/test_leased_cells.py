@@ -212,7 +212,7 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest
         done.append(judged)
         threads.update(thread.name for thread in threading.enumerate() if thread.name.startswith("GPU-"))
 
-    caplog.set_level("INFO", logger="conformance.run.session")
+    caplog.set_level("INFO", logger="conformance.run.where")
     with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
         session.run_all(cells, progress=progress)
     assert [judged.verdict.state for judged in done] == ["conforms"] * 4, [judged.verdict.reason for judged in done]

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from conformance.hosts.stream import SECRET, address_of, secret_of_environment
 from conformance.machine import Room
+from conformance.plan.selection import Elsewhere
 from conformance.validation import UsageError
 from conformance.world import WorldConfig
 from conformance.world.launch import MOST_RANKS, Child, Handle, StartError, World, start_child, too_small
@@ -30,6 +31,15 @@ class Hosts:
 
     count: int
     listen: str
+
+
+def hosts_of(elsewhere: Elsewhere) -> Hosts | None:
+    """What the user's options say. Raises UsageError."""
+    if bool(elsewhere.hosts) != bool(elsewhere.listen):
+        raise UsageError(
+            "--hosts and --listen belong together: how many agents there are, and where they find this run"
+        )
+    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen) if elsewhere.hosts and elsewhere.listen else None
 
 
 @dataclass(frozen=True, kw_only=True)

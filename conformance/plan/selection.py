@@ -141,7 +141,7 @@ class Ranks(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere(Options):
-    """Ranks on several hosts, with ``parity run`` only."""
+    """Ranks on several hosts."""
 
     hosts: int | None = _option("wait for N agents (parity agent), which start all ranks", type=_count, metavar="N")
     listen: str | None = _option("with --hosts: where agents find this run", metavar="HOST:PORT")

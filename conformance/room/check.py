@@ -1,16 +1,19 @@
 """Check: whether this machine has the room that cells need, before anything is started (claim 9).
 
 An estimate may be wrong by a factor of DOUBT. So a run is refused where even that much less would not fit, and the user
-is warned in between.
+is warned in between. Where agents start the ranks, each host is looked at, by what its agents told when they came.
 """
 
+import socket
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from conformance.hosts.fleet import AgentHere
 from conformance.machine import Room
 from conformance.plan.cell import Cell
 from conformance.role import Role
-from conformance.room.estimate import Estimate, Size, Total, estimate, size_of, total
+from conformance.room.estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
 from conformance.validation import UsageError
 from conformance.world import Device
 
@@ -29,9 +32,17 @@ class Needs:
     doubtful: tuple[str, ...]
 
 
-def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu", workers: int = 1) -> Needs:
+def needs_of(
+    cells: Sequence[Cell],
+    room: Room,
+    *,
+    device: Device = "cpu",
+    workers: int = 1,
+    agents: Sequence[AgentHere] = (),
+) -> Needs:
     """Raises UsageError for a model that cannot be used. ``cells``: one or more. ``workers``: processes that run
-    cells at the same time, each with ranks, an oracle and a judge of its own."""
+    cells at the same time, each with ranks, an oracle and a judge of its own. ``agents``: those that start all ranks,
+    if this machine does not."""
     sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
     found = []
     for cell in cells:
@@ -42,7 +53,8 @@ def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu", worke
     workers = min(workers, len(found))
     of_all = total(found, workers=workers)
     impossible, doubtful = [], []
-    for needed, there, said in _held_against(of_all, room, workers):
+    against = _held_against_hosts(found, of_all, room, agents) if agents else _held_against(of_all, room, workers)
+    for needed, there, said in against:
         if needed > DOUBT * there:
             impossible.append(said)
         elif needed > there:
@@ -51,15 +63,23 @@ def needs_of(cells: Sequence[Cell], room: Room, *, device: Device = "cpu", worke
 
 
 def check_room(
-    cells: Sequence[Cell], room: Room, *, device: Device, warn: Callable[[str], None], workers: int = 1
+    cells: Sequence[Cell],
+    room: Room,
+    *,
+    device: Device,
+    warn: Callable[[str], None],
+    workers: int = 1,
+    agents: Sequence[AgentHere] = (),
 ) -> None:
     """Raises UsageError, which says what would fit, if the cells cannot fit into ``room``; ``warn`` gets what may not
     fit."""
     if not cells:
         return
-    needs = needs_of(cells, room, device=device, workers=workers)
+    needs = needs_of(cells, room, device=device, workers=workers, agents=agents)
     if needs.impossible:
-        raise UsageError(f"{'; '.join(needs.impossible)}; {advice(needs, room)} (parity plan shows the estimates)")
+        said = "select other cells (--cells), offer fewer slots (parity agent --slots), or take hosts with more"
+        what = said if agents else advice(needs, room)
+        raise UsageError(f"{'; '.join(needs.impossible)}; {what} (parity plan shows the estimates)")
     for said in needs.doubtful:
         warn(f"{said}; it may not fit")
 
@@ -89,10 +109,44 @@ def _held_against(of_all: Total, room: Room, workers: int) -> list[tuple[float, 
         f"{who} about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
         f"{room.memory / GB:.1f} GB are free"
     )
+    return [(of_all.host, room.memory, memory), *_disks(of_all, room)]
+
+
+def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
     on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)
     disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
-    found = [(of_all.host, room.memory, memory), (on_disk, room.disk, disk)]
+    found = [(on_disk, room.disk, disk)]
     if room.cache is not None:
         said = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
         found.append((of_all.cache, room.cache, f"{said}; PARITY_CACHE names another folder"))
     return found
+
+
+def _held_against_hosts(
+    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, agents: Sequence[AgentHere]
+) -> list[tuple[float, float, str]]:
+    """Of each host with agents, and of this one, the controller's, whose ``room`` it is."""
+    slots, rooms = defaultdict[str, int](int), dict[str, Room]()
+    for agent in agents:
+        slots[agent.host] += agent.slots
+        rooms.setdefault(agent.host, agent.room)
+    own, found = socket.gethostname(), []
+    controller, oracle_of = max(((one.controller, cell) for cell, one in cells), key=lambda pair: pair[0])
+    for host, count in slots.items():
+        needed, worst = on_slots(cells, count)
+        said = f"host {host}: the ranks of its {count} slots, the largest of {worst},"
+        if host == own:
+            needed, said = needed + controller, f"{said} and the oracle and judge of {oracle_of}"
+        found.append((needed, rooms[host].memory, _memory_of_host(said, needed, rooms[host])))
+    if own not in slots:
+        said = f"host {own}, the controller's: the oracle and judge of {oracle_of}"
+        found.append((controller, room.memory, _memory_of_host(said, controller, room)))
+    host, least = min(rooms.items(), key=lambda pair: pair[1].disk)
+    said = (
+        f"host {host}: the records need about {of_all.disk / GB:.1f} GB of disk, and {least.disk / GB:.1f} GB are free"
+    )
+    return [*found, (of_all.disk, least.disk, said), *_disks(of_all, room)]
+
+
+def _memory_of_host(who: str, needed: float, room: Room) -> str:
+    return f"{who} need about {needed / GB:.1f} GB of memory, and {room.memory / GB:.1f} GB are free"

@@ -74,6 +74,12 @@ class Estimate:
         at_work = more + (AT_ONCE * less if self.at_once else 0.0)
         return 2 * IMPORTED + max(at_work, self.judge + (self.ranks + 1) * self.idle)
 
+    @property
+    def controller(self) -> float:
+        """Bytes of a controller's host at the worst moment where ranks are on others: one cell is judged meanwhile."""
+        less, more = sorted((self.judge, self.oracle))
+        return IMPORTED + more + AT_ONCE * less
+
     def seconds(self, rates: Mapping[Precision, float], precision: Precision, *, processors: int) -> float:
         """Of training and oracle, one after another, at ``rates`` of operations per second of one processor."""
         work = self.steps * self.operations
@@ -166,6 +172,25 @@ def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
         disk=sum(of_cell.record for _, of_cell in cells) + oracles,
         cache=oracles,
     )
+
+
+def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float, Cell]:
+    """Bytes of an agent's host at the worst moment: the largest ranks of as many cells side by side as fill ``slots``,
+    and ranks of other worlds, which wait. Also the cell of the largest ranks."""
+    left, held, at_work = slots, IMPORTED, set[tuple[str, int]]()
+    largest = sorted(cells, key=lambda one: one[1].rank, reverse=True)
+    for cell, of_cell in largest:
+        held += min(left, of_cell.ranks) * of_cell.rank
+        left -= min(left, of_cell.ranks)
+        at_work.update((leg.backend.name, leg.layout.world_size) for leg in cell.legs)
+        if not left:
+            break
+    idle = {
+        (leg.backend.name, leg.layout.world_size): min(slots, leg.layout.world_size) * of_cell.idle
+        for cell, of_cell in cells
+        for leg in cell.legs
+    }
+    return held + sum(size for key, size in idle.items() if key not in at_work), largest[0][0]
 
 
 def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:

@@ -31,12 +31,17 @@ class AtOnce:
         if self._threads is None:
             yield from map(run, cells)
             return
-        ordered = sorted(cells, key=lambda cell: -cell.world_size)
-        left: set[Future[_Judged]] = {self._threads.submit(run, cell) for cell in ordered}
+        left = set(self.begin(cells, run).values())
         while left:
             done, left = wait(left, return_when=FIRST_COMPLETED)
             for future in done:
                 yield future.result()
+
+    def begin(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> dict[Cell, Future[_Judged]]:
+        """Call ``run`` for each cell, in threads; none if there are no threads."""
+        if self._threads is None:
+            return {}
+        return {cell: self._threads.submit(run, cell) for cell in sorted(cells, key=lambda cell: -cell.world_size)}
 
     def cancel(self) -> None:
         """Begin no further cell."""

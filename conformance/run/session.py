@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +20,7 @@ from pathlib import Path
 from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
-from conformance.gpus.places import Gpus, LeasedPlaces
-from conformance.hosts.fleet import Fleet, Hosts
-from conformance.hosts.slots import Slots
+from conformance.hosts.fleet import Hosts
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.inputs.random_model import is_large, is_sketched
 from conformance.judge.expected import judge_cell
@@ -41,15 +40,16 @@ from conformance.record.states import FAILED, NOT_STARTED
 from conformance.record.verdict import Verdict
 from conformance.room.check import check_room
 from conformance.run.activity import Activities, Activity
-from conformance.run.at_once import CELLS_PER_PLACE, AtOnce
+from conformance.run.at_once import AtOnce
 from conformance.run.environment import environment
 from conformance.run.legs import TraceFailed, find_in_traced, run_legs, run_traced, world_config
 from conformance.run.oracles import Oracles
 from conformance.run.refusal import Refusals
 from conformance.run.resume import Earlier, before
 from conformance.run.storage import check_output_folder, lasting, make_folder
+from conformance.run.where import Where
 from conformance.validation import UsageError
-from conformance.world import Device, Pool
+from conformance.world import Device
 
 TRACED = "traced"  # in a cell's folder, while it is bisected
 
@@ -111,6 +111,7 @@ class Session:
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
         self._summary_due = 0.0
         self._activities = Activities()
+        self._begun: dict[Cell, Future[JudgedCell]] = {}
         self._asking = threading.RLock()  # inputs, oracles and backends are asked for by one thread at a time
 
     def __enter__(self) -> "Session":
@@ -118,18 +119,12 @@ class Session:
         self._clock = time.monotonic()
         self._environment = environment()
         make_folder(self.config.out)
-        device, hosts, work_dir = self.config.device, self.config.hosts, self.config.out / "worlds"
-        self._fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
-        self._places: LeasedPlaces | None = None
-        if self._fleet is not None:
-            self._places = Slots(self._fleet)
-        elif self.config.gpus:
-            self._places = Gpus(self.config.gpus, work_dir=work_dir)
-        self._pool = Pool(work_dir=work_dir, places=self._places)
-        self._at_once = AtOnce(CELLS_PER_PLACE * len(self.config.gpus))
-        self._refusals = Refusals(device, self._fleet)
-        leased = self._pool if self._places else None
-        self._oracles = Oracles(root=self.config.out, device=device, budget_s=self.config.budget_s, leased=leased)
+        device, out = self.config.device, self.config.out
+        self._where = Where(device=device, gpus=self.config.gpus, hosts=self.config.hosts, work_dir=out / "worlds")
+        self._pool, self._at_once = self._where.pool, AtOnce(self._where.width)
+        self._refusals = Refusals(device, self._where.fleet)
+        budget_s, leased = self.config.budget_s, self._pool if self._where.is_leased else None
+        self._oracles = Oracles(root=out, device=device, budget_s=budget_s, leased=leased)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,11 +133,7 @@ class Session:
             self._pool.abort()
         self._oracles.__exit__()
         self._at_once.join()
-        self._pool.close()
-        if self._places is not None:
-            logger.info("leased: %s", self._places.busy)
-        if self._fleet is not None:
-            self._fleet.close()
+        self._where.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
         """Run and judge the cells, while their oracles are computed. ``progress`` gets each result.
@@ -151,22 +142,11 @@ class Session:
         any more.
         """
         self.announce(cells)
-        self.gather()
         with lasting(self.config.out):
             self._run_announced(cells, progress)
 
-    def gather(self) -> None:
-        """Wait for the agents, if there are any to wait for."""
-        if self._fleet is not None:
-            self._fleet.wait(limit_s=self.config.budget_s)
-            self._at_once = AtOnce(CELLS_PER_PLACE * self._fleet.slots)
-
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
-        waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
-        check_room(waiting, room_of(self.config.out), device=self.config.device, warn=logger.warning)
-        for cell in waiting:
-            if not is_large(cell.scenario):
-                self._request(cell)
+        self._prepare(cells)
         try:
             for judged in self._at_once.run(cells, self._timed):
                 self._store_verdict(judged)
@@ -179,6 +159,23 @@ class Session:
             self.write_summary(finished=False)
             raise
         self.write_summary(finished=True)
+
+    def _prepare(self, cells: Sequence[Cell]) -> None:
+        """Wait for the agents, if there are any to wait for, look at the room, and ask for oracles."""
+        if self._where.fleet is not None:
+            self._where.fleet.wait(limit_s=self.config.budget_s)
+            self._at_once = AtOnce(self._where.width)
+        waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
+        room, device = room_of(self.config.out), self.config.device
+        check_room(waiting, room, device=device, warn=logger.warning, agents=self._where.agents)
+        for cell in waiting:
+            if not is_large(cell.scenario):
+                self._request(cell)
+
+    def begin(self, cells: Sequence[Cell]) -> None:
+        """Begin to run the cells side by side, for ``run`` to wait for them. Raises UsageError as ``run_all`` does."""
+        self._prepare(cells)
+        self._begun = self._at_once.begin(cells, self._timed)
 
     def _import_ahead(self, waiting: Iterable[Cell]) -> None:
         """Start to import the backends of the first waiting cell, and of the next cell that has other backends."""
@@ -203,8 +200,8 @@ class Session:
         self.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:
-        """Run one cell, leg after leg, judge it, and write its verdict."""
-        judged = self._timed(cell)
+        """Run one cell, leg after leg, judge it, and write its verdict. Waits for one that was begun."""
+        judged = self._begun.pop(cell).result() if cell in self._begun else self._timed(cell)
         self._store_verdict(judged)
         return judged
 
@@ -230,15 +227,11 @@ class Session:
         told, verdict, other, failed = first, first.verdict, None, False
         if is_doubtful:
             again, _ = self._attempt(cell, inputs, fresh=True)
-            failed = self._is_leased and verdict.state == "infrastructure"  # which tells of the machine
+            failed = self._where.is_leased and verdict.state == "infrastructure"  # which tells of the machine
             told, other = (again, first) if failed else told_of(first, again)
             verdict = again.verdict if failed else in_both(first.verdict, again.verdict)
         judged = JudgedCell(cell=cell, verdict=verdict, completed=told.completed, records=told.records)
         return replace(judged, other=other, failed_before=failed)
-
-    @property
-    def _is_leased(self) -> bool:
-        return self._places is not None
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
         """Run the legs and judge them. Also returns whether the cell should be run again in fresh ranks, because a
@@ -264,7 +257,7 @@ class Session:
             verdict, failed = Verdict(state="infrastructure", reason=missing), False
         elif ended.failure:
             verdict = Verdict(state="infrastructure", reason=ended.failure)
-            failed = self._is_leased or ended.kind != "hung"
+            failed = self._where.is_leased or ended.kind != "hung"
         else:
             self._activities.phase("judging")
             verdict, failed = self._judge(cell, paths, inputs), False
@@ -273,7 +266,7 @@ class Session:
                 shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
         records = tuple(str(path.relative_to(folder)) for path in paths if path.is_dir())
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=records)
-        used = ended.used or (failed and self._is_leased)
+        used = ended.used or (failed and self._where.is_leased)
         return attempt, used and not cell.faults and (failed or verdict.state == "differs")
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:

@@ -4,22 +4,39 @@ All workers collect the same cells in the same order. Before the first cell runs
 output folder as not run (claim 8). Then each worker writes the verdicts of the cells that it runs.
 """
 
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from conformance.bisect.auto import any_differs, bisect_run
+from conformance.hosts.fleet import hosts_of
 from conformance.machine import Room, room_of
 from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan, make_plan
-from conformance.pytest_plugin import OUT, USAGE, demands, is_worker, portion, ranks, selection, stop_at_sigterm
+from conformance.pytest_plugin import (
+    BISECTED,
+    OUT,
+    USAGE,
+    demands,
+    elsewhere,
+    is_worker,
+    may_bisect,
+    merge,
+    portion,
+    ranks,
+    selection,
+    stop_at_sigterm,
+)
 from conformance.room.check import check_room
 from conformance.run.refusal import Refusals, check_device, leased_gpus
 from conformance.run.session import Session, SessionConfig
 from conformance.validation import UsageError
 
 PLAN_KEY = pytest.StashKey[Plan]()
+ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells, where agents start their ranks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,6 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         config = metafunc.config
         device = ranks(config).device
+        if hosts_of(elsewhere(config)) and is_worker(config):
+            raise UsageError("agents work for one process, which runs cells side by side; leave out -n")
         check_device(device)
         plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), device=device)
         cells = list(plan.cells)
@@ -50,6 +69,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
     if not cells or config.option.collectonly:
         return
+    if elsewhere(config).hosts:
+        _begin_on_hosts(config, cells)
+        return
     try:
         _check_room(cells, config)
     except UsageError as error:
@@ -68,6 +90,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         suite.announce(cells)
 
 
+def _begin_on_hosts(config: pytest.Config, cells: Sequence[Cell]) -> None:
+    """Wait for the agents, and begin all cells. Each test waits for its own."""
+    stop_at_sigterm(config)
+    session = Session(session_config(config))
+    try:
+        config.stash[ON_HOSTS] = session.__enter__()
+        config.add_cleanup(lambda: _end_on_hosts(config))
+        session.announce(cells)
+        session.begin(cells)
+    except UsageError as error:
+        _end_on_hosts(config)
+        shutil.rmtree(session.config.out, ignore_errors=True)  # nothing was run
+        raise pytest.UsageError(str(error)) from None
+
+
+def _end_on_hosts(config: pytest.Config) -> None:
+    session = config.stash.get(ON_HOSTS, None)
+    if session is not None:
+        del config.stash[ON_HOSTS]
+        session.__exit__()
+
+
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does, one of
     them in every worker. All workers hold them against what their controller saw, so that all decide alike."""
@@ -84,13 +128,14 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
 
 def session_config(config: pytest.Config) -> SessionConfig:
     """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
-    chosen, where = selection(config), ranks(config)
+    chosen, where, hosts = selection(config), ranks(config), hosts_of(elsewhere(config))
     return SessionConfig(
         out=config.stash[OUT],
         device=where.device,
         profile=chosen.profile,
         arguments=(*chosen.arguments(without="cells"), *where.arguments()),
-        gpus=leased_gpus(where.device),
+        gpus=() if hosts else leased_gpus(where.device),  # agents lease their own
+        hosts=hosts,
         budget_s=where.budget,
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
@@ -100,5 +145,15 @@ def session_config(config: pytest.Config) -> SessionConfig:
 
 @pytest.fixture(scope="session")
 def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
+    on_hosts = pytestconfig.stash.get(ON_HOSTS, None)
+    if on_hosts is not None:
+        yield on_hosts
+        out = on_hosts.config.out
+        merge(out, compare=False)
+        if may_bisect(pytestconfig) and any_differs(out):  # while there are agents
+            lines = pytestconfig.stash.setdefault(BISECTED, [])
+            bisect_run(on_hosts, pytestconfig.stash[PLAN_KEY].cells, say=lines.append)
+        _end_on_hosts(pytestconfig)
+        return
     with Session(session_config(pytestconfig)) as session:
         yield session

@@ -1,0 +1,48 @@
+"""Where: the ranks of a session are here, on leased GPUs of this host, or on the hosts of agents (claim 8)."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.gpus.places import Gpus, LeasedPlaces
+from conformance.hosts.fleet import AgentHere, Fleet, Hosts
+from conformance.hosts.slots import Slots
+from conformance.run.at_once import CELLS_PER_PLACE
+from conformance.world import Device, Pool
+
+logger = logging.getLogger(__name__)
+
+
+class Where:
+    """With ``pool``, of all worlds, and ``fleet``, of the agents; None if there are none to wait for."""
+
+    def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
+        """``gpus``: those that are leased; empty: ranks are simply here. Raises UsageError as Fleet does."""
+        self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
+        self._gpus = gpus
+        self._places: LeasedPlaces | None = None
+        if self.fleet is not None:
+            self._places = Slots(self.fleet)
+        elif gpus:
+            self._places = Gpus(gpus, work_dir=work_dir)
+        self.pool = Pool(work_dir=work_dir, places=self._places)
+
+    @property
+    def is_leased(self) -> bool:
+        return self._places is not None
+
+    @property
+    def agents(self) -> Sequence[AgentHere]:
+        return self.fleet.agents if self.fleet is not None else ()
+
+    @property
+    def width(self) -> int:
+        """How many cells are run at once; of agents, of those that are here."""
+        return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
+
+    def close(self) -> None:
+        self.pool.close()
+        if self._places is not None:
+            logger.info("leased: %s", self._places.busy)
+        if self.fleet is not None:
+            self.fleet.close()
