@@ -10,8 +10,9 @@ import pytest
 from conformance.backend import Supported, find_backend
 from conformance.layout import Layout
 from conformance.plan.cell import Cell
+from conformance.plan.plan import make_plan
 from conformance.plan.profile import Overrides, expand, load_profile, profile_names, select, select_cells
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Demands, Portion, Selection
 from conformance.validation import UsageError
 
 BACKENDS = ("fsdp2", "deepspeed", "megatron")
@@ -113,6 +114,30 @@ def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
     assert ids == [str(c) for c in sorted(cells, key=lambda c: (c.backend, c.world_size, str(c)))]
     cells_of.cache_clear()
     assert ids == [str(cell) for cell in cells_of(profile)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(backend: str) -> None:
+    """So that packing has something to fill every gap with, and a machine with four GPUs runs all of its profile."""
+    adapter = find_backend(backend).load()
+    for profile, sizes in (("nightly", {1, 2, 4, 8}), ("gpu", {2, 4})):
+        cells = cells_of(profile, backend)
+        assert {cell.world_size for cell in cells} == sizes
+        for size in sizes:
+            legs = ((cell.scenario, cell.legs[0].layout) for cell in cells if cell.world_size == size)
+            assert any(isinstance(adapter.supports(scenario, layout), Supported) for scenario, layout in legs)
+        scenarios = {cell.scenario for cell in cells}
+        assert any(scenario.lora for scenario in scenarios)
+        assert {"qwen3-moe", "mixtral"} <= {scenario.model_name for scenario in scenarios}
+        assert {"sft", "grpo", "ppo"} <= {scenario.objective.kind for scenario in scenarios}
+        assert {"exact", "fp32", "bf16", "fp16"} <= {scenario.precision for scenario in scenarios}
+
+
+def test_nightly_is_a_plan_of_cells_that_other_profiles_have() -> None:
+    """Which are run on CPUs: what differs at night is then about GPUs, or is seen in the morning on a laptop."""
+    plan = make_plan(Selection(profile="nightly", backend=BACKENDS), Demands(), Portion(), device="cuda")
+    others = {str(cell) for profile in ("full", "families", "gpu") for cell in cells_of(profile)}
+    assert not {str(cell) for cell in plan.cells} - others
 
 
 def test_quick_saves_and_goes_on_in_the_middle_of_a_warm_up_on_every_backend() -> None:

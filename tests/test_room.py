@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from cells import cell_of
 from plain_profile import write_profile
 
 from conformance import cli
+from conformance.hosts.fleet import AgentHere
+from conformance.machine import Room
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import parameter_shapes
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
-from conformance.room.check import Room, advice, needs_of
-from conformance.room.estimate import Estimate, Size, estimate, size_of, total
+from conformance.room.check import DOUBT, advice, check_room, needs_of
+from conformance.room.estimate import Estimate, Size, estimate, on_slots, size_of, total
+from conformance.validation import UsageError
 
 SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
 PLENTY = Room(memory=1e15, disk=1e15, cache=None)
@@ -114,6 +118,54 @@ def test_as_many_workers_are_advised_as_fit() -> None:
     assert not needs_of(cells, room, workers=2).doubtful
     alone = replace(PLENTY, memory=needs_of(cells, PLENTY).total.host / 1.4)  # would not be refused, but does not fit
     assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
+
+
+def agent(host: str, slots: int, room: Room = PLENTY) -> AgentHere:
+    return AgentHere(name=f"{host} (process 1)", host=host, slots=slots, room=room)
+
+
+def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:
+    large, small = cell(layout="dp4"), cell(layout="dp2", precision="fp32")
+    found = [(one, estimate(one, SIZE)) for one in (small, large)]
+    of_large = found[1][1]
+    for slots in (1, 4):
+        held, worst = on_slots(found, slots)
+        assert worst is large
+        assert slots * of_large.rank < held < slots * of_large.rank + 2e9  # and ranks of the other world, which wait
+    both, _ = on_slots(found, 6)
+    assert 2 * found[0][1].rank < both - 4 * of_large.rank < 2 * found[0][1].rank + 1e9
+    assert of_large.oracle < of_large.controller < of_large.oracle + of_large.judge + 1e9
+    assert of_large.controller + 4 * of_large.rank > of_large.host
+
+
+def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of one host share its memory, and where the controller is, oracle and judge take theirs of it."""
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr("conformance.room.check.size_of", lambda _: SIZE)
+    cells = [cell(layout="dp4")]
+    of_cell = estimate(cells[0], SIZE)
+
+    def said(agents: list[AgentHere], own: Room = PLENTY) -> tuple[str, ...]:
+        return needs_of(cells, own, agents=agents).impossible
+
+    two = replace(PLENTY, memory=2.1 * of_cell.rank)
+    assert not said([agent("a", 2, two), agent("b", 2, two)])
+    (one,) = said([agent("a", 2, two), agent("b", 4, two)])
+    assert one.startswith(f"host b: the ranks of its 4 slots, the largest of {cells[0]}, need about ")
+    (one,) = said([agent("a", 2, two), agent("a", 2, two)])
+    assert one.startswith("host a: the ranks of its 4 slots")
+    (one,) = said([agent("a", 4)], replace(PLENTY, memory=of_cell.controller / 2))
+    assert one.startswith(f"host here, the controller's: the oracle and judge of {cells[0]} need")
+    room = replace(PLENTY, memory=1.1 * max(of_cell.controller, 2 * of_cell.rank) / DOUBT)
+    assert not said([agent("b", 2, room)], room)
+    (one,) = said([agent("here", 2, room)], room)
+    assert one.startswith(
+        f"host here: the ranks of its 2 slots, the largest of {cells[0]}, and the oracle and judge of"
+    )
+    (one,) = said([agent("a", 4), agent("b", 4, replace(PLENTY, disk=1e9))])
+    assert re.fullmatch(r"host b: the records need about [\d.]+ GB of disk, and 1.0 GB are free", one)
+    with pytest.raises(UsageError, match=r"^host b: .* or take hosts with more"):
+        check_room(cells, PLENTY, device="cpu", warn=print, agents=[agent("a", 2), agent("b", 4, two)])
 
 
 def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:
