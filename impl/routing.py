@@ -2,7 +2,8 @@
 
 A router's module takes tokens (N, D) and returns logits, the weights of the chosen experts and their numbers. Its
 forward function is wrapped, so hooks of FSDP2 and DeepSpeed stay around it. What the routers did in a forward pass
-travels with its outputs (``Outputs.routing``, ``Outputs.probabilities``), over rings as well.
+travels with its outputs (``Outputs.routing``, ``Outputs.probabilities``), over rings as well, and is not kept: a model
+that holds tensors of its own graph is in a cycle that nobody frees, with its process groups.
 
 The load-balancing loss is that of the whole optimizer step (docs/mixture-of-experts.md): experts are counted in forward
 passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
@@ -47,6 +48,7 @@ class Routers:
         self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
         self._replayed: list[Tensor] = []
         self._seen: dict[int, Choice] = {}
+        self._is_looking = False  # not while a backward pass computes activations again
         gates = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         self._scores = router_sigmoids if config.model_type == "deepseek_v3" else router_probabilities
         for number, gate in enumerate(gates):
@@ -65,6 +67,8 @@ class Routers:
             if self._replayed:
                 chosen = self._replayed[number]
                 weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
+            if not self._is_looking:
+                return logits, weights, chosen
             dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
             squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
             self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
@@ -75,12 +79,14 @@ class Routers:
     def begin(self, inputs: MicroBatch) -> None:
         """Before a forward pass over ``inputs``: choices in its columns take the place of the routers' own."""
         self._seen.clear()
+        self._is_looking = True
         given = expert_column(0, 0) in inputs.columns
         self._replayed = [replayed_choice(inputs, n, count) for n, count in enumerate(self._slots)] if given else []
 
     def added(self, outputs: Outputs, inputs: MicroBatch) -> Outputs:
         """The outputs of this forward pass, with what the routers did."""
-        seen = [self._seen[number] for number in range(len(self._slots))]
+        seen = [self._seen.pop(number) for number in range(len(self._slots))]
+        self._is_looking = False
         shape = (*inputs.tokens.shape, len(seen), -1)
         weights, probabilities = (
             torch.stack(parts, dim=1).view(shape)

@@ -6,6 +6,7 @@ The cells are of the plain backend: what is shown is where their ranks are. Both
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -49,6 +50,67 @@ def test_when_an_agent_never_comes_every_cell_says_so(
     assert main(["run", *chosen, "--hosts", "1", "--listen", "127.0.0.1:0"]) == 3
     assert sorted(states(tmp_path / "out").values()) == ["infrastructure", "unsupported"]
     assert "0 of 1 agents have come (none); start parity agent 127.0.0.1:" in capsys.readouterr().err
+
+
+NO_MEMORY = (
+    "import conformance.machine, socket; socket.gethostname = lambda: 'far'; "
+    "conformance.machine.available_memory = lambda: 1e6"
+)
+
+
+@pytest.mark.exhaustive
+def test_a_host_without_room_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SECRET, A_SECRET)
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    chosen = [*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out")]
+    with agent(address, slots=2, code=NO_MEMORY) as far:
+        assert main(["run", *chosen, "--hosts", "1", "--listen", address]) == 2
+        assert far.wait(timeout=30) == 0
+    said = capsys.readouterr().err
+    assert "host far: the ranks of its 2 slots, the largest of tiny/llama/plain/dp2/fp32, need about " in said
+    assert not (tmp_path / "out").exists()
+
+
+SUITE = """
+description = "three cells"
+[[cells]]
+scenarios = ["{scenario}"]
+models = ["llama"]
+layouts = ["dp2", "dp1", "pp2", "dp4"]
+precisions = ["fp32"]
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_pytest_plugin_runs_the_same_cells_on_the_same_agents(tmp_path: Path) -> None:
+    """Side by side, with a test for each."""
+    (tmp_path / "all.toml").write_text(SUITE.format(scenario=Path(write_profile(tmp_path)).with_name("tiny.toml")))
+    address, out = f"127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "out"
+    options = {"profile": str(tmp_path / "all.toml"), "backend": "plain_backend:Plain", "out": str(out)}
+    chosen = [word for name, value in options.items() for word in (f"--parity-{name}", value)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "--pyargs", "conformance.suite"]
+    command += [*chosen, "--parity-hosts", "2", "--parity-listen", address]
+    with agent(address) as one, agent(address) as other:
+        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (one.wait(timeout=30), other.wait(timeout=30)) == (0, 0)
+    assert re.search(r"2 passed, 1 skipped, .*1 error", done.stdout), done.stdout
+    assert sorted(states(out).values()) == ["conforms", "conforms", "not_run", "unsupported"]
+    assert "needs 4 ranks, and the agents start 2; add agents" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_pytest_plugin_wants_both_options_and_no_workers(tmp_path: Path) -> None:
+    cells = ["--parity-backend", "plain_backend:Plain", "--parity-profile", write_profile(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite", *cells]
+    for more, message in (
+        (["-n", "0", "--parity-hosts", "2"], "--hosts and --listen belong together"),
+        (["-n", "1", "--parity-hosts", "2", "--parity-listen", "127.0.0.1:0"], "leave out -n"),
+    ):
+        done = subprocess.run([*command, *more], env=environment(), cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+        assert message in done.stderr
 
 
 def test_hosts_and_where_they_come_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,34 @@ def test_a_leak_retires_the_world_after_its_task(run: Runner, caplog: pytest.Log
     assert set(run.pids()).isdisjoint(before)
 
 
+def test_a_pool_of_threads_that_starts_once_is_no_leak(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    before = run.pids(fresh=True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            results(run("start_threads", count=20, name="pool"))
+    assert "retired" not in caplog.text
+    assert run.pids() == before
+
+
+def test_threads_that_every_task_leaves_are_a_leak(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    before = run.pids(fresh=True)
+    with caplog.at_level(logging.INFO):
+        results(run("start_threads", count=10, name="one"))
+        assert "retired" not in caplog.text
+        results(run("start_threads", count=10, name="other"))
+    assert re.search(r"is retired: it leaks: rank 0: threads \d+ -> \d+; rank 1: threads", caplog.text)
+    assert set(run.pids()).isdisjoint(before)
+
+
+def test_one_process_group_that_lives_on_is_a_leak(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first task, too: three threads, where eight are allowed to whatever starts threads."""
+    before = run.pids(fresh=True)
+    with caplog.at_level(logging.INFO):
+        results(run("keep_a_group", fresh=True))
+    assert "it leaks: rank 0: process groups that were destroyed and live on 0 -> 1" in caplog.text
+    assert set(run.pids()).isdisjoint(before)
+
+
 def test_a_world_whose_idle_rank_died_is_replaced_before_the_next_task(run: Runner) -> None:
     before = run.pids()
     os.kill(before[1], signal.SIGKILL)

@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import nn
 from conformance.world import RankContext, beat, cleanup, mark
 
 _remembered: list[str] = []
+_pools: set[str] = set()
+_kept: list[dist.ProcessGroup] = []
 
 
 def nothing(context: RankContext) -> None:
@@ -97,6 +100,21 @@ def leak_files(context: RankContext) -> None:
     cleanup.SETTLE_S = 0.1  # nobody closes them, so there is nothing to wait for
     for _ in range(40):
         os.open("/dev/null", os.O_RDONLY)
+
+
+def start_threads(context: RankContext, *, count: int, name: str) -> None:
+    """Threads that never end: a pool if ``name`` is that of an earlier task, which has started it, else a leak."""
+    if name not in _pools:
+        _pools.add(name)
+        for _ in range(count):
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def keep_a_group(context: RankContext) -> None:
+    """What a model in a cycle through its graph does: its group outlives the clean-up, in which it is destroyed."""
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    _kept.append(group)
 
 
 def signal_self(context: RankContext, *, rank: int, number: int) -> None:
