@@ -4,7 +4,8 @@
     offer.py     what an agent offers, and why a controller may refuse it
     agent.py     the process of a host: `parity agent`
     relay.py     the controller's process that agents connect to; to the controller it is what a zygote is
-    fleet.py     the controller's handle of it: which agents have come, and worlds on them
+    fleet.py     the controller's handles of it: which agents have come, and worlds on them
+    slots.py     what cells lease of agents
     torchrun.py  agents and controller as one job of torchrun
     on_ray.py    the same on a Ray cluster
 
