@@ -63,7 +63,7 @@ HANDOVER_SEAMS = {
 # Seams of the backends that run models with routers.
 ROUTER_SEAMS = {
     "router_loss": "impl.routing:router_loss",
-    "z_loss": "impl.trainer:z_loss",
+    "z_loss": "impl.routing:z_loss",
     "choices_for": "impl.trainer:choices_for",
 }
 # Seams of the backends that can leave logits sharded along the vocabulary.

@@ -175,29 +175,56 @@ def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
     return outputs.probabilities[inputs.real].sum(dim=(0, 1))
 
 
-def step_balance(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> Balance | None:
-    """The counts of a step before its first backward pass, by forward passes; None where no loss needs them."""
-    if not trainable.router_loss_factor:
-        return None
-    found = trainable.forward_backward(inputs, want=frozenset(), loss=None)
-    return balance_of(context, inputs, found)
+@dataclass(frozen=True, kw_only=True)
+class RouterTerms:
+    """What the routers of a model add to the loss of an optimizer step.
 
+    factor, balance: of the load-balancing loss, with the counts of the step; None where there is none. z_factor: of the
+    z-loss, 0 where there is none. tokens: of the step, see ``tokens_of``.
+    """
 
-def with_router_loss(
-    loss: Loss | None, factor: float, balance: Balance | None, inputs: Sequence[MicroBatch]
-) -> Loss | None:
-    """The loss of micro-batches, and with ``balance`` what they add to the loss of the step for the routers."""
-    if loss is None or balance is None:
-        return loss
+    factor: float = 0.0
+    balance: Balance | None = None
+    z_factor: float = 0.0
+    tokens: float = 0.0
 
-    def both(index: int, outputs: Outputs) -> Tensor:
+    def of_micro_batch(self, inputs: MicroBatch, outputs: Outputs) -> Tensor:
+        """What the routers add for a whole micro-batch, with a gradient."""
         assert outputs.routing is not None
         assert outputs.probabilities is not None
-        real = inputs[index].real
-        weights, probabilities = outputs.routing[real], outputs.probabilities[real]
-        return loss(index, outputs) + router_loss(factor, balance, weights.flatten(0, 1), probabilities.flatten(0, 1))
+        weights, probabilities, squares = outputs.routing, outputs.probabilities, _told(outputs.squares)
+        return self.share(weights[inputs.real], probabilities[inputs.real], squares[inputs.real])
 
-    return both
+    def share(self, weights: Tensor, probabilities: Tensor, squares: Tensor) -> Tensor:
+        """What some routers add for some real tokens: (N, routers, X), of which probabilities have a gradient, and
+        (N, routers), with a gradient."""
+        added = probabilities.new_zeros([])
+        if self.balance is not None:
+            choices = weights.flatten(0, 1), probabilities.flatten(0, 1)
+            added = added + router_loss(self.factor, self.balance, *choices)
+        return added + z_loss(self.z_factor, self.tokens, squares) if self.z_factor else added
+
+
+def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> RouterTerms | None:
+    """Of a step, before its first backward pass; None where the routers add nothing. Collective.
+
+    The load-balancing loss needs the counts of the step, which forward passes of their own give.
+    """
+    factor, z_factor = trainable.router_loss_factor, context.config.router_z_loss
+    if not factor and not z_factor:
+        return None
+    balance = None
+    if factor:
+        balance = balance_of(context, inputs, trainable.forward_backward(inputs, want=frozenset(), loss=None))
+    tokens = tokens_of(context, inputs) if z_factor else 0.0
+    return RouterTerms(factor=factor, balance=balance, z_factor=z_factor, tokens=tokens)
+
+
+def with_router_terms(loss: Loss | None, terms: RouterTerms | None, inputs: Sequence[MicroBatch]) -> Loss | None:
+    """The loss of micro-batches, and what their routers add to the loss of the step."""
+    if loss is None or terms is None:
+        return loss
+    return lambda index, outputs: loss(index, outputs) + terms.of_micro_batch(inputs[index], outputs)
 
 
 def router_loss(factor: float, balance: Balance, weights: Tensor, probabilities: Tensor) -> Tensor:
@@ -229,10 +256,10 @@ def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Ou
     return context.all_reduce(own) / tokens_of(context, inputs)
 
 
-def z_loss(factor: float, tokens: float, inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """What a micro-batch adds to the loss of the step for the logits of its routers (arXiv 2202.08906, equation 5).
-    ``tokens``: of the step, see ``tokens_of``."""
-    return factor * square_sum(inputs, outputs) / tokens
+def z_loss(factor: float, tokens: float, squares: Tensor) -> Tensor:
+    """What some tokens of a micro-batch add to the loss of the step for the logits of routers (arXiv 2202.08906,
+    equation 5). ``tokens``: of the step, see ``tokens_of``. ``squares``: (N, routers), of real tokens."""
+    return factor * squares.sum() / tokens
 
 
 def routing_rows(inputs: MicroBatch, outputs: Outputs, indices: Sequence[int]) -> dict[int, Tensor]:

@@ -33,7 +33,7 @@ from impl.outputs import Outputs, Wanted
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
-    from impl.routing import Balance
+    from impl.routing import RouterTerms
 
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
@@ -85,13 +85,13 @@ class Trainable(Protocol):
         want: Wanted,
         temperature: float = 1.0,
         loss: Loss | None,
-        balance: "Balance | None" = None,
+        terms: "RouterTerms | None" = None,
     ) -> list[Outputs]:
         """Run all micro-batches of an optimizer step, in the library's order; without a loss, forward passes only.
 
         ``loss(index, outputs)`` gets the outputs of ``inputs[index]`` that ``want`` names, as whole rows (rows, length)
         even if this rank holds only a part of each row. The gradient is that of the sum of losses over data ranks and
-        micro-batches; with ``balance``, the counts of the step, the load-balancing loss of the routers is added to it.
+        micro-batches, and of what the routers add to it, the ``terms``.
         Returns the outputs of each micro-batch, detached, on every rank.
         """
         ...

@@ -19,10 +19,8 @@ from impl.outputs import Outputs
 from impl.routing import (
     balance_of,
     choices_for,
+    router_terms,
     routing_rows,
-    step_balance,
-    tokens_of,
-    z_loss,
     z_loss_of,
 )
 from impl.strategy import Context, Trainable
@@ -121,20 +119,16 @@ def _run(
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
 
     replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
-    factor = context.config.router_z_loss
-    tokens = tokens_of(context, inputs) if factor else 0.0
-    balance = step_balance(context, trainable, replayed) if role.trained else None
+    terms = router_terms(context, trainable, replayed) if role.trained else None
 
     def loss(index: int, outputs: Outputs) -> torch.Tensor:
         value = evaluate(index, outputs).loss
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
-        if factor:
-            value = value + z_loss(factor, tokens, inputs[index], outputs)
         return value
 
     asked: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
-        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked, balance=balance
+        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked, terms=terms
     )
     # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
     with torch.no_grad():

@@ -72,7 +72,7 @@ class PlainTrainable:
         want: Wanted,
         temperature: float = 1.0,
         loss: Loss | None,
-        balance: None = None,
+        terms: None = None,
     ) -> list[Outputs]:
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 

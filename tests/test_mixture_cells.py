@@ -25,7 +25,12 @@ EXPERTS = 8  # of each router of qwen3-moe
     [
         ("fsdp2", "sft-packed", "qwen3-moe", "dp2.ep2"),
         ("deepspeed", "sft-packed", "qwen2-moe", "dp2.zero3"),
-        ("megatron", "sft-packed", "mixtral", "ep2.pp2"),
+        ("megatron", "sft-z-loss", "mixtral", "ep2.pp2"),
+        exhaustive("megatron", "sft-packed", "mixtral", "ep2.pp2"),
+        *(
+            exhaustive("megatron", "sft-z-loss", "qwen3-moe", layout)
+            for layout in ("dp2", "dp2.zero1", "ep2", "pp2", "tp2.seqpar", "ep2.sp2", "ep2.tp2.seqpar", "dp2.ckpt")
+        ),
         *(
             exhaustive("megatron", "sft-packed", "qwen3-moe", layout)
             for layout in (
@@ -238,13 +243,6 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
     answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
-
-
-def test_a_z_loss_is_not_run_on_megatron() -> None:
-    cell = cell_of("megatron", "sft-z-loss", "qwen2-moe", "dp2", "exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
-    assert isinstance(answer, Unsupported)
-    assert "set router_z_loss to 0" in answer.reason
 
 
 def test_two_loss_scales_are_not_run() -> None:

@@ -46,7 +46,7 @@ from impl.optimizers import (
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
 from impl.ring.forward import forward_over_ring
-from impl.routing import Balance, Routers, routers_of, with_router_loss
+from impl.routing import Routers, RouterTerms, routers_of, with_router_terms
 from impl.traced import hugging_face_modules, token_numbers
 from impl.training_state import WrittenKind
 from impl.unread import UnreadWeights, give_memory, untouched_zeros
@@ -182,10 +182,10 @@ class DeepspeedTrainable:
         want: Wanted,
         temperature: float = 1.0,
         loss: Loss | None,
-        balance: Balance | None = None,
+        terms: RouterTerms | None = None,
     ) -> list[Outputs]:
         self.engine.train(loss is not None)
-        loss = with_router_loss(loss, self.router_loss_factor, balance, inputs)
+        loss = with_router_terms(loss, terms, inputs)
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:

@@ -65,7 +65,7 @@ sequence_mean       (numbers, *, mask, documents) -> at each token, the mean ove
 actor_loss          (objective, *, pg_loss, entropy_loss, kl_loss=None) -> what the policy minimises
 value_losses        (values, old, returns, *, cliprange) -> losses of tokens, and which were clipped
 of_all_ranks        (context, sums, highest) -> numbers of the whole step
-forward_backward    (trainable, inputs, *, want, temperature, loss, balance) -> outputs of all micro-batches
+forward_backward    (trainable, inputs, *, want, temperature, loss, terms) -> outputs of all micro-batches
 outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
 through_softmax     (shifted logits, total, mean, gradients) -> the logits' gradient by way of the softmax
 load_kind           (model, kind, folder): sets one kind of its training state from files
@@ -74,7 +74,7 @@ load_progress       (model, progress): sets schedule and loss scale
 write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
 routers_of          (model, ...) -> its routers, or None; called before the first step
 router_loss         (factor, balance of the step, weights and probabilities of experts) -> a share of the routers' loss
-z_loss              (factor, tokens of the step, inputs, outputs) -> a micro-batch's share of the z-loss of routers
+z_loss              (factor, tokens of the step, squares of real tokens and routers) -> a share of the z-loss of routers
 choices_for         (inputs, key of a forward pass) -> the inputs with the choices of experts that are given for it
 sorted_by_expert    (chosen experts) -> places in the order of their experts, and the token of each
 permute_tokens      (tokens, ...) -> tokens in the order of their experts, and what is needed to put them back

@@ -118,7 +118,7 @@ _SFT = {
     "shared-expert-twice": _sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2", megatron="ep2"),
     "router-loss-dropped": _sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
     "router-loss-of-micro-batch": _sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3", megatron="pp2"),
-    "z-loss-of-micro-batch": _sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2"),
+    "z-loss-of-micro-batch": _sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
     "replay-of-another-pass": _sft(
         "grpo", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", blank=_GIVEN
     ),

@@ -8,7 +8,7 @@ from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
-from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
 from impl.megatron.mixture import mixture_support
@@ -38,6 +38,7 @@ class MegatronBackend(StrategyBackend):
         **HANDOVER_SEAMS,
         "write_model": "impl.megatron.trainable:write_model",
         **VOCABULARY_SEAMS,
+        **ROUTER_SEAMS,
         "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
         "outputs_of": "impl.megatron.trainable:outputs_of",
         "read_slice": "impl.files:SliceReader.slice",
@@ -62,8 +63,6 @@ class MegatronBackend(StrategyBackend):
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
         "routers_of": "impl.megatron.model:number_routers",
-        "router_loss": "impl.megatron.routers:router_loss",
-        "choices_for": "impl.trainer:choices_for",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "reduce_gradients": "impl.megatron.trainable:MegatronTrainable.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
@@ -93,8 +92,6 @@ class MegatronBackend(StrategyBackend):
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
         if isinstance(lacking := mixture_support(shape.mixture, layout, scenario.precision), Unsupported):
             return lacking
-        if scenario.router_z_loss:
-            return Unsupported("a z-loss of routers is not built in for megatron; set router_z_loss to 0, or use fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if layout.ulysses > 1:

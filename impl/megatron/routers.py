@@ -25,7 +25,7 @@ from torch import Tensor
 from conformance.batch import expert_column
 from impl.collate import MicroBatch
 from impl.megatron.mixture import Mixture
-from impl.routing import Balance, Choice, replayed_choice, router_loss
+from impl.routing import Choice, RouterTerms, replayed_choice
 
 # Undefined without TransformerEngine, and asked for in every router (docs/findings/megatron-router-needs-te.md).
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -33,10 +33,9 @@ vars(moe_utils).setdefault("te_general_gemm", None)
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """The load-balancing loss of a step. scale: what the library divides gradients by afterwards."""
+    """What routers add to the loss of a step. scale: what the library divides gradients by afterwards."""
 
-    factor: float
-    balance: Balance
+    terms: RouterTerms
     scale: float
 
 
@@ -84,14 +83,14 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         weights, chosen = super().routing(logits, padding_mask)
         logits = logits.view(-1, logits.shape[-1])
         _, probabilities = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-        squares = torch.logsumexp(logits.detach().to(probabilities.dtype), dim=-1).square()
+        squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
         self.routed.seen[self.number] = Choice(
-            weights=weights.detach(), probabilities=probabilities.detach(), squares=squares
+            weights=weights.detach(), probabilities=probabilities.detach(), squares=squares.detach()
         )
         loss = self.routed.loss
         if loss is not None and torch.is_grad_enabled():
-            real = self.routed.real
-            share = router_loss(loss.factor, loss.balance, weights.detach()[real], probabilities[real])
+            told = (one[self.routed.real, None] for one in (weights.detach(), probabilities, squares))
+            share = loss.terms.share(*told)
             weights = MoEAuxLossAutoScaler.apply(weights, share * loss.scale)
         return weights, chosen
 

@@ -49,7 +49,7 @@ from impl.megatron.traced import traced_chunks
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
-from impl.routing import Balance
+from impl.routing import RouterTerms
 from impl.training_state import WrittenKind
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ class MegatronTrainable:
         want: Wanted,
         temperature: float = 1.0,
         loss: Loss | None,
-        balance: Balance | None = None,
+        terms: RouterTerms | None = None,
     ) -> list[Outputs]:
-        micro_batches = self._shard(inputs, balance)
+        micro_batches = self._shard(inputs, terms)
         for chunk in self.chunks:
             chunk.train(loss is not None)
         found: dict[int, Outputs] = {}
@@ -212,10 +212,10 @@ class MegatronTrainable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _shard(self, inputs: Sequence[MicroBatch], balance: Balance | None = None) -> list[ShardedMicroBatch]:
+    def _shard(self, inputs: Sequence[MicroBatch], terms: RouterTerms | None = None) -> list[ShardedMicroBatch]:
         # Schedules divide the routers' loss by the number of micro-batches and multiply it by that of a ring's ranks.
         scale = self.gradient_scale() * self.context.config.accumulation / self.context.config.layout.sp
-        loss = None if balance is None else StepLoss(factor=self.router_loss_factor, balance=balance, scale=scale)
+        loss = None if terms is None else StepLoss(terms=terms, scale=scale)
         return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
 
     @property
