@@ -52,6 +52,7 @@ SHAPES = {
     "qwen2": dataclasses.replace(BASE, qkv_bias=True),
     "qwen3": dataclasses.replace(BASE, qk_norm=True, tied=True),
     "multi-head": dataclasses.replace(BASE, kv_heads=8),
+    "fused": dataclasses.replace(BASE, fused=True),
     "divisible": dataclasses.replace(BASE, vocab=512),
     "value": dataclasses.replace(BASE, head="value"),
     "mixture": dataclasses.replace(BASE, mixture=MIXTURE),
@@ -240,6 +241,7 @@ def changed(folder: Path, model: str, **values: object) -> Path:
         ),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled otherwise than Llama 3's not built in"),
         ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
+        ("phi3", {"resid_pdrop": 0.1}, r"dropout of embeddings and of blocks \(embd_pdrop, resid_pdrop\) not built in"),
         (
             "qwen3",
             {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2},

@@ -79,6 +79,6 @@ class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
         return documents.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """The rotary angles, (length, rows, 1, head_dim), of ``positions`` (rows, length)."""
-        table: Tensor = self.get_emb(int(positions.max()) + 1)  # (length, 1, 1, head_dim)
+        """The rotary angles, (length, rows, 1, turned numbers of a head), of ``positions`` (rows, length)."""
+        table: Tensor = self.get_emb(int(positions.max()) + 1)  # (length, 1, 1, turned)
         return table[positions.T][:, :, 0]

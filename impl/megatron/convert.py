@@ -187,34 +187,53 @@ def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
 
 
 def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a fused parameter with three parts: the weight or the bias (``kind``) of q_proj, k_proj and v_proj."""
+    """Row of a fused parameter with three parts: the weight or the bias (``kind``) of q_proj, k_proj and v_proj.
+
+    Or with one, where these are rows of one matrix at Hugging Face too: all of q, then of k, then of v.
+    """
 
     def qkv(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         width = (shape.hidden,) if kind == "weight" else ()
-        sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
+        rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        spans = qkv_spans(shape, tp)
+        if shape.fused:
+            shifted = _behind_each_other(spans, rows)
+            return (Part(name=f"{prefix}self_attn.qkv_proj.{kind}", shape=(sum(rows), *width), spans=shifted),)
         return tuple(
-            Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(heads * shape.head_dim, *width), spans=spans)
-            for x, heads, spans in zip("qkv", sizes, qkv_spans(shape, tp), strict=True)
+            Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(count, *width), spans=own)
+            for x, count, own in zip("qkv", rows, spans, strict=True)
         )
 
     return qkv
 
 
 def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a fused parameter with two parts: a rank's rows of ``module``'s gate_proj, then its rows of up_proj."""
+    """Row of a fused parameter with two parts: a rank's rows of ``module``'s gate_proj, then its rows of up_proj.
+
+    Or with one, where these are rows of one matrix at Hugging Face too.
+    """
 
     def gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-        each = size(shape) // tp.size
+        each, rows = size(shape) // tp.size, [size(shape)] * 2
+        spans = tuple((Span(tp.rank * each, at * each, each),) for at in range(2))
+        if shape.fused:
+            full = (sum(rows), shape.hidden)
+            shifted = _behind_each_other(spans, rows)
+            return (Part(name=f"{prefix}{module}.gate_up_proj.weight", shape=full, spans=shifted),)
         return tuple(
-            Part(
-                name=f"{prefix}{module}.{x}_proj.weight",
-                shape=(size(shape), shape.hidden),
-                spans=(Span(tp.rank * each, at * each, each),),
-            )
-            for at, x in enumerate(("gate", "up"))
+            Part(name=f"{prefix}{module}.{x}_proj.weight", shape=(count, shape.hidden), spans=own)
+            for x, count, own in zip(("gate", "up"), rows, spans, strict=True)
         )
 
     return gate_and_up
+
+
+def _behind_each_other(spans: Sequence[tuple[Span, ...]], rows: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of several tensors in the one that has all their rows, so many of each, in this order."""
+    starts = (sum(rows[:at]) for at in range(len(rows)))
+    return tuple(
+        span._replace(theirs=start + span.theirs) for start, own in zip(starts, spans, strict=True) for span in own
+    )
 
 
 def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank) -> Part:

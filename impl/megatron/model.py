@@ -1,4 +1,4 @@
-"""openPangu, Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures on megatron-core's GPTModel, with either head.
+"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3 and mixtures of them on megatron-core's GPTModel, with either head.
 
 This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
@@ -172,7 +172,10 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         vp_stage=chunk if stages.vpp > 1 else None,
     )
     model.rotary_pos_emb = DocumentRotary(
-        kv_channels=shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, cp_group=model.cp_group
+        kv_channels=shape.head_dim,
+        rotary_percent=shape.rotary_share,
+        rotary_base=shape.rope_theta,
+        cp_group=model.cp_group,
     )
     if shape.llama3:
         model.rotary_pos_emb.scale(shape.llama3)

@@ -16,12 +16,15 @@ class Family(NamedTuple):
 
     bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one (q, k and
     v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
-    layers have a sliding window. mixture: how a configuration spells its mixture of experts.
+    layers have a sliding window. fused: at Hugging Face q, k and v are one matrix, and gate and up. partial: positions
+    may be on a part of each head. mixture: how a configuration spells its mixture of experts.
     """
 
     bias: tuple[str, bool] | Literal["none", "qkv"]
     qk_norm: bool = False
     windows: Literal["none", "every layer", "switched on"] = "none"
+    fused: bool = False
+    partial: bool = False
     mixture: Keys | None = None
 
 
@@ -30,6 +33,7 @@ FAMILIES = {
     "Llama": Family(("attention_bias", False)),
     "Mistral": Family("none", windows="every layer"),
     "Qwen2": Family("qkv", windows="switched on"),
+    "Phi3": Family("none", windows="every layer", fused=True, partial=True),
     "Qwen3": Family(("attention_bias", False), qk_norm=True, windows="switched on"),
     "Mixtral": Family("none", windows="every layer", mixture=MIXTRAL),
     "Qwen2Moe": Family("qkv", windows="switched on", mixture=QWEN2_MOE),
@@ -38,6 +42,7 @@ FAMILIES = {
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
+_DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
 
 
@@ -47,7 +52,8 @@ class ModelShape:
 
     qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
     rotary frequencies, in the words of megatron-core's own function; None without it. head: logits over the vocabulary,
-    or one value per token. padding_token: its embedding gets no gradient where the token is an input.
+    or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused: see
+    Family. rotary_share: of a head's numbers, the part that positions turn, from the first one on.
     attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
     """
 
@@ -69,6 +75,8 @@ class ModelShape:
     llama3: Mapping[str, float] | None = None
     padding_token: int | None = None
     attention_dropout: float = 0.0
+    fused: bool = False
+    rotary_share: float = 1.0
     head: Head = "causal"
     mixture: Mixture | None = None
 
@@ -92,6 +100,7 @@ def read_shape(folder: Path) -> ModelShape:
         "rotary positions that are scaled otherwise than Llama 3's": _scaling(config) not in ("default", "llama3"),
         "a head with more than one value per token": several,
         "biases in the MLP": config.get("mlp_bias"),
+        "dropout of embeddings and of blocks (embd_pdrop, resid_pdrop)": any(map(config.get, _DROPOUTS)),
         "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
     }
     if missing := [what for what, asked in refused.items() if asked]:
@@ -106,6 +115,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """What the configuration says of rotary positions, in its newer or its older spelling."""
     return {
         "rope_theta": config.get("rope_theta"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
         **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
     }
 
@@ -152,6 +162,8 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         llama3={key: rope[key] for key in llama3} if _scaling(config) == "llama3" else None,
         padding_token=config.get("pad_token_id"),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
+        fused=family.fused,
+        rotary_share=float(rope["partial_rotary_factor"] or 1.0) if family.partial else 1.0,
         head=head,
         mixture=None if family.mixture is None else mixture_of(config, family.mixture),
     )

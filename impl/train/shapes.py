@@ -3,19 +3,20 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.role import Head
 from conformance.validation import UsageError
+from impl.megatron.convert import Rank, all_parameters, parts
 from impl.megatron.shape import VALUE_HEAD, ModelShape, read_shape
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # By columns and by rows of Megatron's paper (Shoeybi et al., arXiv 1909.08053, section 3): dimensions of (out, in).
-_CUT_OUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_CUT_OUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
 _CUT_IN = ("o_proj", "down_proj")
 
 
@@ -58,7 +59,7 @@ def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
         tied = read_json(folder / "config.json").get("tie_word_embeddings", False)
         found = {n: s for n, s in weight_shapes(folder).items() if not (n.endswith(HEAD) and tied)}
     else:
-        found = _of_configuration(read_shape(folder))
+        found = _of_configuration(replace(read_shape(folder), head="causal"))
     hidden = next(shape[1] for name, shape in found.items() if name.endswith(EMBEDDING))
     if head == "causal":
         return found
@@ -68,28 +69,8 @@ def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
 def _of_configuration(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if shape.mixture:
         raise UsageError("the sizes of experts are read from weights only; give a folder that has some")
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    linears = {
-        "self_attn.q_proj": (queries, shape.hidden),
-        "self_attn.k_proj": (keys, shape.hidden),
-        "self_attn.v_proj": (keys, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, queries),
-        "mlp.gate_proj": (shape.ffn, shape.hidden),
-        "mlp.up_proj": (shape.ffn, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.ffn),
-    }
-    found: dict[str, tuple[int, ...]] = {f"model.{EMBEDDING}": (shape.vocab, shape.hidden)}
-    for number in range(shape.layers):
-        layer = f"model.layers.{number}."
-        for name, (rows, columns) in linears.items():
-            found[f"{layer}{name}.weight"] = (rows, columns)
-            if shape.output_bias if name.endswith("o_proj") else shape.qkv_bias and name.startswith("self_attn"):
-                found[f"{layer}{name}.bias"] = (rows,)
-        if shape.qk_norm:
-            found |= {f"{layer}self_attn.{one}_norm.weight": (shape.head_dim,) for one in "qk"}
-        found |= {f"{layer}{one}_layernorm.weight": (shape.hidden,) for one in ("input", "post_attention")}
-    found["model.norm.weight"] = (shape.hidden,)
-    return found if shape.tied else found | {HEAD: (shape.vocab, shape.hidden)}
+    alone = Rank(rank=0, size=1)
+    return {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, alone)}
 
 
 def layer_of(name: str) -> int | None:
