@@ -21,6 +21,7 @@ from impl.checkpoints import native
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.dropout import switch_off_dropout
+from impl.families import has_biased_experts
 from impl.lora import adapter_shapes
 from impl.objectives import FUNCTIONS
 from impl.rollouts import Rollouts
@@ -109,6 +110,7 @@ class StrategyBackend:
             loss_scale=scenario.loss_scale or LossScaleConfig(),
             trust_remote_code=scenario.trust_remote_code,
             router_z_loss=scenario.router_z_loss,
+            whole_experts=any(map(has_biased_experts, weights.values())),
         )
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
         self.judges_loss_scale = scenario.judged_loss_scale is not None

@@ -14,13 +14,22 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 LATENT = ("deepseek_v2", "deepseek_v3")  # model types whose values have heads of another size than queries and keys
 
 
-def beyond_kernels(folder: Path) -> str:
-    """What a model's attention does that the kernels of torch and of rings do not; empty for most.
+SINKS = "attention sinks"
 
-    Gemma 2 soft-caps scores, and gpt-oss has sinks.
+
+def has_biased_experts(folder: Path) -> bool:
+    """Whether the experts of a model have biases, as those of gpt-oss do."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("model_type") == "gpt_oss")
+
+
+def beyond_kernels(folder: Path) -> str:
+    """What a model's attention does that the kernels of torch and of flash-attn do not; empty for most.
+
+    Gemma 2 soft-caps scores, and gpt-oss has sinks, which the default ring adds (impl/ring/sinks.py).
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config.get("model_type")
     if kind == "gemma2" and config.get("attn_logit_softcapping", 50.0):
         return "soft-capping of scores"
-    return "attention sinks" if kind == "gpt_oss" else ""
+    return SINKS if kind == "gpt_oss" else ""

@@ -49,6 +49,7 @@ class ContextConfig:
     accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
     (``--packing_samples``). loss_scale: of fp16. trust_remote_code: Python code of model folders may be run
     (``--trust_remote_code``). router_z_loss: what the z-loss of routers is multiplied by; 0 adds none.
+    whole_experts: those of the models have biases, which not every library can cut.
     """
 
     layout: Layout
@@ -59,6 +60,7 @@ class ContextConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     trust_remote_code: bool = False
     router_z_loss: float = 0.0
+    whole_experts: bool = False
 
 
 class Trainable(Protocol):

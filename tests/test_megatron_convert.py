@@ -77,7 +77,7 @@ def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -
         "output_layer.weight": 1 if shape.head == "value" else shape.padded_vocab(tp.size) // tp.size,
     }
     first = parts(name, shape, tp)[0]
-    taken = sum(length for part in parts(name, shape, tp) for _, _, length in part.spans)
+    taken = sum(span.length for part in parts(name, shape, tp) for span in part.spans)
     size = list(first.shape if first.expert is None else first.shape[1:])
     if first.spans:
         size[first.dim] = taken

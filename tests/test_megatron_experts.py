@@ -15,7 +15,7 @@ from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader
 from impl.formats.megatron import named
-from impl.megatron.convert import Part, Rank, all_parameters, check_weights, of_same_tensors, parts, reader
+from impl.megatron.convert import Part, Rank, Span, all_parameters, check_weights, of_same_tensors, parts, reader
 from impl.megatron.mixture import mixture_support
 from impl.megatron.shape import read_shape
 from impl.train.shapes import parameter_shapes
@@ -42,9 +42,9 @@ def test_experts_are_read_alike_where_they_are_apart_and_where_they_are_stacked(
         check_weights(at, read_shape(at))
         with SliceReader([at / WEIGHTS]) as files:
             for part in parts_of(family):
-                for theirs, _, length in part.spans or ((0, 0, part.shape[0]),):
-                    wanted = part.matrix(full[part.name]).narrow(part.dim, theirs, length)
-                    assert torch.equal(reader(files)(part, theirs, theirs + length), wanted)
+                for span in part.spans or (Span(0, 0, part.shape[0]),):
+                    wanted = part.matrix(full[part.name]).narrow(part.dim, span.theirs, span.stop - span.theirs)
+                    assert torch.equal(reader(files)(part, span.theirs, span.stop), wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

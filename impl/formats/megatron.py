@@ -137,7 +137,7 @@ def _keys(key: str, stored: Mapping[str, Any]) -> tuple[str, ...]:
 def _check_rows(folder: Path, name: str, part: Part, rows: int) -> None:
     """Raises UsageError where a fused tensor is too short for the model. A vocabulary may be padded."""
     if part.dim == 0:
-        due = max((own + length for _, own, length in part.spans), default=part.shape[0])
+        due = max((span.own + span.length for span in part.spans), default=part.shape[0])
         if rows < due:
             raise UsageError(f"{folder} has {rows} rows of {name}, and the model {due}; give its own --model")
 

@@ -45,7 +45,7 @@ class MegatronContext:
 
     def setup_distributed(self) -> None:
         with self.placed():
-            MODEL_PARALLEL.enter(self.config.layout)
+            MODEL_PARALLEL.enter(self.config.layout, whole_experts=self.config.whole_experts)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.setup_ring_attn()
 

@@ -23,11 +23,23 @@ from impl.megatron.shape import VALUE_HEAD, ModelShape
 
 
 class Span(NamedTuple):
-    """``length`` rows or columns that start at ``theirs`` in a Hugging Face tensor and at ``own`` in the parameter."""
+    """``length`` rows or columns that start at ``theirs`` in a Hugging Face tensor and at ``own`` in the parameter.
+
+    ``step``: of how many there it is one each; in the parameter they are next to each other.
+    """
 
     theirs: int
     own: int
     length: int
+    step: int = 1
+
+    def of(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rows or columns of a Hugging Face matrix, as a view."""
+        return matrix[(slice(None),) * dim + (slice(self.theirs, self.stop, self.step),)]
+
+    @property
+    def stop(self) -> int:
+        return self.theirs + (self.length - 1) * self.step + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +48,7 @@ class Part:
 
     name, shape: those of the whole Hugging Face tensor. dim: 0 if the spans are rows, 1 if they are columns. spans:
     empty for a tensor that every rank holds whole. expert: of experts that are stacked in the tensor, the one whose
-    matrix the spans are about.
+    matrix the spans are about. transposed: as it lies in the parameter, the other way round than there.
     """
 
     name: str
@@ -44,10 +56,12 @@ class Part:
     dim: int = 0
     spans: tuple[Span, ...] = ()
     expert: int | None = None
+    transposed: bool = False
 
     def matrix(self, full: torch.Tensor) -> torch.Tensor:
         """What the spans are about, of the whole Hugging Face tensor."""
-        return full if self.expert is None else full[self.expert]
+        own = full if self.expert is None else full[self.expert]
+        return own.T if self.transposed else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +78,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
-_EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.weight)")
+_EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
@@ -76,6 +90,7 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
         "self_attention.linear_qkv.weight",
         *(["self_attention.linear_qkv.bias"] if shape.qkv_bias else []),
         *(["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if shape.qk_norm else []),
+        *(["self_attention.core_attention.softmax_offset"] if shape.sinks else []),
         "self_attention.linear_proj.weight",
         *(["self_attention.linear_proj.bias"] if shape.output_bias else []),
         "pre_mlp_layernorm.weight",
@@ -87,9 +102,11 @@ def _mlp_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
     if shape.mixture is None or layer not in shape.mixture.layers:
         return ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
     shared = ("linear_fc1.weight", "linear_fc2.weight", "gate_weight") if shape.mixture.shared else ()
+    kinds = ("weight", "bias") if shape.mixture.clamped else ("weight",)
+    experts = [f"linear_fc{i}.{kind}" for i in (1, 2) for kind in kinds]
     return (
-        "mlp.router.weight",
-        *(f"mlp.experts.local_experts.{n}.linear_fc{i}.weight" for i in (1, 2) for n in range(shape.mixture.experts)),
+        *(f"mlp.router.{kind}" for kind in kinds),
+        *(f"mlp.experts.local_experts.{n}.{name}" for name in experts for n in range(shape.mixture.experts)),
         *(f"mlp.shared_experts.{name}" for name in shared),
     )
 
@@ -240,6 +257,8 @@ def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank)
     """A rank's share of one expert; the rows of a stacked gate_up_proj are those of the gate, then of up."""
     assert shape.mixture is not None
     count, size = shape.mixture.experts, shape.mixture.size
+    if shape.mixture.clamped:
+        return _of_clamped_expert(prefix, number, kind, count=count, size=size, hidden=shape.hidden)
     each = size // tp.size
     first = tp.rank * each
     if kind == ".linear_fc1.weight":
@@ -249,15 +268,44 @@ def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank)
     return Part(name=f"{prefix}down_proj", shape=whole, dim=1, spans=(Span(first, 0, each),), expert=number)
 
 
+def _of_clamped_expert(prefix: str, number: int, kind: str, *, count: int, size: int, hidden: int) -> Part:
+    """An expert of gpt-oss, which is not cut: its matrices are (in, out), and of the first one the even columns are
+    those of the gate, the odd ones those of up."""
+    both = (Span(0, 0, size, step=2), Span(1, size, size, step=2))
+    parts: dict[str, tuple[str, tuple[int, ...], int, tuple[Span, ...]]] = {
+        ".linear_fc1.weight": ("gate_up_proj", (hidden, 2 * size), 0, both),
+        ".linear_fc1.bias": ("gate_up_proj_bias", (2 * size,), 0, both),
+        ".linear_fc2.weight": ("down_proj", (size, hidden), 1, (Span(0, 0, size),)),
+        ".linear_fc2.bias": ("down_proj_bias", (hidden,), 0, (Span(0, 0, hidden),)),
+    }
+    name, sizes, dim, spans = parts[kind]
+    return Part(
+        name=prefix + name, shape=(count, *sizes), dim=dim, spans=spans, expert=number, transposed=len(sizes) == 2
+    )
+
+
+def _router(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
+    """Row of the weight or the bias (``kind``) of a router, whole on every rank."""
+
+    def router(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+        assert shape.mixture is not None
+        name = "router" if shape.mixture.clamped else "gate"
+        width = (shape.hidden,) if kind == "weight" else ()
+        return (Part(name=f"{prefix}mlp.{name}.{kind}", shape=(shape.mixture.experts, *width)),)
+
+    return router
+
+
+def _sinks(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    """Row of the sinks of a rank's heads."""
+    each = shape.heads // tp.size
+    return (Part(name=f"{prefix}self_attn.sinks", shape=(shape.heads,), spans=(Span(tp.rank * each, 0, each),)),)
+
+
 def _shared(shape: ModelShape) -> int:
     assert shape.mixture is not None
     assert shape.mixture.shared is not None
     return shape.mixture.shared
-
-
-def _experts(shape: ModelShape) -> int:
-    assert shape.mixture is not None
-    return shape.mixture.experts
 
 
 def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
@@ -284,6 +332,7 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     "self_attention.linear_qkv.bias": _qkv("bias"),
     "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: shape.head_dim),
     "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: shape.head_dim),
+    "self_attention.core_attention.softmax_offset": _sinks,
     "self_attention.linear_proj.weight": _columns(
         "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
     ),
@@ -291,7 +340,8 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: shape.hidden),
     "mlp.linear_fc1.weight": _gate_and_up("mlp", lambda shape: shape.ffn),
     "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
-    "mlp.router.weight": _whole("mlp.gate.weight", _experts, lambda shape: shape.hidden),
+    "mlp.router.weight": _router("weight"),
+    "mlp.router.bias": _router("bias"),
     "mlp.shared_experts.linear_fc1.weight": _gate_and_up("mlp.shared_expert", _shared),
     "mlp.shared_experts.linear_fc2.weight": _columns("mlp.shared_expert.down_proj.weight", _shared),
     "mlp.shared_experts.gate_weight": _whole(
@@ -304,16 +354,17 @@ def load_part(part: Part, own: torch.Tensor, read: Read) -> None:
     """Set one part of a rank's parameter ``own`` from the Hugging Face tensor."""
     if not part.spans:
         own.copy_(read(part, 0, part.shape[0]))
-    for theirs, own_start, length in part.spans:
-        own.narrow(part.dim, own_start, length).copy_(read(part, theirs, theirs + length))
+    for span in part.spans:
+        found = read(part, span.theirs, span.stop)
+        own.narrow(part.dim, span.own, span.length).copy_(span._replace(theirs=0).of(found, part.dim))
 
 
 def copy_to_full(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
     """Copy one part from a rank's parameter ``own`` to its place in the whole Hugging Face tensor ``full``."""
     if not part.spans:
         full.copy_(own)
-    for theirs, own_start, length in part.spans:
-        part.matrix(full).narrow(part.dim, theirs, length).copy_(own.narrow(part.dim, own_start, length))
+    for span in part.spans:
+        span.of(part.matrix(full), part.dim).copy_(own.narrow(part.dim, span.own, span.length))
 
 
 def reader(files: SliceReader) -> Read:
@@ -322,6 +373,8 @@ def reader(files: SliceReader) -> Read:
     def read(part: Part, start: int, stop: int) -> torch.Tensor:
         if part.expert is None:
             return files(name_in(files, part.name), part.dim, start, stop)
-        return of_expert(files, part.name, part.expert, dim=part.dim, start=start, stop=stop)
+        dim = 1 - part.dim if part.transposed else part.dim
+        found = of_expert(files, part.name, part.expert, dim=dim, start=start, stop=stop)
+        return found.T if part.transposed else found
 
     return read

@@ -1,7 +1,7 @@
 """What a Hugging Face configuration says about a mixture of experts; imports no Megatron."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from conformance.backend import Support, Supported, Unsupported
 from conformance.layout import Layout
@@ -13,7 +13,7 @@ class Keys(NamedTuple):
     """How a family's configuration spells a mixture; None for a key that it does not have.
 
     normalised: the weights of the chosen experts are divided by their sum; without a key they always are. shared: the
-    size of an expert that sees every token, behind a gate of its own.
+    size of an expert that sees every token, behind a gate of its own. clamped: see Mixture.
     """
 
     experts: str
@@ -21,9 +21,11 @@ class Keys(NamedTuple):
     normalised: str | None = None
     shared: str | None = None
     chooses_layers: bool = False
+    clamped: bool = False
 
 
 MIXTRAL = Keys("num_local_experts", "intermediate_size")
+GPT_OSS = MIXTRAL._replace(clamped=True)
 QWEN3_MOE = Keys("num_experts", "moe_intermediate_size", "norm_topk_prob", chooses_layers=True)
 QWEN2_MOE = QWEN3_MOE._replace(shared="shared_expert_intermediate_size")
 
@@ -33,7 +35,8 @@ class Mixture:
     """A mixture of experts, the same in all layers that have one.
 
     layers: their numbers. size, shared: widths of an expert, and of the shared one; None without it. normalised: see
-    Keys. loss_factor: of the load-balancing loss; 0 where the configuration does not switch it on.
+    Keys. loss_factor: of the load-balancing loss; 0 where the configuration does not switch it on. clamped: experts are
+    those of gpt-oss, with biases, as routers have them, and an activation of clamped numbers; None in other mixtures.
     """
 
     layers: tuple[int, ...]
@@ -43,6 +46,7 @@ class Mixture:
     normalised: bool
     shared: int | None
     loss_factor: float
+    clamped: Literal[True] | None = None
 
 
 def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
@@ -51,6 +55,8 @@ def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
         raise UsageError("router_jitter_noise is random; set it to 0.0 in the model's config.json")
     experts, chosen = config[keys.experts], config["num_experts_per_tok"]
     normalised = True if keys.normalised is None else bool(config[keys.normalised])
+    if keys.clamped and (config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise UsageError("experts with another swiglu_alpha than 1.702 or swiglu_limit than 7.0 are not built in")
     if chosen > experts:
         raise UsageError(f"the model chooses {chosen} of {experts} experts; lower num_experts_per_tok")
     if chosen == 1 and normalised:  # a softmax over one expert has no gradient
@@ -67,7 +73,20 @@ def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
         normalised=normalised,
         shared=None if keys.shared is None else config[keys.shared],
         loss_factor=float(config["router_aux_loss_coef"]) if balanced else 0.0,
+        clamped=True if keys.clamped else None,
     )
+
+
+class ExpertSizes(NamedTuple):
+    """``ranks``: those that hold different experts. ``cuts``: those that cut each of them, by tensor parallelism."""
+
+    ranks: int
+    cuts: int
+
+
+def expert_sizes(layout: Layout, *, whole: bool) -> ExpertSizes:
+    """megatron-core cuts no expert with biases; where experts are ``whole``, the ranks of tp share them out."""
+    return ExpertSizes(layout.ep * layout.tp, 1) if whole else ExpertSizes(layout.ep, layout.tp)
 
 
 def mixture_support(mixture: Mixture | None, layout: Layout, precision: Precision) -> Support:
@@ -76,12 +95,18 @@ def mixture_support(mixture: Mixture | None, layout: Layout, precision: Precisio
         return Unsupported("the model has no experts; use ep1") if layout.ep > 1 else Supported()
     if layout.tp > 1 and "seqpar" not in layout.options:
         return Unsupported("megatron-core trains experts beside tp with sequence parallelism only; add seqpar")
+    sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     for size in (mixture.size, mixture.shared):
-        if size and size % layout.tp:
+        if size and size % sizes.cuts:
             return Unsupported(f"tp={layout.tp} does not divide experts of {size}; use tp1, or another divisor")
-    if precision == "fp16" and layout.ep > 1:
+    if mixture.clamped and layout.tp > 1 and (layout.ep > 1 or mixture.experts % layout.tp):
         return Unsupported(
-            "under ep megatron-core's experts have a loss scale of their own, which an overflow parts from that of "
-            "others (docs/findings/megatron-two-loss-scales.md); use bf16, or ep1"
+            f"megatron-core cuts no expert with biases, so the ranks of tp share out all {mixture.experts} whole; use "
+            f"a tp that divides them, without ep"
+        )
+    if precision == "fp16" and sizes.ranks > 1:
+        return Unsupported(
+            "where ranks share out experts, megatron-core's have a loss scale of their own, which an overflow parts "
+            "from that of others (docs/findings/megatron-two-loss-scales.md); use bf16, or ep1"
         )
     return Supported()

@@ -1,4 +1,4 @@
-"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3 and mixtures of them on megatron-core's GPTModel, with either head.
+"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss and mixtures on megatron-core's GPTModel, with either head.
 
 This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
@@ -21,7 +21,7 @@ from conformance.layout import Layout
 from conformance.scenario import Precision
 from impl.dtypes import COMPUTE_DTYPES
 from impl.megatron.attention import DocumentRotary, RingCoreAttention
-from impl.megatron.mixture import Mixture
+from impl.megatron.mixture import Mixture, expert_sizes
 from impl.megatron.routers import StepTopKRouter, number_routers
 from impl.megatron.shape import ModelShape
 from impl.megatron.stages import Stages
@@ -36,6 +36,23 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
         super().__init__(*sizes, bias=True, **options)
+
+
+class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second matrix of an expert that has biases, which is whole on its rank.
+
+    See docs/findings/megatron-expert-biases.md. megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
+    MLP adds the bias in place, which autograd refuses where ranks have the same experts.
+    """
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.bias.sequence_parallel = False
+        self.bias.tensor_model_parallel = True
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        output, bias = super().forward(tokens)
+        return output.clone(), bias
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -77,7 +94,8 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
     assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
     window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    clamped = shape.mixture is not None and bool(shape.mixture.clamped)
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -89,10 +107,13 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         qk_layernorm=shape.qk_norm,
         window_size=None if window is None else (window - 1, 0),
         window_attn_skip_freq=[int(of_layer is not None) for of_layer in shape.windows],
-        add_bias_linear=False,
+        add_bias_linear=clamped,  # also of experts and routers
         add_qkv_bias=shape.qkv_bias,
+        softmax_type="learnable" if shape.sinks else "vanilla",
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_quick_gelu if clamped else torch.nn.functional.silu,
+        activation_func_clamp_value=7.0 if clamped else None,
+        glu_linear_offset=1.0 if clamped else 0.0,
         hidden_dropout=0.0,
         attention_dropout=shape.attention_dropout,
         init_method=_left_as_it_is,  # weights come from a file
@@ -123,13 +144,18 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         **(recompute if "ckpt" in layout.options else {}),
         **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
     )
+    if shape.yarn:
+        config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # from which attention has the size of cos and sin
+    return config
 
 
 def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str, Any]:
-    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism.
+    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism,
+    unless it has biases.
 
     Its own load-balancing losses are switched off; impl.megatron.routers adds that of the step.
     """
+    sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     return {
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.size,
@@ -143,9 +169,14 @@ def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str
         "moe_shared_expert_gate": mixture.shared is not None,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp,
+        "expert_model_parallel_size": sizes.ranks,
+        "expert_tensor_parallel_size": sizes.cuts,
     }
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """That of gpt-oss, as megatron-core's own, which would be compiled."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _left_as_it_is(weight: Tensor) -> None:
@@ -179,6 +210,8 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
     )
     if shape.llama3:
         model.rotary_pos_emb.scale(shape.llama3)
+    if shape.yarn:
+        model.rotary_pos_emb.stretch(shape.yarn, base=shape.rope_theta)
     if last and shape.head == "value":
         model.output_layer = ValueHead(config)
     if shape.mixture:
@@ -195,6 +228,8 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=experts)
     if mixture:
         spec.submodules.mlp.submodules.router = StepTopKRouter
+        if mixture.clamped:
+            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = RingCoreAttention

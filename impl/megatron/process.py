@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from conformance.layout import Layout
 from conformance.validation import UsageError
+from impl.megatron.mixture import expert_sizes
 from impl.megatron.routers import forget as forget_routers
 
 # megatron-core chooses TransformerEngine's attention by these, and refuses another choice later in the same process.
@@ -27,14 +28,16 @@ class ModelParallel:
         self._sizes: dict[str, int | None] = {}
         self._entered = 0
 
-    def enter(self, layout: Layout) -> None:
+    def enter(self, layout: Layout, *, whole_experts: bool) -> None:
         """Create the groups and generators, or share those of an equal layout. Raises UsageError for another layout."""
+        experts = expert_sizes(layout, whole=whole_experts)
         sizes: dict[str, int | None] = {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
             "context_parallel_size": layout.sp,
-            "expert_model_parallel_size": layout.ep,
+            "expert_model_parallel_size": experts.ranks,
+            "expert_tensor_parallel_size": experts.cuts,
         }
         if not self._entered:
             self._make(sizes)

@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
@@ -70,6 +71,18 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),
         **kind,
     )
+
+
+def undecayed() -> dict[ParamKey, Any]:
+    """Which parameters have no weight decay, for a model whose experts have biases.
+
+    By its own rule megatron-core would decay none with one dimension. Hugging Face holds biases of experts stacked, and
+    by their dimensions there the scenario's convention has them decayed.
+    """
+    flat = ParamWithNamePredicate(
+        name="flat_but_not_of_experts", fn=lambda weight, name: weight.ndim == 1 and ".local_experts." not in name
+    )
+    return {ParamKey(with_name_predicate=flat): {"wd_mult": 0.0}}
 
 
 def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:

@@ -1,14 +1,14 @@
 """What a Hugging Face configuration says about a model, as far as Megatron's layers need it; imports no Megatron."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from conformance.role import Head
 from conformance.validation import UsageError
-from impl.megatron.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE, Keys, Mixture, mixture_of
+from impl.megatron.mixture import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, Keys, Mixture, mixture_of
 
 
 class Family(NamedTuple):
@@ -16,13 +16,15 @@ class Family(NamedTuple):
 
     bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one (q, k and
     v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
-    layers have a sliding window. fused: at Hugging Face q, k and v are one matrix, and gate and up. partial: positions
-    may be on a part of each head. mixture: how a configuration spells its mixture of experts.
+    layers have a sliding window. sinks: attention has a learned score per head, without a value. fused: at Hugging Face
+    q, k and v are one matrix, and gate and up. partial: positions may be on a part of each head. mixture: how a
+    configuration spells its mixture of experts.
     """
 
     bias: tuple[str, bool] | Literal["none", "qkv"]
     qk_norm: bool = False
-    windows: Literal["none", "every layer", "switched on"] = "none"
+    windows: Literal["none", "every layer", "every second layer", "switched on"] = "none"
+    sinks: bool = False
     fused: bool = False
     partial: bool = False
     mixture: Keys | None = None
@@ -33,6 +35,7 @@ FAMILIES = {
     "Llama": Family(("attention_bias", False)),
     "Mistral": Family("none", windows="every layer"),
     "Qwen2": Family("qkv", windows="switched on"),
+    "GptOss": Family(("attention_bias", True), windows="every second layer", sinks=True, mixture=GPT_OSS),
     "Phi3": Family("none", windows="every layer", fused=True, partial=True),
     "Qwen3": Family(("attention_bias", False), qk_norm=True, windows="switched on"),
     "Mixtral": Family("none", windows="every layer", mixture=MIXTRAL),
@@ -42,6 +45,8 @@ FAMILIES = {
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
+_SCALINGS = ("default", "llama3", "yarn")
+_SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # of cos and sin under yarn
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
 
@@ -51,8 +56,9 @@ class ModelShape:
     """The sizes and switches of a model.
 
     qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
-    rotary frequencies, in the words of megatron-core's own function; None without it. head: logits over the vocabulary,
-    or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused: see
+    rotary frequencies, in the words of megatron-core's own function; None without it. yarn: another, as the
+    configuration spells it, with every number. head: logits over the vocabulary,
+    or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused, sinks: see
     Family. rotary_share: of a head's numbers, the part that positions turn, from the first one on.
     attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
     """
@@ -76,6 +82,8 @@ class ModelShape:
     padding_token: int | None = None
     attention_dropout: float = 0.0
     fused: bool = False
+    sinks: Literal[True] | None = None
+    yarn: Mapping[str, float] | None = None
     rotary_share: float = 1.0
     head: Head = "causal"
     mixture: Mixture | None = None
@@ -97,7 +105,11 @@ def read_shape(folder: Path) -> ModelShape:
     family, head = ARCHITECTURES[name]
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
-        "rotary positions that are scaled otherwise than Llama 3's": _scaling(config) not in ("default", "llama3"),
+        "rotary positions that are scaled otherwise than by llama3 or yarn": _scaling(config) not in _SCALINGS,
+        "yarn with a size of its own (attention_factor, mscale, mscale_all_dim)": any(map(_rope(config).get, _SIZES)),
+        "quantized weights (save them with dequantize=True), which are": config.get("quantization_config"),
+        "experts with biases beside attention without": name.startswith("GptOss")
+        and not config.get("attention_bias", True),
         "a head with more than one value per token": several,
         "biases in the MLP": config.get("mlp_bias"),
         "dropout of embeddings and of blocks (embd_pdrop, resid_pdrop)": any(map(config.get, _DROPOUTS)),
@@ -125,14 +137,33 @@ def _scaling(config: dict[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
+def _yarn(rope: dict[str, Any]) -> dict[str, float]:
+    """With transformers' numbers where the configuration is silent."""
+    return {
+        "factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+        "truncate": rope.get("truncate", True),
+    }
+
+
 def _windows(config: dict[str, Any], family: Family) -> tuple[int | None, ...]:
     count: int = config["num_hidden_layers"]
     if family.windows == "every layer":
         return (config["sliding_window"],) * count
+    if family.windows == "every second layer":
+        every_second = ["" if i % 2 else "sliding_attention" for i in range(count)]
+        return _by_kind(config, config.get("layer_types") or every_second)
     if family.windows == "none" or not config.get("use_sliding_window"):
         return (None,) * count
     first = config.get("max_window_layers", 28)  # transformers' default
-    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
+    return _by_kind(
+        config, config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
+    )
+
+
+def _by_kind(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
     return tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -163,6 +194,8 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         padding_token=config.get("pad_token_id"),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         fused=family.fused,
+        sinks=True if family.sinks else None,
+        yarn=_yarn(rope) if _scaling(config) == "yarn" else None,
         rotary_share=float(rope["partial_rotary_factor"] or 1.0) if family.partial else 1.0,
         head=head,
         mixture=None if family.mixture is None else mixture_of(config, family.mixture),

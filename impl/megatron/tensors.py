@@ -261,9 +261,11 @@ class ModelTensors:
         if group.size() > 1:
             dist.all_gather(stacks, own, group=group)
         found = []
-        for rank, stack in enumerate(stacks):  # tensor-parallel ranks are next to each other
-            first = rank // self._tp.size * len(held)
-            tp = Rank(rank=rank % self._tp.size, size=self._tp.size)
+        # Ranks that cut the same are next to each other; of experts, these need not be all of tensor parallelism.
+        cuts = parallel_state.get_expert_tensor_parallel_world_size() if is_of_experts(names[0]) else self._tp.size
+        for rank, stack in enumerate(stacks):
+            first = rank // cuts * len(held)
+            tp = Rank(rank=rank % cuts, size=cuts)
             found += [Piece(names[first + at], tp, tensor) for at, tensor in enumerate(stack)]
         return found
 
@@ -371,4 +373,4 @@ def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
     """The rows or columns of one part in a rank's parameter ``own``."""
     if not part.spans:
         return own
-    return torch.cat([own.narrow(part.dim, start, length) for _, start, length in part.spans], dim=part.dim)
+    return torch.cat([own.narrow(part.dim, span.own, span.length) for span in part.spans], dim=part.dim)

@@ -41,6 +41,7 @@ from impl.megatron.settings import (
     resolved_optimizer,
     scheduler,
     set_progress,
+    undecayed,
 )
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
@@ -137,7 +138,8 @@ class MegatronTrainable:
         ]
 
     def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
-        return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks)
+        overrides = undecayed() if self.context.config.whole_experts else None
+        return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
 
     def _inner_optimizer(self) -> Any:
         """The optimizer of megatron-core's chain that has all but the experts of expert parallelism; None if the model

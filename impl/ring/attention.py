@@ -20,6 +20,7 @@ from impl.collate import MicroBatch
 from impl.ring import placement
 from impl.ring.flash import kernel
 from impl.ring.placement import Placement
+from impl.ring.sinks import with_sinks
 
 NAME = "parity_ring"  # the attention implementation that models are loaded with
 RingKind = Literal["llama3", "ring", "zigzag", "torchcp"]
@@ -120,12 +121,22 @@ class Ring:
             longest = int((placed.starts[1:] - placed.starts[:-1]).max())
             self._documents = (placed.starts.to(device), longest)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: tuple[int, int]) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: tuple[int, int],
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of ``q`` (rows, length, heads, E) over all ranks' ``k``, ``v`` (rows, length, kv_heads, E).
 
-        ``window``: how many keys a query sees before and after its own, -1 is no limit. Returns the shape of ``q``.
+        ``window``: how many keys a query sees before and after its own, -1 is no limit. ``sinks``: (heads,), of which
+        llama3 alone knows. Returns the shape of ``q``.
         """
-        if self._equal and window == (-1, -1) and kernel(q.device, q.dtype) != "plain":
+        if self._equal and window == (-1, -1) and sinks is None and kernel(q.device, q.dtype) != "plain":
             # Nothing goes around, and PyTorch may choose a faster kernel than those for documents laid end to end.
             q_rows, k_rows, v_rows = (x.view(self._equal, -1, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
             rows = scaled_dot_product_attention(q_rows, k_rows, v_rows, is_causal=True, scale=scale, enable_gqa=True)
@@ -136,6 +147,10 @@ class Ring:
             documents = self._documents
             if self._attention.config.kind == "llama3" and self._attention.size == 1:
                 documents = (*documents[:4], k.shape[-2], documents[5])  # nothing to gather, so all heads at a time
+            if sinks is not None:
+                if self._attention.config.kind != "llama3":
+                    raise ValueError("only the default ring has attention sinks; leave ring, zigzag and torchcp out")
+                return with_sinks(q[0], k[0], v[0], sinks, documents, self._attention.group, scale, window)[None]
             out: Tensor = apply(q[0], k[0], v[0], *documents, *options)  # type: ignore[no-untyped-call]
             return out[None]
         dense: Tensor = apply(q, k, v, *options)  # type: ignore[no-untyped-call]
@@ -199,21 +214,21 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The attention function for transformers' interface; returns (rows, length, heads, E).
 
-    Raises ValueError for a model that does not pass ``ring`` on, and for dropout, softcap and attention sinks.
+    Raises ValueError for a model that does not pass ``ring`` on, and for dropout and softcap.
     """
     if ring is None:
         raise ValueError(
             f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on "
             f"to its attention layers; use sp1"
         )
-    if dropout or softcap or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} uses dropout, softcap or sinks, which no ring has; use sp1")
+    if dropout or softcap:
+        raise ValueError(f"{type(module).__name__} uses dropout or softcap, which no ring has; use sp1")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     # Kernels want heads of one size; those of latent attention have values of another, and zeros add nothing.
     width = max(query.shape[-1], value.shape[-1])
     q, k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, width - x.shape[-1])) for x in (query, key, value))
-    return ring(q, k, v, scale=scale, window=window)[..., : value.shape[-1]], None
+    return ring(q, k, v, scale=scale, window=window, sinks=s_aux)[..., : value.shape[-1]], None
 
 
 def register() -> None:

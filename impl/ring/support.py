@@ -7,9 +7,10 @@ from conformance.expectation import model_config
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
-from impl.families import LATENT, beyond_kernels
+from impl.families import LATENT, SINKS, beyond_kernels
 from impl.ring.flash import INSTALL, available
 
+_OTHERS = {"ring", "zigzag", "torchcp"}  # than the default ring
 RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
 
 
@@ -17,7 +18,10 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
     """Supported, or Unsupported with what is wrong with this ring and what to use instead."""
     if layout.sp == layout.ulysses == 1:
         return Supported()
-    if lacking := beyond_kernels(resolve(scenario.model)):
+    lacking, others = beyond_kernels(resolve(scenario.model)), _OTHERS & set(layout.options)
+    if lacking == SINKS and (others or layout.ulysses > 1):
+        return Unsupported(f"{', '.join(others) or 'Ulysses'} has no {SINKS}; use the default ring (sp2)")
+    if lacking and lacking != SINKS:
         return Unsupported(f"the kernels of rings and of Ulysses have no {lacking}; use sp1, with dp or tp")
     if layout.ulysses > 1 and (kind := model_config(scenario).get("model_type")) in LATENT:
         return Unsupported(f"DeepSpeed's Ulysses wants heads of one size, and {kind} has several; use a ring (sp2)")
