@@ -27,8 +27,12 @@ def errors(
     window: int | None = None,
     shipped: bool = False,
     head_stride: int = 1,
+    sinks: bool = False,
 ) -> dict[str, float]:
-    """Largest relative errors of out, dq, dk, dv. ``documents``: lengths, row by row; rows may differ in length."""
+    """Largest relative errors of out, dq, dk, dv, and with ``sinks`` of the gradient of theirs.
+
+    ``documents``: lengths, row by row; rows may differ in length.
+    """
     packed = any(len(row) > 1 for row in documents)
     config = RingConfig(kind=kind, packed=packed, shipped=shipped, head_stride=head_stride, multiple=1)
     ring_attention = RingAttention(dist.distributed_c10d._get_default_group(), config)
@@ -41,11 +45,12 @@ def errors(
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = packed_attention(q, k, v, lengths=lengths, scale=SCALE, window=window)
+    scores = torch.linspace(-2, 3, HEADS, dtype=torch.float64).requires_grad_() if sinks else None
+    out = packed_attention(q, k, v, lengths=lengths, scale=SCALE, window=window, sinks=scores)
     # What lies in padding does not count: nothing depends on it.
     real = torch.arange(length).expand(rows, -1) < torch.tensor([sum(row) for row in documents])[:, None]
     dout = dout * real.flatten()[:, None, None]
-    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
 
     nothing = torch.full_like(positions, NO_TARGET)
     inputs = MicroBatch(tokens=nothing, labels=nothing, positions=positions, real=real, columns={}).to(context.device)
@@ -54,12 +59,21 @@ def errors(
         source = ring.source[context.rank]
         own = [_own(x.detach().to(type_), source, padding=1.0).to(context.device).requires_grad_() for x in leaves]
         own_dout = _own(dout.to(type_), source, padding=0.0).to(context.device)
-        own_out = ring(*own, scale=SCALE, window=(-1, -1) if window is None else (window - 1, 0))
-        found = [own_out.detach(), *torch.autograd.grad(own_out, own, own_dout)]
+        own_scores = None if scores is None else scores.detach().to(type_).to(context.device).requires_grad_()
+        own_out = ring(*own, scale=SCALE, window=(-1, -1) if window is None else (window - 1, 0), sinks=own_scores)
+        found = [own_out.detach(), *torch.autograd.grad(own_out, own, own_dout, retain_graph=True)]
         assert all(x.dtype == type_ for x in found)
         whole = [_whole(x, ring.source, rows, real.flatten()) for x in found]
     expected = [x * real.flatten()[:, None, None] for x in expected]
-    names = ("out", "dq", "dk", "dv")
+    names = ["out", "dq", "dk", "dv"]
+    if scores is not None:
+        assert own_scores is not None
+        (own_dsinks,) = torch.autograd.grad(own_out, [own_scores], own_dout)
+        own_dsinks = own_dsinks.double()
+        dist.all_reduce(own_dsinks)  # each rank has that of its own queries
+        names.append("dsinks")
+        whole.append(own_dsinks.cpu())
+        expected += torch.autograd.grad(out, [scores], dout)
     return {n: ((x - ref).norm() / ref.norm()).item() for n, x, ref in zip(names, whole, expected, strict=True)}
 
 

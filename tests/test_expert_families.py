@@ -34,8 +34,29 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 @pytest.mark.parametrize(
     ("backend", "scenario", "model", "layout"),
     [
-        ("fsdp2", "sft-packed", "gpt-oss", "dp2"),
+        ("fsdp2", "sft-packed", "gpt-oss", "sp2"),
         ("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2"),
+        ("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
+        exhaustive("fsdp2", "sft-packed", "gpt-oss", "dp2"),
+        exhaustive("deepspeed", "sft-packed", "gpt-oss", "sp2"),
+        *(
+            exhaustive("megatron", "sft-packed", "gpt-oss", layout)
+            for layout in (
+                *(
+                    "dp2",
+                    "dp2.zero1",
+                    "pp2",
+                    "pp2.vpp2.zero1",
+                    "ep2",
+                    "ep2.zero1.overlap",
+                    "sp2",
+                    "ep2.sp2",
+                    "dp2.ckpt",
+                ),
+                *("tp2.seqpar.zero1", "dp2.tp2.seqpar", "tp2.pp2.seqpar"),
+            )
+        ),
+        *(exhaustive("megatron", "grpo", "gpt-oss", layout) for layout in ("dp2", "ep2", "tp2.seqpar")),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
         exhaustive("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
@@ -53,7 +74,9 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["gpt-oss", *DEEPSEEK])
-@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2")])
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"), ("megatron", "tp2.seqpar")]
+)
 def test_lower_precisions_are_as_good_as_a_single_process(
     session: Session, backend: str, layout: str, model: str, precision: Precision
 ) -> None:
@@ -64,14 +87,16 @@ def test_lower_precisions_are_as_good_as_a_single_process(
 @pytest.mark.parametrize(
     ("backend", "model", "layout", "advice"),
     [
-        ("fsdp2", "gpt-oss", "sp2", "no attention sinks; use sp1, with dp"),
-        ("deepspeed", "gpt-oss", "ulysses2", "no attention sinks; use sp1, with dp"),
+        ("fsdp2", "gpt-oss", "sp2.zigzag", "zigzag has no attention sinks; use the default ring"),
+        ("deepspeed", "gpt-oss", "ulysses2", "Ulysses has no attention sinks; use the default ring"),
         ("fsdp2", "gpt-oss", "tp2", "carries no tensor-parallel plan; use tp1"),
         ("fsdp2", "gpt-oss", "ep2", "experts of 'gpt_oss' are not cut here"),
         ("deepspeed", "gpt-oss", "tp2", "use tp1"),
         ("deepspeed", "deepseek-v3", "ulysses2", "use a ring (sp2)"),
         ("deepspeed", "deepseek-v3", "tp2", "use tp1"),
-        ("megatron", "gpt-oss", "dp2", "GptOssForCausalLM is not among"),
+        ("megatron", "gpt-oss", "tp2", "add seqpar"),
+        ("megatron", "gpt-oss", "tp4.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
+        ("megatron", "gpt-oss", "ep2.tp2.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
         ("megatron", "deepseek-v3", "dp2", "DeepseekV3ForCausalLM is not among"),
     ],
 )

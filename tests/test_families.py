@@ -33,6 +33,7 @@ ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")  # their cells are in tests/test_
         exhaustive("megatron", "sft-packed", "mistral", "sp2"),
         exhaustive("megatron", "sft-packed", "phi3", "tp2.seqpar"),
         exhaustive("megatron", "grpo", "phi3", "sp2"),
+        exhaustive("megatron", "sft-packed", "qwen2-yarn", "sp2.pp2"),
         ("fsdp2", "sft-packed", "gemma2", "tp2.losspar"),
         exhaustive("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
         exhaustive("fsdp2", "grpo", "olmo2", "tp2"),
@@ -63,7 +64,7 @@ def test_a_window_is_of_the_layer_with_its_number_in_the_whole_model(
     assert_honest(session, cell)
 
 
-MEGATRON = (*EVERYWHERE, "phi3")
+MEGATRON = (*EVERYWHERE, "qwen2-yarn", "phi3")
 LOWER = [("fsdp2", model) for model in HUGGING_FACE] + [("megatron", model) for model in MEGATRON]
 
 
@@ -98,7 +99,6 @@ def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_cl
         ("deepspeed", "olmo2", "tp2", "the code of olmo2 wants them whole; use tp1, or fsdp2"),
         ("fsdp2", "mistral", "sp2.zigzag", "the default ring is right"),
         ("megatron", "gemma2", "dp2", "Gemma2ForCausalLM is not among .*docs/adding-a-model.md"),
-        ("megatron", "qwen2-yarn", "dp2", "scaled otherwise than Llama 3's not built in"),
     ],
 )
 def test_what_a_backend_lacks_for_a_family_is_unsupported_with_advice(

@@ -53,6 +53,13 @@ SHAPES = {
     "qwen3": dataclasses.replace(BASE, qk_norm=True, tied=True),
     "multi-head": dataclasses.replace(BASE, kv_heads=8),
     "fused": dataclasses.replace(BASE, fused=True),
+    "gpt-oss": dataclasses.replace(
+        BASE,
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        mixture=dataclasses.replace(MIXTURE, shared=None, clamped=True),
+    ),
     "divisible": dataclasses.replace(BASE, vocab=512),
     "value": dataclasses.replace(BASE, head="value"),
     "mixture": dataclasses.replace(BASE, mixture=MIXTURE),
@@ -68,6 +75,7 @@ def hugging_face(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 ONE = Rank(rank=0, size=1)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -78,7 +86,7 @@ def own(name: str, shape: ModelShape, tp: Rank, full: dict[str, torch.Tensor]) -
     }
     first = parts(name, shape, tp)[0]
     taken = sum(span.length for part in parts(name, shape, tp) for span in part.spans)
-    size = list(first.shape if first.expert is None else first.shape[1:])
+    size = list(first.matrix(full[first.name]).shape)
     if first.spans:
         size[first.dim] = taken
     if name in rows:
@@ -114,7 +122,8 @@ def test_ranks_hold_each_number_of_a_cut_tensor_once(shape: ModelShape, tp: int)
         held = [own(name, shape, Rank(rank=rank, size=tp), full) for rank in range(tp)]
         wanted = torch.cat([part.matrix(full[part.name]).flatten() for part in parts(name, shape, ONE)])
         if not is_cut(name, shape):
-            assert all(torch.equal(tensor.flatten(), wanted) for tensor in held)
+            assert Counter(held[0].flatten().tolist()) == Counter(wanted.tolist())
+            assert all(torch.equal(tensor, held[0]) for tensor in held)
             continue
         found = Counter(torch.cat([tensor.flatten() for tensor in held]).tolist())
         padding = sum(tensor.numel() for tensor in held) - wanted.numel()
@@ -138,6 +147,39 @@ def test_query_key_and_value_lie_together_for_each_key_value_head(kv_heads: int,
         for rank, piece in enumerate(fused.chunk(tp)):
             name = f"decoder.layers.1.self_attention.linear_qkv.{kind}"
             assert torch.equal(own(name, shape, Rank(rank=rank, size=tp), full), piece)
+
+
+def test_an_expert_of_gpt_oss_lies_the_other_way_round_and_its_gate_and_up_alternate() -> None:
+    shape = SHAPES["gpt-oss"]
+    full, prefix, ours = (
+        hugging_face(shape),
+        "model.layers.1.mlp.experts.",
+        "decoder.layers.1.mlp.experts.local_experts.2.",
+    )
+    for rank in range(2):  # both whole
+        found = {
+            name: own(f"{ours}linear_fc{name}", shape, Rank(rank=rank, size=2), full)
+            for name in ("1.weight", "1.bias", "2.weight", "2.bias")
+        }
+        gate_up, bias = full[f"{prefix}gate_up_proj"][2], full[f"{prefix}gate_up_proj_bias"][2]
+        assert torch.equal(found["1.weight"], torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1).T)
+        assert torch.equal(found["1.bias"], torch.cat([bias[::2], bias[1::2]]))
+        assert torch.equal(found["2.weight"], full[f"{prefix}down_proj"][2].T)
+        assert torch.equal(found["2.bias"], full[f"{prefix}down_proj_bias"][2])
+
+
+def test_fused_matrices_have_the_rows_of_q_k_and_v_and_of_gate_and_up_behind_each_other() -> None:
+    fused, apart = SHAPES["fused"], SHAPES["plain"]
+    full, prefix = hugging_face(fused), "model.layers.1."
+    q, k, v = full[f"{prefix}self_attn.qkv_proj.weight"].split([48, 24, 24])
+    gate, up = full[f"{prefix}mlp.gate_up_proj.weight"].chunk(2)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    parted = {f"{prefix}{name}.weight": part for name, part in zip(names, (q, k, v, gate, up), strict=True)}
+    for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
+        for rank in range(2):
+            place = Rank(rank=rank, size=2)
+            found = own(f"decoder.layers.1.{name}", fused, place, full)
+            assert torch.equal(found, own(f"decoder.layers.1.{name}", apart, place, parted))
 
 
 def test_gate_and_up_are_cut_before_they_are_put_together() -> None:
@@ -217,8 +259,10 @@ def test_what_is_not_built_in_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Gemma3ForCausalLM is not among the architectures"):
         read_shape(FIXTURES / "models" / "gemma3")
     text = (FIXTURES / "models" / "llama" / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"default"', '"yarn"').replace('bias": false', 'bias": true'))
-    with pytest.raises(ValueError, match="scaled otherwise than Llama 3's and biases in the MLP not built in"):
+    (tmp_path / "config.json").write_text(
+        text.replace('"default"', '"longrope"').replace('bias": false', 'bias": true')
+    )
+    with pytest.raises(ValueError, match="scaled otherwise than by llama3 or yarn and biases in the MLP not built in"):
         read_shape(tmp_path)
 
 
@@ -237,9 +281,13 @@ def changed(folder: Path, model: str, **values: object) -> Path:
         (
             "llama",
             {"rope_parameters": {"type": "linear", "rope_theta": 1e4}},
-            "scaled otherwise than Llama 3's not built in",
+            "scaled otherwise than by llama3 or yarn not built in",
         ),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "scaled otherwise than Llama 3's not built in"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4}, "does not say factor; add it"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "yarn with attention_factor is not built in"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights .*dequantize=True"),
+        ("gpt-oss", {"attention_bias": False}, "experts with biases beside attention without not built in"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "another swiglu_alpha than 1.702 or swiglu_limit than 7.0"),
         ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
         ("phi3", {"resid_pdrop": 0.1}, r"dropout of embeddings and of blocks \(embd_pdrop, resid_pdrop\) not built in"),
         (
@@ -282,6 +330,9 @@ def test_an_older_spelling_of_scaled_positions_takes_the_place_of_the_newer_as_i
         ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9)),
         ("qwen2", {"sliding_window": 9}, (None, None)),
         ("llama3", {}, (None, None)),
+        ("gpt-oss", {}, (12, None)),
+        ("gpt-oss", {"layer_types": None, "num_hidden_layers": 3}, (12, None, 12)),
+        ("phi3", {}, (20, 20)),
     ],
 )
 def test_windows_are_those_of_the_layers_that_transformers_gives_one(

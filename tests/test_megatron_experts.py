@@ -20,7 +20,7 @@ from impl.megatron.mixture import mixture_support
 from impl.megatron.shape import read_shape
 from impl.train.shapes import parameter_shapes
 
-FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral")
+FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
 WEIGHTS = "model.safetensors"
 
 
@@ -52,7 +52,8 @@ def test_the_experts_of_a_layer_make_one_tensor_each(family: str) -> None:
     shape = read_shape(folder(family))
     assert shape.mixture is not None
     together = [names for names in of_same_tensors(all_parameters(shape)) if len(names) > 1]
-    assert [len(names) for names in together] == [shape.mixture.experts] * 2 * len(shape.mixture.layers)
+    of_each = 4 if shape.mixture.clamped else 2  # biases, too
+    assert [len(names) for names in together] == [shape.mixture.experts] * of_each * len(shape.mixture.layers)
     for names in together:
         found = [parts(name, shape, Rank(rank=0, size=1)) for name in names]
         assert len({part.name for of_expert in found for part in of_expert}) == 1
@@ -60,12 +61,14 @@ def test_the_experts_of_a_layer_make_one_tensor_each(family: str) -> None:
 
 
 def test_families_differ_in_what_is_normalised_shared_and_dense() -> None:
-    qwen3, qwen2, mixtral = (read_shape(folder(family)).mixture for family in FAMILIES)
+    qwen3, qwen2, mixtral, gpt_oss = (read_shape(folder(family)).mixture for family in FAMILIES)
     assert qwen3 is not None
     assert qwen2 is not None
     assert mixtral is not None
+    assert gpt_oss is not None
     assert (qwen3.layers, qwen2.layers, mixtral.layers) == ((0, 2), (1,), (0, 1))
     assert (qwen3.normalised, qwen2.normalised, mixtral.normalised) == (True, False, True)
+    assert (mixtral.clamped, gpt_oss.clamped) == (None, True)
     assert (qwen3.shared, qwen2.shared, mixtral.shared) == (None, 24, None)
     assert (qwen3.loss_factor, qwen2.loss_factor, mixtral.loss_factor) == (0.2, 0.0, 0.2)
 

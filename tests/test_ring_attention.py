@@ -69,6 +69,14 @@ def test_gathering_is_right_with_a_sliding_window(pool: Pool, tmp_path: Path, wi
     assert max(found.values()) < HONEST["float64"], found
 
 
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_gathering_is_right_with_sinks(pool: Pool, tmp_path: Path, dtype: str, window: int | None) -> None:
+    found = errors(pool, tmp_path, kind="llama3", documents=PACKED, dtype=dtype, window=window, sinks=True)
+    assert "dsinks" in found
+    assert max(found.values()) < HONEST[dtype], found
+
+
 def test_heads_may_be_gathered_several_at_a_time(pool: Pool, tmp_path: Path) -> None:
     found = errors(pool, tmp_path, kind="llama3", documents=PACKED, dtype="float64", head_stride=2)
     assert max(found.values()) < HONEST["float64"], found

@@ -55,18 +55,24 @@ def attend(
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int], scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each document by itself, grouped-query (arXiv 2305.13245 section 2); differentiable, in the dtype of its inputs.
 
-    ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T.
+    ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T. ``sinks``: (H,).
     """
     group = q.shape[1] // k.shape[1]
     k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k, v))
     documents = zip(*(x.split(list(lengths)) for x in (q, k_THE, v_THE)), strict=True)
-    return torch.cat(
-        [attend(*qkv, hidden=hidden_keys(len(qkv[0]), window), scale=scale, stable=q.dtype) for qkv in documents]
-    )
+    run = partial(attend, scale=scale, stable=q.dtype, sinks=sinks)
+    return torch.cat([run(*qkv, hidden=hidden_keys(len(qkv[0]), window)) for qkv in documents])
 
 
 def attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -63,14 +63,31 @@ def _uncapped_scores(model: Any, path: Path) -> None:
 
 
 def _without_sinks(model: Any, path: Path) -> None:
-    """By transformers' interface to torch's kernel, which is given the sinks and does nothing with them.
+    """By transformers' interface to torch's kernel, which is given the sinks and does nothing with them; or here on
+    megatron-core.
 
     Their gradients are 0, because a parameter without one would show by itself.
     """
-    model.config._attn_implementation = "sdpa"
+    if hasattr(model, "config"):
+        model.config._attn_implementation = "sdpa"
     for module in model.modules():
         if hasattr(module, "sinks"):
             module.register_forward_hook(lambda own, _, found: (found[0] + 0 * own.sinks.sum(), *found[1:]))
+        if hasattr(module, "softmax_offset"):
+            _forget_sinks(module)
+
+
+def _forget_sinks(attention: Any) -> None:
+    forward, sinks = attention.forward, attention.softmax_offset
+
+    def without(*arguments: Any, **options: Any) -> torch.Tensor:
+        attention.softmax_offset = None
+        found = forward(*arguments, **options)
+        attention.softmax_offset = sinks
+        with_gradient: torch.Tensor = found + 0 * sinks.sum()
+        return with_gradient
+
+    attention.forward = without
 
 
 ARCHITECTURE_FAULTS = (
@@ -118,7 +135,7 @@ ARCHITECTURE_FAULTS = (
         name="sinks-dropped",
         summary="the softmax of attention is without its learned sinks, because the kernel knows none",
         source="https://github.com/vllm-project/vllm-metal/pull/550",
-        seam="hugging_face_model",
+        seam="load_model",
         stage="routing",
         loss_blind=False,
         needs="a model with attention sinks",

@@ -75,7 +75,7 @@ _SFT = {
     "adapter-counted-twice": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero1"),
     "adapters-of-a-layer-frozen": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero3"),
     "base-trained-too": _sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero2"),
-    "sinks-dropped": _sft("sft-packed", "gpt-oss", fsdp2="dp2", deepspeed="dp2.zero2"),
+    "sinks-dropped": _sft("sft-packed", "gpt-oss", fsdp2="sp2", deepspeed="dp2.zero2", megatron="tp2.seqpar"),
     "leaking-documents": _sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
     "local-token-mean": _sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     "cleared-gradients": _sft("sft-packed", "llama", fsdp2="dp2"),

@@ -146,6 +146,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 def is_cut(name: str, shape: ModelShape) -> bool:
     """Whether tensor parallelism shards the parameter ``name``."""
+    if is_of_experts(name) and shape.mixture is not None and shape.mixture.clamped:
+        return False
     return bool(parts(name, shape, Rank(rank=0, size=1))[0].spans)
 
 

@@ -41,7 +41,7 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
     """The second matrix of an expert that has biases, which is whole on its rank.
 
-    See docs/findings/megatron-expert-biases.md. megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
+    megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
     MLP adds the bias in place, which autograd refuses where ranks have the same experts.
     """
 

@@ -106,7 +106,6 @@ def read_shape(folder: Path) -> ModelShape:
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     refused = {
         "rotary positions that are scaled otherwise than by llama3 or yarn": _scaling(config) not in _SCALINGS,
-        "yarn with a size of its own (attention_factor, mscale, mscale_all_dim)": any(map(_rope(config).get, _SIZES)),
         "quantized weights (save them with dequantize=True), which are": config.get("quantization_config"),
         "experts with biases beside attention without": name.startswith("GptOss")
         and not config.get("attention_bias", True),
@@ -138,7 +137,12 @@ def _scaling(config: dict[str, Any]) -> str:
 
 
 def _yarn(rope: dict[str, Any]) -> dict[str, float]:
-    """With transformers' numbers where the configuration is silent."""
+    """With transformers' numbers where the configuration is silent; cos and sin have the size that follows from them.
+
+    Raises UsageError where they have another.
+    """
+    if own := [key for key in _SIZES if rope.get(key)]:
+        raise UsageError(f"yarn with {', '.join(own)} is not built in for megatron; use fsdp2 or deepspeed")
     return {
         "factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
