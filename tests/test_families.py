@@ -86,7 +86,7 @@ def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_cl
         if all(isinstance(leg.backend.load().supports(cell.scenario, leg.layout), Supported) for leg in cell.legs)
     }
     anywhere = (*HUGGING_FACE, *ROUTED)
-    for backend, families in (("fsdp2", anywhere), ("deepspeed", anywhere), ("megatron", MEGATRON)):
+    for backend, families in (("fsdp2", anywhere), ("deepspeed", anywhere), ("megatron", (*MEGATRON, "gpt-oss"))):
         assert {(backend, family, kind) for family in families for kind in ("sft", "grpo")} <= claimed
 
 

@@ -9,9 +9,10 @@ from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.families import has_biased_experts
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
-from impl.megatron.mixture import mixture_support
+from impl.megatron.mixture import expert_sizes, mixture_support
 from impl.megatron.shape import read_shape
 from impl.ring.flash import INSTALL, available
 from impl.ring.support import RING_MODULES, ring_support
@@ -111,9 +112,10 @@ class MegatronBackend(StrategyBackend):
             return Unsupported(
                 "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
             )
-        if (before.ep > 1) != (after.ep > 1):
+        whole = has_biased_experts(resolve(scenario.model))
+        if (expert_sizes(before, whole=whole).ranks > 1) != (expert_sizes(after, whole=whole).ranks > 1):
             return Unsupported(
-                "under expert parallelism megatron-core's experts have an optimizer of their own, with a place of its "
-                "own in checkpoints; hand over a state"
+                "where ranks share out experts, these have an optimizer of their own in megatron-core, with a place of "
+                "its own in checkpoints; hand over a state"
             )
         return Supported()
