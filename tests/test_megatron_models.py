@@ -263,7 +263,12 @@ def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch:
     from impl.megatron.late_compile import at_first_call
 
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+
+    def compile_(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
     call = at_first_call(abs)
     assert not compiled
     assert (call(-1), call(-2)) == (1, 2)
