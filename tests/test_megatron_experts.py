@@ -78,7 +78,7 @@ def test_families_differ_in_what_is_normalised_shared_and_dense() -> None:
 )
 def test_experts_that_tp_does_not_divide_are_refused(family: str, layout: str, size: int) -> None:
     """The second has experts of 16, and a shared one of 24."""
-    answer = mixture_support(read_shape(folder(family)).mixture, Layout.parse(layout), "exact")
+    answer = mixture_support(read_shape(folder(family)).mixture, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
     assert f"does not divide experts of {size}; use tp1" in answer.reason
 

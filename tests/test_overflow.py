@@ -87,6 +87,7 @@ def test_the_first_document_with_targets_of_a_step_has_its_weight() -> None:
         *(exhaustive("fsdp2", layout, "qwen3") for layout in ("dp2.rep2", "tp2.seqpar.losspar", "dp2.sp2")),
         *(exhaustive("deepspeed", layout, "pangu") for layout in DEEPSPEED),
         *(exhaustive("megatron", layout, "qwen3") for layout in MEGATRON),
+        exhaustive("megatron", "ep2.zero1", "qwen3-moe"),
     ],
 )
 def test_an_overflow_is_skipped_and_the_scale_falls_and_grows(
@@ -104,6 +105,26 @@ def test_an_overflow_is_skipped_and_the_scale_falls_and_grows(
         assert {(key, step) for key in ("skipped", "loss_scale", "good_steps", "lr")} <= judged
         assert (("grad_norm", step) in judged) == (step != 1)  # which is no number where gradients are none
     assert ("model.norm.weight" + UNCHANGED, 1) in judged
+
+
+def test_a_scale_that_optimizers_share_moves_once_a_step_by_the_gradients_of_all() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    from impl.megatron.placement import placed
+    from impl.megatron.settings import SharedScale
+
+    with placed("cpu", exact=False):
+        numbers = {"min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+        scaler = DynamicGradScaler(initial_scale=256.0, growth_interval=2, hysteresis=1, **numbers)
+        shared = SharedScale(scaler, sharers=2)
+        seen = []
+        for dense, experts in ((False, False), (False, True), (True, False), (False, False), (False, False)):
+            shared.update(dense)
+            before = float(shared.scale)  # by which the second one's gradients are divided
+            shared.update(experts)
+            seen.append((before, float(shared.scale), shared._growth_tracker))
+    assert seen == [(256, 256, 1), (256, 128, 0), (128, 64, 0), (64, 64, 1), (64, 128, 0)]
 
 
 @pytest.fixture(scope="module")

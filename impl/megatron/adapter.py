@@ -91,7 +91,7 @@ class MegatronBackend(StrategyBackend):
             )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
-        if isinstance(lacking := mixture_support(shape.mixture, layout, scenario.precision), Unsupported):
+        if isinstance(lacking := mixture_support(shape.mixture, layout), Unsupported):
             return lacking
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")

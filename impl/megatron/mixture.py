@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 from conformance.backend import Support, Supported, Unsupported
 from conformance.layout import Layout
-from conformance.scenario import Precision
 from conformance.validation import UsageError
 
 
@@ -89,7 +88,7 @@ def expert_sizes(layout: Layout, *, whole: bool) -> ExpertSizes:
     return ExpertSizes(layout.ep * layout.tp, 1) if whole else ExpertSizes(layout.ep, layout.tp)
 
 
-def mixture_support(mixture: Mixture | None, layout: Layout, precision: Precision) -> Support:
+def mixture_support(mixture: Mixture | None, layout: Layout) -> Support:
     """Whether megatron-core can run a model's experts in a layout."""
     if mixture is None:
         return Unsupported("the model has no experts; use ep1") if layout.ep > 1 else Supported()
@@ -103,10 +102,5 @@ def mixture_support(mixture: Mixture | None, layout: Layout, precision: Precisio
         return Unsupported(
             f"megatron-core cuts no expert with biases, so the ranks of tp share out all {mixture.experts} whole; use "
             f"a tp that divides them, without ep"
-        )
-    if precision == "fp16" and sizes.ranks > 1:
-        return Unsupported(
-            "where ranks share out experts, megatron-core's have a loss scale of their own, which an overflow parts "
-            "from that of others (docs/findings/megatron-two-loss-scales.md); use bf16, or ep1"
         )
     return Supported()

@@ -73,6 +73,36 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
     )
 
 
+class SharedScale:
+    """The loss scale of all optimizers in a chain, each of which would have one of its own.
+
+    Each tells it, once a step, whether its gradients overflow; the scale moves when all have, by what any has told
+    (docs/findings/megatron-two-loss-scales.md). ``scaler``: megatron-core's, of which all else is asked.
+    """
+
+    def __init__(self, scaler: Any, *, sharers: int) -> None:
+        self._scaler, self._sharers = scaler, sharers
+        self._told: list[bool] = []
+
+    def update(self, found_inf: bool) -> None:
+        self._told.append(found_inf)
+        if len(self._told) == self._sharers:
+            self._scaler.update(any(self._told))
+            self._told.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scaler, name)
+
+
+def share_scale(made: Any) -> None:
+    """Let the optimizers in megatron-core's chain have one loss scale, where they have any and are several."""
+    first, *others = made.chained_optimizers
+    if others and getattr(first, "grad_scaler", None):
+        shared = SharedScale(first.grad_scaler, sharers=1 + len(others))
+        for one in made.chained_optimizers:
+            one.grad_scaler = shared
+
+
 def undecayed() -> dict[ParamKey, Any]:
     """Which parameters have no weight decay, for a model whose experts have biases.
 

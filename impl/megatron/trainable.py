@@ -41,6 +41,7 @@ from impl.megatron.settings import (
     resolved_optimizer,
     scheduler,
     set_progress,
+    share_scale,
     undecayed,
 )
 from impl.megatron.shape import read_shape
@@ -139,7 +140,9 @@ class MegatronTrainable:
 
     def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
         overrides = undecayed() if self.context.config.whole_experts else None
-        return get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        made = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        share_scale(made)
+        return made
 
     def _inner_optimizer(self) -> Any:
         """The optimizer of megatron-core's chain that has all but the experts of expert parallelism; None if the model
