@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_agents import Process, agent, fleet, is_true_soon
@@ -98,7 +99,7 @@ def test_what_happens_to_a_rank_of_another_host_is_told_as_here(
 def test_tasks_run_side_by_side_on_slots_of_their_own(run: Runner, tmp_path: Path) -> None:
     """Two of two ranks at once, one on each host, in worlds that are used again; one of three waits for both."""
     with ThreadPoolExecutor(3) as threads:
-        met = {"of": 5, "folder": str(tmp_path / "met")}
+        met: dict[str, Any] = {"of": 5, "folder": str(tmp_path / "met")}
         ask = [threads.submit(Runner(run.pool, tmp_path / str(n)), "meet", **met) for n in range(2)]
         assert is_true_soon(lambda: (tmp_path / "met").is_dir() and len(list((tmp_path / "met").iterdir())) == 4)
         both = threads.submit(run, "pids", size=3)

@@ -26,8 +26,10 @@ from conformance.backend import BackendEntry
 from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, holders, lease_folder
 from conformance.gpus.places import Gpus
+from conformance.inputs.prepare import prepare_inputs
 from conformance.plan.cell import Cell
 from conformance.record.results import read_entry
+from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
@@ -219,6 +221,23 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest
     assert {judged.cell for judged in done} == set(cells)
     assert re.search(r"leased: GPU-a [1-9]\d*%, GPU-b [1-9]\d*% of \d+ s", caplog.text)
     assert threads == {"GPU-a-GPU-b_0", "GPU-a_0", "GPU-b_0"}
+    assert holders(GPUS, lease_folder()) == ""
+
+
+@pytest.mark.exhaustive
+def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
+    tmp_path: Path, pool: Pool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pool of the cells. These GPUs do not exist, so its rank ends; the lease was there, and is given back."""
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
+    cell = make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12)
+    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
+    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool) as oracles:
+        oracles.request(cell, inputs)
+        assert "the oracle's fp32 run failed: rank 0 raised" in oracles.wait(cell)
+        assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
+    assert gpus.busy.shares()["GPU-a"] > 0
     assert holders(GPUS, lease_folder()) == ""
 
 
