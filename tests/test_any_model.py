@@ -132,6 +132,11 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
         ({"model_type": "no-such"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "t5"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+            "layers of kind linear_attention hand",
+        ),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv hand on"),
     ],
 )
 def test_a_model_that_no_oracle_can_compute_is_refused(
@@ -228,6 +233,14 @@ def test_documents_are_kept_apart_in_code_that_makes_masks_without_positions(
     assert "name them in optimizer.frozen" in unsaid.reason
     frozen = replace(cell.scenario.optimizer, frozen=("*.expert_bias",))
     assert_honest(session, replace(cell, scenario=replace(cell.scenario, optimizer=frozen)))
+
+
+@pytest.mark.exhaustive
+def test_a_buffer_of_a_router_is_compared_and_not_trained(session: Session, models: Any) -> None:
+    """As a weight of the model that is loaded, by both sides."""
+    cell = cell_with(models("Glm4Moe"), backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact")
+    verdict = assert_honest(session, cell)
+    assert any(q.tensor.endswith("e_score_correction_bias") for q in verdict.quantities if q.stage == "weights")
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ as an error of the model. Its weights are arguments: gradients, optimizer and ma
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from conformance.batch import Document
 from conformance.inputs.folder import runs_code
 from conformance.inputs.model import weight_files
 from conformance.lora import LoraConfig
-from conformance.oracle.forward import Policy, Weights
+from conformance.oracle.forward import Policy, Weights, is_buffer
 from conformance.oracle.routing import Routing
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.variant import HONEST, Variant
@@ -41,8 +42,8 @@ class TransformersDecoder:
     """See conformance.oracle.decoder.Decoder for the contract of each method.
 
     Raises UsageError for a model that transformers does not know as a causal language model, whose forward pass takes
-    no positions, and that drops something at random or adds a router's auxiliary loss; and if Python code of the folder
-    would have to be run and is not ``trusted``.
+    no positions, that has recurrent layers, and that drops something at random or adds a router's auxiliary loss; and
+    if Python code of the folder would have to be run and is not ``trusted``.
     """
 
     def __init__(self, folder: Path, *, disable_dropout: bool, trusted: bool) -> None:
@@ -70,7 +71,15 @@ class TransformersDecoder:
         text = self._config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.padding_token: int | None = getattr(text, "pad_token_id", None)
-        slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+        kinds = set(getattr(text, "layer_types", None) or ())
+        # transformers calls Mamba's layers linear_attention, and other convolutions by their name.
+        if recurrent := sorted(kind for kind in kinds if kind == "linear_attention" or "attention" not in kind):
+            raise UsageError(
+                f"{folder / 'config.json'} names {self._class.__name__}, whose layers of kind {', '.join(recurrent)} "
+                f"hand on what they saw from token to token, so documents in one row cannot be kept apart; use another "
+                f"model"
+            )
+        slides = "sliding_attention" in kinds
         self.window: int | None = text.sliding_window if slides else None
         whose = "the folder's" if self._code else f"transformers {transformers.__version__}'s"
         self.second_class = f"{whose} own {self._class.__name__}"
@@ -197,7 +206,10 @@ class _Module:
 
     @property
     def weights(self) -> Weights:
-        return {self._prefix + name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        """Parameters, and what a folder has beside them that is not trained; that is used as it was loaded."""
+        buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if is_buffer(name))
+        found = itertools.chain(self._model.named_parameters(), buffers)
+        return {self._prefix + name: tensor.detach() for name, tensor in found}
 
     def without_weights(self) -> "_Module":
         """The same with nothing in its parameters, so that the weights are in memory once."""
