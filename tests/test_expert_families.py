@@ -21,6 +21,7 @@ from conformance.oracle.architecture import read_architecture
 from conformance.oracle.decoder import Written
 from conformance.oracle.forward import forward, load_weights
 from conformance.oracle.parts import ClampedMlp, LatentAttention, Norm, Yarn
+from conformance.plan.cell import Handover
 from conformance.run.exact import exact_tier
 from conformance.run.session import Session
 from conformance.scenario import Precision
@@ -28,6 +29,7 @@ from conformance.validation import UsageError
 from impl.models import load_model, published_buffers
 
 DEEPSEEK = ("deepseek-v3", "deepseek-v2")
+ON_MEGATRON = ("dp2.zero1", "pp2", "ep2.ckpt", "ep2.tp2.seqpar", "ep2.pp2", "ep2.sp2", "pp2.vpp2")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -57,10 +59,14 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
             )
         ),
         *(exhaustive("megatron", "grpo", "gpt-oss", layout) for layout in ("dp2", "ep2", "tp2.seqpar")),
+        ("megatron", "sft-packed", "deepseek-v3", "tp2.seqpar"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
         exhaustive("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
         *(exhaustive("fsdp2", "sft-packed", m, layout) for m in DEEPSEEK for layout in ("dp2", "tp2", "sp2", "ep2")),
+        *(exhaustive("megatron", "sft-packed", m, layout) for m in DEEPSEEK for layout in ON_MEGATRON),
+        *(exhaustive("megatron", "grpo", model, "pp2") for model in DEEPSEEK),
+        *(exhaustive("megatron", "sft-padded", model, "sp2.zigzag") for model in DEEPSEEK),
         *(exhaustive("deepspeed", "sft-packed", model, "dp2.zero3") for model in DEEPSEEK),
         *(exhaustive("deepspeed", "sft-packed", model, "sp2.zero2") for model in DEEPSEEK),
         *(exhaustive("fsdp2", "grpo", model, "dp2") for model in ("gpt-oss", *DEEPSEEK)),
@@ -73,9 +79,14 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["gpt-oss", *DEEPSEEK])
 @pytest.mark.parametrize(
-    ("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"), ("megatron", "tp2.seqpar")]
+    ("backend", "layout", "model"),
+    [
+        *(("fsdp2", "dp2", model) for model in ("gpt-oss", *DEEPSEEK)),
+        *(("deepspeed", "dp2.zero2", model) for model in ("gpt-oss", *DEEPSEEK)),
+        *(("megatron", layout, model) for model in DEEPSEEK for layout in ("dp2", "ep2", "tp2.seqpar")),
+        ("megatron", "tp2.seqpar", "gpt-oss"),
+    ],
 )
 def test_lower_precisions_are_as_good_as_a_single_process(
     session: Session, backend: str, layout: str, model: str, precision: Precision
@@ -97,7 +108,7 @@ def test_lower_precisions_are_as_good_as_a_single_process(
         ("megatron", "gpt-oss", "tp2", "add seqpar"),
         ("megatron", "gpt-oss", "tp4.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
         ("megatron", "gpt-oss", "ep2.tp2.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
-        ("megatron", "deepseek-v3", "dp2", "DeepseekV3ForCausalLM is not among"),
+        ("megatron", "deepseek-v3", "tp2", "with sequence parallelism only; add seqpar"),
     ],
 )
 def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
@@ -157,6 +168,21 @@ def test_latent_attention_is_as_declared_and_its_scores_are_scaled_twice() -> No
     assert abs(attention.rotary.scaling.attention_factor - 1) > 0.1
 
 
+def random_model(folder_: Path, family: str, changes: dict[str, Any]) -> Path:
+    """A folder of a model with these changes in its configuration, random weights, and its tokenizer."""
+    shutil.copytree(folder(family), folder_, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    values = json.loads((folder(family) / "config.json").read_text()) | changes
+    (folder_ / "config.json").write_text(json.dumps(values))
+    torch.manual_seed(0)
+    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder_))
+    with torch.no_grad():
+        for tensor in (*random.parameters(), *published_buffers(random).values()):
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    random.save_pretrained(folder_)
+    (folder_ / "config.json").write_text(json.dumps(values))
+    return folder_
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -169,15 +195,7 @@ def test_latent_attention_is_as_declared_and_its_scores_are_scaled_twice() -> No
     ids=["pairs apart, not normalised", "whole queries", "no dense layer", "V2-Lite", "biases"],
 )
 def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    values = json.loads((folder(family) / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    torch.manual_seed(0)
-    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    with torch.no_grad():
-        for tensor in (*random.parameters(), *published_buffers(random).values()):
-            tensor.copy_(torch.randn(tensor.shape) * 0.2)
-    random.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    random_model(tmp_path, family, changes)
     tokens = torch.tensor(LONG.tokens)
     with exact_tier():
         model = load_model(tmp_path, dtype=torch.float64, attention="eager")
@@ -185,6 +203,31 @@ def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str,
     architecture = read_architecture(tmp_path)
     found = forward(tokens, load_weights(tmp_path, architecture, torch.float64), architecture, FLOAT64)
     assert float((found - expected).norm() / expected.norm()) < 1e-13
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+WIDE = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}  # two experts in a group, by the best one
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        ("deepseek-v3", {"rope_interleave": False, "num_experts_per_tok": 4}, "tp2.seqpar"),
+        ("deepseek-v3", {"q_lora_rank": None, "rope_parameters": PLAIN}, "tp2.seqpar"),
+        ("deepseek-v3", {"first_k_dense_replace": 0, "attention_bias": False, "tie_word_embeddings": False}, "ep2"),
+        ("deepseek-v2", {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True}, "tp2.seqpar"),
+        ("deepseek-v2", {"first_k_dense_replace": 0, **WIDE}, "pp2"),
+    ],
+    ids=["pairs apart", "whole queries", "no dense layer", "V2-Lite", "two in a group"],
+)
+def test_other_settings_are_exact_on_megatron_too(
+    session: Session, tmp_path: Path, family: str, changes: dict[str, Any], layout: str
+) -> None:
+    cell = cell_of("megatron", "sft-packed", family, layout, "exact")
+    scenario = replace(cell.scenario, model=str(random_model(tmp_path, family, changes)))
+    scenario = replace(scenario, data=replace(scenario.data, path=scenario.data.path.replace("{model}", family)))
+    assert_honest(session, replace(cell, scenario=scenario))
 
 
 def test_groups_limit_some_choices_of_v2() -> None:
@@ -211,11 +254,14 @@ def test_the_bias_that_corrects_choices_decides_some_and_is_not_trained() -> Non
     assert int(chosen.sum()) == 3 * len(DOCUMENTS[0].tokens)
 
 
-def test_the_bias_is_loaded_in_full_precision_recorded_and_stays_as_it_is(session: Session) -> None:
+@pytest.mark.parametrize(("backend", "layout"), [("deepspeed", "dp2.zero2"), exhaustive("megatron", "ep2")])
+def test_the_bias_is_loaded_in_full_precision_recorded_and_stays_as_it_is(
+    session: Session, backend: str, layout: str
+) -> None:
     for dtype in (torch.float32, torch.float64):
         loaded = load_model(folder("deepseek-v3"), dtype=dtype, attention="eager")
         assert {name: buffer.dtype for name, buffer in published_buffers(loaded).items()} == {BIAS: dtype}
-    cell = cell_of("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2", "exact")
+    cell = cell_of(backend, "sft-packed", "deepseek-v3", layout, "exact")
     session.run(cell)
     record = record_of(session, cell)
     for step in record.steps:
@@ -223,11 +269,28 @@ def test_the_bias_is_loaded_in_full_precision_recorded_and_stays_as_it_is(sessio
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero3")])
-def test_the_bias_goes_with_a_training_state(session: Session, backend: str, layout: str) -> None:
-    cell = cell_of(backend, "sft-packed", "deepseek-v3", layout, "exact", steps=4)
-    first = replace(cell.legs[0], steps=2, save="state")
-    assert_honest(session, replace(cell, legs=(first, replace(cell.legs[0], steps=2)), program="state"))
+@pytest.mark.parametrize("what", ["state", "export", "checkpoint"])
+@pytest.mark.parametrize("model", DEEPSEEK)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("fsdp2", "dp2"), ("fsdp2", "dp2")),
+        (("deepspeed", "dp2.zero3"), ("deepspeed", "dp2.zero3")),
+        (("megatron", "ep2.zero1"), ("megatron", "ep2.tp2.seqpar.zero1")),
+        (("megatron", "pp2"), ("megatron", "tp2.seqpar")),
+        (("fsdp2", "ep2.tp2"), ("megatron", "ep2")),
+        (("megatron", "tp2.seqpar"), ("deepspeed", "dp2.zero2")),
+    ],
+)
+def test_a_training_goes_on_elsewhere_with_the_bias(
+    session: Session, what: Handover, model: str, before: tuple[str, str], after: tuple[str, str]
+) -> None:
+    if what == "checkpoint" and before[0] != after[0]:
+        pytest.skip("a checkpoint is read by the library that wrote it")
+    cells = [cell_of(backend, "sft-packed", model, layout, "exact", steps=4) for backend, layout in (before, after)]
+    first, second = (cell.legs[0] for cell in cells)
+    legs = (replace(first, steps=2, save=what), replace(second, steps=2))
+    assert_honest(session, replace(cells[0], legs=legs, program=what))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,17 @@ None of it depends on how noisy a precision is, and no backend is asked about it
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from judge_sample import Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
+from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
+from conformance.judge.grain import grains
 from conformance.judge.verdict import judge
 from conformance.record.format import RecordError
+from conformance.scenario import parse_scenario
 
 
 def test_a_step_that_nothing_is_read_at_is_between_two_that_are(tmp_path: Path) -> None:
@@ -95,6 +99,24 @@ def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: 
     assert name in {finding.tensor for finding in wrong.findings}
     assert name not in {finding.tensor for finding in honest.findings}
     assert name in {quantity.tensor for quantity in honest.quantities}
+
+
+def test_experts_that_ranks_share_are_sums_of_fewer_numbers() -> None:
+    """One product has the tokens of both ranks, so that twice as many elements have few digits."""
+    optimizer = {"name": "sgd", "lr": 0.1}
+    told = {"name": "x", "model": "m", "precision": "bf16", "optimizer": optimizer, "accumulation": 3}
+    scenario = parse_scenario(told)
+    gradient = next(o for o in OBSERVABLES if o.key == "gradient")
+    few = torch.tensor([1.0, 1.5, 1 + 2**-12, 1 + 2**-11])
+
+    def found(name: str) -> float:
+        step = SimpleNamespace(tensors=lambda: {f"gradient/{name}": few})
+        leg: Any = SimpleNamespace(header={"layout": "ep2", "first_step": 0}, steps=[step])
+        (measurement,) = grains([leg], scenario, [gradient])
+        return measurement.error
+
+    assert found("layers.0.mlp.gate.weight") == 0.5
+    assert found("layers.0.mlp.experts.down_proj") == 0.25
 
 
 def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Path) -> None:

@@ -14,19 +14,11 @@ from safetensors.torch import load_file, save_file
 from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader, TensorWriter
-from impl.megatron.convert import (
-    HEAD,
-    Part,
-    Rank,
-    all_parameters,
-    check_weights,
-    copy_to_full,
-    is_cut,
-    load_part,
-    parts,
-)
+from impl.megatron.convert import HEAD, all_parameters, check_weights, is_cut, parts
+from impl.megatron.latent_shape import Latent
 from impl.megatron.mixture import Mixture
 from impl.megatron.shape import ModelShape, read_shape
+from impl.megatron.spans import Part, Rank, copy_to_full, load_part
 from impl.megatron.stages import stages
 
 BASE = ModelShape(
@@ -46,6 +38,8 @@ BASE = ModelShape(
     max_positions=64,
 )
 MIXTURE = Mixture(layers=(1,), experts=3, chosen=2, size=8, normalised=True, shared=12, loss_factor=0.0)
+CORRECTED = dataclasses.replace(MIXTURE, sigmoid=True, shared_gate=False)
+LATENT = Latent(q_rank=10, kv_rank=6, plain=4, turned=4, value=5, neighbours=True, yarn=None)
 SHAPES = {
     "plain": BASE,
     "pangu": dataclasses.replace(BASE, qkv_bias=True, output_bias=True),
@@ -63,6 +57,10 @@ SHAPES = {
     "divisible": dataclasses.replace(BASE, vocab=512),
     "value": dataclasses.replace(BASE, head="value"),
     "mixture": dataclasses.replace(BASE, mixture=MIXTURE),
+    "latent": dataclasses.replace(BASE, latent=LATENT, head_dim=8, qkv_bias=True, output_bias=True),
+    "latent with whole queries": dataclasses.replace(
+        BASE, latent=dataclasses.replace(LATENT, q_rank=None), head_dim=8, mixture=CORRECTED
+    ),
 }
 
 

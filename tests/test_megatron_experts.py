@@ -15,12 +15,14 @@ from conformance.paths import FIXTURES
 from conformance.validation import UsageError
 from impl.files import SliceReader
 from impl.formats.megatron import named
-from impl.megatron.convert import Part, Rank, Span, all_parameters, check_weights, of_same_tensors, parts, reader
+from impl.megatron.convert import all_parameters, check_weights, of_same_tensors, parts
 from impl.megatron.mixture import mixture_support
 from impl.megatron.shape import read_shape
+from impl.megatron.spans import Part, Rank, Span, reader
 from impl.train.shapes import parameter_shapes
 
 FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
+DEEPSEEK = ("deepseek-v2", "deepseek-v3")
 WEIGHTS = "model.safetensors"
 
 
@@ -33,7 +35,7 @@ def parts_of(family: str) -> list[Part]:
     return [part for name in all_parameters(shape) for part in parts(name, shape, Rank(rank=1, size=2))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DEEPSEEK])
 def test_experts_are_read_alike_where_they_are_apart_and_where_they_are_stacked(tmp_path: Path, family: str) -> None:
     full = stacked(load_file(folder(family) / WEIGHTS))
     save_file(full, tmp_path / WEIGHTS)
@@ -47,7 +49,7 @@ def test_experts_are_read_alike_where_they_are_apart_and_where_they_are_stacked(
                     assert torch.equal(reader(files)(part, span.theirs, span.stop), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DEEPSEEK])
 def test_the_experts_of_a_layer_make_one_tensor_each(family: str) -> None:
     shape = read_shape(folder(family))
     assert shape.mixture is not None
@@ -83,6 +85,23 @@ def test_experts_that_tp_does_not_divide_are_refused(family: str, layout: str, s
     assert f"does not divide experts of {size}; use tp1" in answer.reason
 
 
+def test_deepseek_v2_and_v3_differ_in_scores_factors_and_groups() -> None:
+    v2, v3 = (read_shape(folder(family)).mixture for family in DEEPSEEK)
+    assert v2 is not None
+    assert v3 is not None
+    assert (v2.sigmoid, v2.normalised, v2.factor, v2.groups) == (False, False, 3.5, (4, 2, 1))
+    assert (v3.sigmoid, v3.normalised, v3.factor, v3.groups) == (True, True, 2.5, (4, 2, 2))
+    assert (
+        (v2.layers, v2.shared, v2.shared_name)
+        == (v3.layers, v3.shared, v3.shared_name)
+        == (
+            (1,),
+            32,
+            "mlp.shared_experts",
+        )
+    )
+
+
 @pytest.mark.parametrize("lost", ["experts.3.up_proj", "experts.7.down_proj"])
 def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
     tensors = load_file(folder("qwen3-moe") / WEIGHTS)
@@ -101,6 +120,13 @@ def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
         ("qwen3-moe", {"router_aux_loss_coef": None}, "does not say router_aux_loss_coef"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
         ("mixtral", {"num_experts_per_tok": 1}, "megatron-core normalises no single expert"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "this choice for no sigmoids; use fsdp2"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "this choice for no softmax in groups; use fsdp2"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "use greedy or group_limited_greedy"),
+        ("deepseek-v3", {"n_group": None}, "does not say n_group"),
+        ("deepseek-v3", {"kv_lora_rank": None}, "does not say kv_lora_rank"),
+        ("deepseek-v2", {"mlp_bias": True}, "biases in the MLP not built in"),
+        ("deepseek-v2", {"rope_parameters": {"rope_type": "linear"}}, "scaled otherwise than YaRN's not built in"),
     ],
 )
 def test_what_a_configuration_lacks_is_told(

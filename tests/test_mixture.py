@@ -26,6 +26,7 @@ from conformance.paths import FIXTURES
 from conformance.run.exact import exact_tier
 from conformance.scenario import load_scenario
 from conformance.validation import UsageError
+from impl.megatron.mixture import Groups
 from impl.models import load_model
 
 
@@ -215,3 +216,16 @@ def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) 
     estimates = torch.tensor([_of_terms({"0": one.terms()}, terms) for one in wrong])
     assert 0.5 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 2
     assert _of_terms({}, terms) == 0.0  # a cell has none
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_on_megatron_experts_are_chosen_in_the_groups_with_the_best_scores(best: int) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from impl.megatron.routers import chosen_in_groups
+
+    scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5  # with a bias some are below 0
+    found = chosen_in_groups(scores, Groups(4, 2, best), 5)
+    for own, chosen in zip(scores.tolist(), found.tolist(), strict=True):
+        sums = [sum(sorted(own[3 * group : 3 * group + 3])[-best:]) for group in range(4)]
+        inside = [expert for expert in range(12) if sums[expert // 3] >= sorted(sums)[-2]]
+        assert sorted(chosen) == sorted(sorted(inside, key=lambda expert: own[expert])[-5:])

@@ -24,7 +24,9 @@ COARSE = 1.2  # divided by the number of summands: the fraction of coarse elemen
 def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable]) -> Iterator[Measurement]:
     """For each leg: the fraction of elements that the half precision has, the median over tensors and steps.
 
-    Only where an element has three summands or more: micro-batches, times ranks that see different tokens.
+    Only where an element has three summands or more: micro-batches, times ranks that see different tokens. Experts that
+    ranks of ``ep`` share have fewer, because one product has the tokens of all these ranks; their fraction is that much
+    smaller as it is counted.
     """
     if scenario.precision not in SIGNIFICANT:
         return
@@ -35,9 +37,9 @@ def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Obser
             continue
         for o in gradients:
             fractions = [
-                coarse_fraction(tensor, scenario.precision)
+                coarse_fraction(tensor, scenario.precision) / (layout.ep if ".experts." in name else 1)
                 for step in leg.steps
-                for tensor in elementwise(step.tensors(), o.key).values()
+                for name, tensor in elementwise(step.tensors(), o.key).items()
                 if tensor.any()
             ]
             if fractions:

@@ -41,6 +41,7 @@ project_output      (module, x) -> output summed over tensor-parallel ranks, and
 layer_numbers       (part of a model) -> numbers of its layers in the whole model, from 0
 reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
 reduce_tie          (...): sums gradients of a tied pair that lies on two pipeline stages, in place
+gather_shared_key   (own part, group=...) -> latent attention's key of all tokens, that heads on all ranks share
 counts_in_norm      (parameter, group) -> whether this rank is the one that counts it in the global norm
 look_ahead          (context, models, objective, mini-batches) -> mini-batches with the columns of a whole roll-out
 look                (context, trainable, mini-batch, want, temperature) -> what this rank finds of its rows, by index

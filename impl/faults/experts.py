@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conformance.faults.fault import Fault, Function
 from conformance.observable import OLD_ROUTING, ROUTING
+from impl.faults.architecture import read_as_zeros
 
 
 def _gradient_of_first_rank(routers_of: Function) -> Function:
@@ -111,6 +112,28 @@ def _permutation_off_by_one(permute_tokens: Function) -> Function:
     def faulty(*arguments: Any, **options: Any) -> Any:
         permuted, *others = permute_tokens(*arguments, **options)
         return permuted.roll(1, dims=0), *others
+
+    return faulty
+
+
+def _groups_not_limited(routers_of: Function) -> Function:
+    def faulty(model: Any, *more: Any) -> Any:
+        found = routers_of(model, *more)
+        for module in model.modules():
+            if hasattr(module, "topk_group"):
+                module.topk_group = module.num_group
+            elif getattr(module, "groups", None):  # Megatron's
+                module.groups = module.groups._replace(chosen=module.groups.many)
+        return found
+
+    return faulty
+
+
+def _correction_bias_moved(pipeline_config: Function) -> Function:
+    def faulty(*arguments: Any) -> Any:
+        config = pipeline_config(*arguments)
+        config.moe_router_bias_update_rate = 1e-3  # the library's default
+        return config
 
     return faulty
 
@@ -236,5 +259,35 @@ EXPERT_FAULTS = (
         loss_blind=True,
         needs="ep of 2 or more",
         wrap=_averaged_over_their_ranks,
+    ),
+    Fault(
+        name="groups-not-limited",
+        summary="experts are chosen in all groups, and not in those alone that are best for the token",
+        source="https://github.com/vllm-project/vllm/pull/13474",
+        seam="routers_of",
+        stage="routing",
+        loss_blind=False,
+        needs="a model that chooses groups of experts, in the exact tier",
+        wrap=_groups_not_limited,
+    ),
+    Fault(
+        name="correction-bias-not-loaded",
+        summary="the bias by which experts are chosen, a buffer, is not loaded, so it is zero",
+        source="https://github.com/alibaba/Pai-Megatron-Patch/pull/497, before which it was not converted",
+        seam="read_slice",
+        stage="weights",
+        loss_blind=False,
+        needs="a model whose experts are chosen by scores with a bias",
+        wrap=read_as_zeros("e_score_correction_bias"),
+    ),
+    Fault(
+        name="correction-bias-moved",
+        summary="the bias by which experts are chosen moves by the library's default rate at each step",
+        source="https://github.com/alibaba/Pai-Megatron-Patch/issues/467, which asks for a fixed one",
+        seam="pipeline_config",
+        stage="clipped update",
+        loss_blind=True,
+        needs="a model whose experts are chosen by scores with a bias",
+        wrap=_correction_bias_moved,
     ),
 )

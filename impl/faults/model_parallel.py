@@ -51,6 +51,13 @@ def _duplicates_counted(counts_in_norm: Function) -> Function:
     return faulty
 
 
+def _of_own_heads(gather_shared_key: Function) -> Function:
+    def faulty(own: Any, **options: Any) -> Any:
+        return gather_shared_key(own, tensor_parallel_output_grad=False, **options)
+
+    return faulty
+
+
 def _ring_not_counted(gradient_scale: Function) -> Function:
     def faulty(trainable: Any) -> float:
         return float(gradient_scale(trainable) / trainable.context.config.layout.sp)
@@ -128,6 +135,16 @@ MODEL_PARALLEL_FAULTS = (
         loss_blind=True,
         needs="tp of 2 or more",
         wrap=_duplicates_counted,
+    ),
+    Fault(
+        name="shared-key-not-summed",
+        summary="the key that heads of latent attention share has the gradient of a tensor-parallel rank's own heads",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/1699",
+        seam="gather_shared_key",
+        stage="gradients",
+        loss_blind=True,
+        needs="tp of 2 or more and a model with latent attention",
+        wrap=_of_own_heads,
     ),
     Fault(
         name="ring-not-counted",

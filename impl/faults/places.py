@@ -21,6 +21,7 @@ DROPOUT = 0.1
 TIERS: tuple[Precision, ...] = ("exact", "fp32", "bf16", "fp16")
 
 LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounded"
+GIVEN = "below the exact tier backends are given the choices of experts"
 NOT_GIVEN = "in the exact tier backends choose experts by themselves"
 OF_HALF = "what it changes runs in half precision only"
 OF_FP16 = "only fp16 has a loss scale"
@@ -60,6 +61,7 @@ def _sft(scenario: str, model: str, *, blank: Mapping[Precision, str] | None = N
 
 _ROUNDED: dict[Precision, str] = {"exact": LIFTED}
 _GIVEN: dict[Precision, str] = {"exact": NOT_GIVEN}
+_REPLAYED: dict[Precision, str] = {"fp32": GIVEN, "bf16": GIVEN}
 _HALF: dict[Precision, str] = {"exact": OF_HALF, "fp32": OF_HALF}
 _FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP16}
 _OVERFLOW = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
@@ -126,6 +128,12 @@ _SFT = {
     "experts-not-divided": _sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
     "permutation-off-by-one": _sft("sft-packed", "qwen3-moe", megatron="ep2"),
     "experts-averaged-over-their-ranks": _sft("sft-packed", "qwen2-moe", megatron="ep2"),
+    "groups-not-limited": _sft(
+        "sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", blank=_REPLAYED
+    ),
+    "correction-bias-not-loaded": _sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    "correction-bias-moved": _sft("sft-packed", "deepseek-v3", megatron="dp2"),
+    "shared-key-not-summed": _sft("sft-packed", "deepseek-v2", megatron="tp2.seqpar"),
     "duplicates-counted": _sft("sft-sgd", "llama", megatron="tp2"),
 }
 

@@ -16,8 +16,9 @@ from conformance.validation import UsageError
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_file
 from impl.formats.contents import Checkpoint, Held
 from impl.formats.torch_distributed import stored_tensors, tensor_reader, writers
-from impl.megatron.convert import Part, Rank, all_parameters, copy_to_full, parts
+from impl.megatron.convert import all_parameters, parts
 from impl.megatron.shape import read_shape
+from impl.megatron.spans import Part, Rank, copy_to_full
 from impl.training_state import WRITTEN
 
 FILE, COMMON = "metadata.json", "common.pt"

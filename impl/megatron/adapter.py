@@ -65,6 +65,7 @@ class MegatronBackend(StrategyBackend):
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
         "routers_of": "impl.megatron.model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
+        "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
         "reduce_gradients": "impl.megatron.trainable:MegatronTrainable.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }

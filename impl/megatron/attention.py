@@ -50,11 +50,13 @@ class RingCoreAttention(torch.nn.Module):
 
     softmax_offset: torch.nn.Parameter | None
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size if windowed else (-1, -1)
-        self.scale = config.kv_channels**-0.5
+        self.scale = softmax_scale or config.kv_channels**-0.5
         self.attention_dropout = float(config.attention_dropout)
         self.softmax_offset = None
         if config.softmax_type == "learnable":
@@ -67,7 +69,7 @@ class RingCoreAttention(torch.nn.Module):
         self,
         query: Tensor,  # (length, rows, heads, E)
         key: Tensor,  # (length, rows, kv_heads, E)
-        value: Tensor,
+        value: Tensor,  # (length, rows, kv_heads, V)
         attention_mask: None,
         *,
         packed_seq_params: Documents,
@@ -79,7 +81,7 @@ class RingCoreAttention(torch.nn.Module):
             raise ValueError("attention here has no dropout; set attention_dropout to 0.0 in the model's config.json")
         q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
         out = ring(q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset)
-        return out.transpose(0, 1).flatten(2)  # (length, rows, heads * E)
+        return out.transpose(0, 1).flatten(2)  # (length, rows, heads * V)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -7,10 +7,8 @@ time, so that a rank reads from a file only what it holds.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -18,66 +16,16 @@ from conformance.inputs.model import weight_files, weight_shapes
 from conformance.scenario import OptimizerConfig
 from conformance.validation import UsageError
 from impl.files import SliceReader
-from impl.megatron.published import name_in, of_expert, stacked_shapes
+from impl.megatron.latent_shape import Latent
+from impl.megatron.published import stacked_shapes
 from impl.megatron.shape import VALUE_HEAD, ModelShape
-
-
-class Span(NamedTuple):
-    """``length`` rows or columns that start at ``theirs`` in a Hugging Face tensor and at ``own`` in the parameter.
-
-    ``step``: of how many there it is one each; in the parameter they are next to each other.
-    """
-
-    theirs: int
-    own: int
-    length: int
-    step: int = 1
-
-    def of(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
-        """The rows or columns of a Hugging Face matrix, as a view."""
-        return matrix[(slice(None),) * dim + (slice(self.theirs, self.stop, self.step),)]
-
-    @property
-    def stop(self) -> int:
-        return self.theirs + (self.length - 1) * self.step + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What a rank's parameter holds of one Hugging Face tensor.
-
-    name, shape: those of the whole Hugging Face tensor. dim: 0 if the spans are rows, 1 if they are columns. spans:
-    empty for a tensor that every rank holds whole. expert: of experts that are stacked in the tensor, the one whose
-    matrix the spans are about. transposed: as it lies in the parameter, the other way round than there.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int = 0
-    spans: tuple[Span, ...] = ()
-    expert: int | None = None
-    transposed: bool = False
-
-    def matrix(self, full: torch.Tensor) -> torch.Tensor:
-        """What the spans are about, of the whole Hugging Face tensor."""
-        own = full if self.expert is None else full[self.expert]
-        return own.T if self.transposed else own
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A rank among the ``size`` tensor-parallel ranks."""
-
-    rank: int
-    size: int
-
-
-Read = Callable[[Part, int, int], torch.Tensor]  # (part, start, stop) -> rows or columns [start:stop] of its matrix
+from impl.megatron.spans import Part, Rank, Span
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
+CORRECTION = "mlp.router.expert_bias"  # a buffer, by which experts are chosen
 _EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
@@ -87,10 +35,7 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
     all ranks."""
     return (
         "input_layernorm.weight",
-        "self_attention.linear_qkv.weight",
-        *(["self_attention.linear_qkv.bias"] if shape.qkv_bias else []),
-        *(["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if shape.qk_norm else []),
-        *(["self_attention.core_attention.softmax_offset"] if shape.sinks else []),
+        *(_latent_parameters(shape, shape.latent) if shape.latent else _grouped_parameters(shape)),
         "self_attention.linear_proj.weight",
         *(["self_attention.linear_proj.bias"] if shape.output_bias else []),
         "pre_mlp_layernorm.weight",
@@ -98,14 +43,33 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
     )
 
 
+def _grouped_parameters(shape: ModelShape) -> tuple[str, ...]:
+    return (
+        "self_attention.linear_qkv.weight",
+        *(["self_attention.linear_qkv.bias"] if shape.qkv_bias else []),
+        *(["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if shape.qk_norm else []),
+        *(["self_attention.core_attention.softmax_offset"] if shape.sinks else []),
+    )
+
+
+def _latent_parameters(shape: ModelShape, latent: Latent) -> tuple[str, ...]:
+    return tuple(
+        f"self_attention.{module}.{kind}"
+        for module in latent.modules(hidden=shape.hidden, heads=shape.heads)
+        for kind in (["weight", "bias"] if shape.qkv_bias and "down" in module else ["weight"])
+    )
+
+
 def _mlp_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
     if shape.mixture is None or layer not in shape.mixture.layers:
         return ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    shared = ("linear_fc1.weight", "linear_fc2.weight", "gate_weight") if shape.mixture.shared else ()
+    gate = ("gate_weight",) if shape.mixture.shared_gate else ()
+    shared = ("linear_fc1.weight", "linear_fc2.weight", *gate) if shape.mixture.shared else ()
     kinds = ("weight", "bias") if shape.mixture.clamped else ("weight",)
     experts = [f"linear_fc{i}.{kind}" for i in (1, 2) for kind in kinds]
     return (
         *(f"mlp.router.{kind}" for kind in kinds),
+        *([CORRECTION] if shape.mixture.sigmoid else []),
         *(f"mlp.experts.local_experts.{n}.{name}" for name in experts for n in range(shape.mixture.experts)),
         *(f"mlp.shared_experts.{name}" for name in shared),
     )
@@ -166,13 +130,21 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
     if name == FINAL_NORM:
         return (Part(name="model.norm.weight", shape=(shape.hidden,)),)
     number, _, kind = name.removeprefix(_LAYER).partition(".")
+    prefix = f"model.layers.{number}."
     if found := _EXPERT.fullmatch(name):
-        return (_of_expert(f"model.layers.{number}.mlp.experts.", int(found[2]), found[3], shape, tp),)
-    return _LAYER_PARTS[kind](f"model.layers.{number}.", shape, tp)
+        return (_of_expert(f"{prefix}mlp.experts.", int(found[2]), found[3], shape, tp),)
+    if shape.latent and kind.startswith("self_attention.") and "linear_proj" not in kind:
+        return (_of_latent(prefix, kind, shape, shape.latent, tp),)
+    return _LAYER_PARTS[kind](prefix, shape, tp)
 
 
 def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool:
-    """Whether the parameter ``name`` is trained. Raises UsageError if ``optimizer`` freezes only some of its parts."""
+    """Whether the parameter ``name`` is trained; the bias of a router's choices never is, which is a buffer.
+
+    Raises UsageError if ``optimizer`` freezes only some of its parts.
+    """
+    if name.endswith(CORRECTION):
+        return False
     wanted = {part.name: optimizer.trains(part.name) for part in parts(name, shape, Rank(rank=0, size=1))}
     if len(set(wanted.values())) > 1:
         raise UsageError(f"{', '.join(wanted)} are one parameter in Megatron; freeze all of them or none")
@@ -224,6 +196,18 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
         )
 
     return qkv
+
+
+def _of_latent(prefix: str, kind: str, shape: ModelShape, latent: Latent, tp: Rank) -> Part:
+    """A rank's share of a weight or bias in front of the scores of latent attention."""
+    of, _, what = kind.removeprefix("self_attention.").partition(".")
+    module = latent.modules(hidden=shape.hidden, heads=shape.heads)[of]
+    each = module.size[0] // tp.size
+    return Part(
+        name=f"{prefix}self_attn.{module.name}.{what}",
+        shape=module.size if what == "weight" else module.size[:1],
+        spans=(Span(tp.rank * each, 0, each),) if module.cut else (),
+    )
 
 
 def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
@@ -310,6 +294,21 @@ def _shared(shape: ModelShape) -> int:
     return shape.mixture.shared
 
 
+def _gate_and_up_of_shared(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    assert shape.mixture is not None
+    return _gate_and_up(shape.mixture.shared_name, _shared)(prefix, shape, tp)
+
+
+def _down_of_shared(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
+    assert shape.mixture is not None
+    return _columns(f"{shape.mixture.shared_name}.down_proj.weight", _shared)(prefix, shape, tp)
+
+
+def _experts(shape: ModelShape) -> int:
+    assert shape.mixture is not None
+    return shape.mixture.experts
+
+
 def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
     """Row of a parameter that is a rank's share of the columns of ``name``, a weight (hidden, width(shape))."""
 
@@ -335,48 +334,17 @@ _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: shape.head_dim),
     "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: shape.head_dim),
     "self_attention.core_attention.softmax_offset": _sinks,
-    "self_attention.linear_proj.weight": _columns(
-        "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
-    ),
+    "self_attention.linear_proj.weight": _columns("self_attn.o_proj.weight", lambda shape: shape.attended),
     "self_attention.linear_proj.bias": _whole("self_attn.o_proj.bias", lambda shape: shape.hidden),
     "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: shape.hidden),
     "mlp.linear_fc1.weight": _gate_and_up("mlp", lambda shape: shape.ffn),
     "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
     "mlp.router.weight": _router("weight"),
     "mlp.router.bias": _router("bias"),
-    "mlp.shared_experts.linear_fc1.weight": _gate_and_up("mlp.shared_expert", _shared),
-    "mlp.shared_experts.linear_fc2.weight": _columns("mlp.shared_expert.down_proj.weight", _shared),
+    CORRECTION: _whole("mlp.gate.e_score_correction_bias", _experts),
+    "mlp.shared_experts.linear_fc1.weight": _gate_and_up_of_shared,
+    "mlp.shared_experts.linear_fc2.weight": _down_of_shared,
     "mlp.shared_experts.gate_weight": _whole(
         "mlp.shared_expert_gate.weight", lambda shape: 1, lambda shape: shape.hidden
     ),
 }
-
-
-def load_part(part: Part, own: torch.Tensor, read: Read) -> None:
-    """Set one part of a rank's parameter ``own`` from the Hugging Face tensor."""
-    if not part.spans:
-        own.copy_(read(part, 0, part.shape[0]))
-    for span in part.spans:
-        found = read(part, span.theirs, span.stop)
-        own.narrow(part.dim, span.own, span.length).copy_(span._replace(theirs=0).of(found, part.dim))
-
-
-def copy_to_full(part: Part, own: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy one part from a rank's parameter ``own`` to its place in the whole Hugging Face tensor ``full``."""
-    if not part.spans:
-        full.copy_(own)
-    for span in part.spans:
-        span.of(part.matrix(full), part.dim).copy_(own.narrow(part.dim, span.own, span.length))
-
-
-def reader(files: SliceReader) -> Read:
-    """Read parts from the files of a Hugging Face folder or of a training state."""
-
-    def read(part: Part, start: int, stop: int) -> torch.Tensor:
-        if part.expert is None:
-            return files(name_in(files, part.name), part.dim, start, stop)
-        dim = 1 - part.dim if part.transposed else part.dim
-        found = of_expert(files, part.name, part.expert, dim=dim, start=start, stop=stop)
-        return found.T if part.transposed else found
-
-    return read

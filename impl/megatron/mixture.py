@@ -12,7 +12,8 @@ class Keys(NamedTuple):
     """How a family's configuration spells a mixture; None for a key that it does not have.
 
     normalised: the weights of the chosen experts are divided by their sum; without a key they always are. shared: the
-    size of an expert that sees every token, behind a gate of its own. clamped: see Mixture.
+    size of an expert that sees every token, behind a gate of its own. clamped: see Mixture. best: of DeepSeek's, see
+    Groups.
     """
 
     experts: str
@@ -21,12 +22,24 @@ class Keys(NamedTuple):
     shared: str | None = None
     chooses_layers: bool = False
     clamped: bool = False
+    best: int = 0
 
 
 MIXTRAL = Keys("num_local_experts", "intermediate_size")
 GPT_OSS = MIXTRAL._replace(clamped=True)
 QWEN3_MOE = Keys("num_experts", "moe_intermediate_size", "norm_topk_prob", chooses_layers=True)
 QWEN2_MOE = QWEN3_MOE._replace(shared="shared_expert_intermediate_size")
+DEEPSEEK_V2 = Keys("n_routed_experts", "moe_intermediate_size", "norm_topk_prob", best=1)
+DEEPSEEK_V3 = DEEPSEEK_V2._replace(best=2)
+
+
+class Groups(NamedTuple):
+    """A router that chooses experts in ``chosen`` of so ``many`` groups, those with the largest sums of their ``best``
+    scores."""
+
+    many: int
+    chosen: int
+    best: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +49,9 @@ class Mixture:
     layers: their numbers. size, shared: widths of an expert, and of the shared one; None without it. normalised: see
     Keys. loss_factor: of the load-balancing loss; 0 where the configuration does not switch it on. clamped: experts are
     those of gpt-oss, with biases, as routers have them, and an activation of clamped numbers; None in other mixtures.
+    sigmoid: experts have a sigmoid each, in the place of a softmax, and are chosen by these with a bias that is not
+    trained. factor multiplies the weights of chosen experts. shared_gate: the shared expert's output is weighted by a
+    gate.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +62,14 @@ class Mixture:
     shared: int | None
     loss_factor: float
     clamped: Literal[True] | None = None
+    sigmoid: bool = False
+    groups: Groups | None = None
+    factor: float = 1.0
+    shared_gate: bool = True
+
+    @property
+    def shared_name(self) -> str:
+        return "mlp.shared_expert" if self.shared_gate else "mlp.shared_experts"
 
 
 def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
@@ -61,6 +85,8 @@ def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
     if chosen == 1 and normalised:  # a softmax over one expert has no gradient
         raise UsageError("megatron-core normalises no single expert; use fsdp2 or deepspeed, or two experts per token")
     count: int = config["num_hidden_layers"]
+    if keys.best:
+        return _deepseek(config, keys, experts=experts, chosen=chosen, normalised=normalised)
     dense = (config.get("mlp_only_layers") or []) if keys.chooses_layers else []
     step = config.get("decoder_sparse_step", 1) if keys.chooses_layers else 1
     balanced = config.get("output_router_logits", False)
@@ -73,6 +99,33 @@ def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
         shared=None if keys.shared is None else config[keys.shared],
         loss_factor=float(config["router_aux_loss_coef"]) if balanced else 0.0,
         clamped=True if keys.clamped else None,
+    )
+
+
+def _deepseek(config: dict[str, Any], keys: Keys, *, experts: int, chosen: int, normalised: bool) -> Mixture:
+    """As transformers reads the configurations of DeepSeek-V2 and V3."""
+    sigmoid = keys is DEEPSEEK_V3
+    method = None if sigmoid else config["topk_method"]
+    if method not in (None, "greedy", "group_limited_greedy"):
+        raise UsageError(f"topk_method {method!r} is not known; use greedy or group_limited_greedy")
+    if normalised != sigmoid:  # the library divides sigmoids always, and a softmax by taking it of the chosen logits
+        raise UsageError(
+            f"norm_topk_prob={normalised} not built in for megatron, whose routers have this choice for no "
+            f"{'sigmoids' if sigmoid else 'softmax in groups'}; use fsdp2 or deepspeed"
+        )
+    size: int = config[keys.size]
+    return Mixture(
+        layers=tuple(range(config["first_k_dense_replace"], config["num_hidden_layers"])),
+        experts=experts,
+        chosen=chosen,
+        size=size,
+        normalised=normalised,
+        shared=config["n_shared_experts"] * size,
+        loss_factor=0.0,
+        sigmoid=sigmoid,
+        groups=None if method == "greedy" else Groups(config["n_group"], config["topk_group"], keys.best),
+        factor=float(config["routed_scaling_factor"]),
+        shared_gate=False,
     )
 
 

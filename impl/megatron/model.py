@@ -1,4 +1,4 @@
-"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss and mixtures on megatron-core's GPTModel, with either head.
+"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss, DeepSeek and mixtures on megatron-core's GPTModel.
 
 This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -21,6 +21,8 @@ from conformance.layout import Layout
 from conformance.scenario import Precision
 from impl.dtypes import COMPUTE_DTYPES
 from impl.megatron.attention import DocumentRotary, RingCoreAttention
+from impl.megatron.latent import latent_config, place_latent
+from impl.megatron.latent_shape import EPS
 from impl.megatron.mixture import Mixture, expert_sizes
 from impl.megatron.routers import StepTopKRouter, number_routers
 from impl.megatron.shape import ModelShape
@@ -68,6 +70,13 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LatentNorm(RMSNorm):
+    """Of the latent vectors of DeepSeek's attention, with an epsilon of their own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, EPS)
+
+
 class ValueHead(torch.nn.Linear):
     """Takes the place of GPTModel's output layer: one value per token of the whole sequence, (length, rows, 1).
 
@@ -95,7 +104,8 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
     window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     clamped = shape.mixture is not None and bool(shape.mixture.clamped)
-    config = TransformerConfig(
+    make = MLATransformerConfig if shape.latent else TransformerConfig
+    config = make(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -143,6 +153,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         persist_layer_norm=False,
         **(recompute if "ckpt" in layout.options else {}),
         **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
+        **(latent_config(shape) if shape.latent else {}),
     )
     if shape.yarn:
         config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # from which attention has the size of cos and sin
@@ -166,7 +177,13 @@ def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": mixture.shared,
-        "moe_shared_expert_gate": mixture.shared is not None,
+        "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,
+        "moe_router_score_function": "sigmoid" if mixture.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": mixture.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": mixture.factor,
+        "moe_router_num_groups": mixture.groups.many if mixture.groups else None,
+        "moe_router_group_topk": mixture.groups.chosen if mixture.groups else None,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
         "expert_model_parallel_size": sizes.ranks,
@@ -202,12 +219,13 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         rotary_base=shape.rope_theta,
         vp_stage=chunk if stages.vpp > 1 else None,
     )
-    model.rotary_pos_emb = DocumentRotary(
-        kv_channels=shape.head_dim,
-        rotary_percent=shape.rotary_share,
-        rotary_base=shape.rope_theta,
-        cp_group=model.cp_group,
-    )
+    if not shape.latent:  # in which layers turn queries and keys themselves
+        model.rotary_pos_emb = DocumentRotary(
+            kv_channels=shape.head_dim,
+            rotary_percent=shape.rotary_share,
+            rotary_base=shape.rope_theta,
+            cp_group=model.cp_group,
+        )
     if shape.llama3:
         model.rotary_pos_emb.scale(shape.llama3)
     if shape.yarn:
@@ -225,7 +243,12 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
     """megatron-core's local layer spec, with the norms, attention, o_proj and routers of this package."""
     mixture = shape.mixture if shape.mixture and layer in shape.mixture.layers else None
     experts = mixture.experts if mixture else None
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=experts)
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        num_experts=experts,
+        multi_latent_attention=shape.latent is not None,
+    )
     if mixture:
         spec.submodules.mlp.submodules.router = StepTopKRouter
         if mixture.clamped:
@@ -233,6 +256,8 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = RingCoreAttention
+    if shape.latent:
+        place_latent(parts.self_attention, shape, LatentNorm)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.output_bias:

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from conformance.batch import expert_column
 from impl.collate import MicroBatch
-from impl.megatron.mixture import Mixture
-from impl.routing import Choice, RouterTerms, replayed_choice
+from impl.megatron.mixture import Groups, Mixture
+from impl.routing import Choice, RouterTerms, replayed_choice, router_probabilities, router_sigmoids
 
 # Undefined without TransformerEngine, and asked for in every router (docs/findings/megatron-router-needs-te.md).
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -75,14 +75,16 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
 
     number: int
     routed: Routed
+    groups: Groups | None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        replay = bool(self.routed.replayed)
-        self.router_replay.target_topk_idx = self.routed.replayed[self.number] if replay else None
-        self.router_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD if replay else None
+        sigmoid = self.score_function == "sigmoid"
+        probabilities = (router_sigmoids if sigmoid else router_probabilities)(logits.view(-1, logits.shape[-1]))
+        given = self._given(probabilities.detach())
+        self.router_replay.target_topk_idx = given
+        self.router_replay.router_replay_action = None if given is None else RouterReplayAction.REPLAY_FORWARD
         weights, chosen = super().routing(logits, padding_mask)
         logits = logits.view(-1, logits.shape[-1])
-        _, probabilities = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
         self.routed.seen[self.number] = Choice(
             weights=weights.detach(), probabilities=probabilities.detach(), squares=squares.detach()
@@ -94,12 +96,40 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
             weights = MoEAuxLossAutoScaler.apply(weights, share * loss.scale)
         return weights, chosen
 
+    def _given(self, probabilities: Tensor) -> Tensor | None:
+        """Choices (N, K) in the place of the library's, which adds up another number of scores of a group than
+        DeepSeek's models do (docs/findings/megatron-groups-of-experts.md). ``probabilities``: (N, X)."""
+        if self.routed.replayed:
+            return self.routed.replayed[self.number]
+        if self.groups is None or self.groups.best == self.topk // self.groups.chosen:
+            return None
+        preferred = probabilities if self.expert_bias is None else probabilities + self.expert_bias
+        return chosen_in_groups(preferred, self.groups, self.topk)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move the router, or change its dtype, of which the library has rounded the bias of choices by the time that
+        it keeps it in float32 (docs/findings/megatron-rounded-bias.md)."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None:
+            self.expert_bias.data = before.to(self.expert_bias.device)
+        return self
+
+
+def chosen_in_groups(preferred: Tensor, groups: Groups, count: int) -> Tensor:
+    """The ``count`` experts of each token, (N, K), in its best groups. ``preferred``: (N, X)."""
+    best = preferred.unflatten(1, (groups.many, -1)).topk(groups.best, dim=2).values.sum(dim=2)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(groups.chosen, dim=1).indices, value=True)
+    inside = kept.repeat_interleave(preferred.shape[1] // groups.many, dim=1)
+    return preferred.masked_fill(~inside, -torch.inf).topk(count, dim=1).indices
+
 
 def number_routers(chunk: Any, mixture: Mixture) -> None:
     """Number the routers of a GPTModel, and let each layer hand its router the micro-batch."""
     for layer in chunk.decoder.layers:
         if (number := layer.layer_number - 1) in mixture.layers:
             layer.mlp.router.number = mixture.layers.index(number)
+            layer.mlp.router.groups = mixture.groups
             layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
 
 

@@ -8,7 +8,18 @@ from typing import Any, Literal, NamedTuple
 
 from conformance.role import Head
 from conformance.validation import UsageError
-from impl.megatron.mixture import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, Keys, Mixture, mixture_of
+from impl.megatron.latent_shape import Latent, latent_of
+from impl.megatron.mixture import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    Keys,
+    Mixture,
+    mixture_of,
+)
 
 
 class Family(NamedTuple):
@@ -18,7 +29,8 @@ class Family(NamedTuple):
     v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
     layers have a sliding window. sinks: attention has a learned score per head, without a value. fused: at Hugging Face
     q, k and v are one matrix, and gate and up. partial: positions may be on a part of each head. mixture: how a
-    configuration spells its mixture of experts.
+    configuration spells its mixture of experts. latent: attention is DeepSeek's, with biases
+    in the place of those on q, k and v on the projections to latent vectors.
     """
 
     bias: tuple[str, bool] | Literal["none", "qkv"]
@@ -28,6 +40,7 @@ class Family(NamedTuple):
     fused: bool = False
     partial: bool = False
     mixture: Keys | None = None
+    latent: bool = False
 
 
 FAMILIES = {
@@ -41,11 +54,12 @@ FAMILIES = {
     "Mixtral": Family("none", windows="every layer", mixture=MIXTRAL),
     "Qwen2Moe": Family("qkv", windows="switched on", mixture=QWEN2_MOE),
     "Qwen3Moe": Family(("attention_bias", False), qk_norm=True, windows="switched on", mixture=QWEN3_MOE),
+    "DeepseekV2": Family(("attention_bias", False), mixture=DEEPSEEK_V2, latent=True),
+    "DeepseekV3": Family(("attention_bias", False), mixture=DEEPSEEK_V3, latent=True),
 }
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
-_SCALINGS = ("default", "llama3", "yarn")
 _SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # of cos and sin under yarn
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
@@ -61,6 +75,7 @@ class ModelShape:
     or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused, sinks: see
     Family. rotary_share: of a head's numbers, the part that positions turn, from the first one on.
     attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
+    latent: of latent attention, in which head_dim is that of queries and keys; None for grouped queries.
     """
 
     layers: int
@@ -87,6 +102,12 @@ class ModelShape:
     rotary_share: float = 1.0
     head: Head = "causal"
     mixture: Mixture | None = None
+    latent: Latent | None = None
+
+    @property
+    def attended(self) -> int:
+        """The width of what attention gives to o_proj."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     def padded_vocab(self, tp: int) -> int:
         multiple = VOCABULARY_MULTIPLE * tp
@@ -104,8 +125,9 @@ def read_shape(folder: Path) -> ModelShape:
         )
     family, head = ARCHITECTURES[name]
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
+    known = ("default", "yarn") if FAMILIES[family].latent else ("default", "llama3", "yarn")
     refused = {
-        "rotary positions that are scaled otherwise than by llama3 or yarn": _scaling(config) not in _SCALINGS,
+        f"rotary positions that are scaled otherwise than by {' or '.join(known[1:])}": _scaling(config) not in known,
         "quantized weights (save them with dequantize=True), which are": config.get("quantization_config"),
         "experts with biases beside attention without": name.startswith("GptOss")
         and not config.get("attention_bias", True),
@@ -176,13 +198,14 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
     if rope["rope_theta"] is None:
         raise KeyError("rope_theta")
     bias = isinstance(family.bias, tuple) and bool(config.get(*family.bias))
+    latent = latent_of(config, rope, scaled=_scaling(config) == "yarn") if family.latent else None
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=(latent.plain + latent.turned if latent else config.get("head_dim") or config["hidden_size"] // heads),
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         eps=config["rms_norm_eps"],
@@ -199,8 +222,9 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         fused=family.fused,
         sinks=True if family.sinks else None,
-        yarn=_yarn(rope) if _scaling(config) == "yarn" else None,
+        yarn=_yarn(rope) if _scaling(config) == "yarn" and not latent else None,
         rotary_share=float(rope["partial_rotary_factor"] or 1.0) if family.partial else 1.0,
         head=head,
         mixture=None if family.mixture is None else mixture_of(config, family.mixture),
+        latent=latent,
     )

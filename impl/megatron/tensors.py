@@ -18,22 +18,19 @@ from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.validation import UsageError
 from impl.files import SliceReader
 from impl.megatron.convert import (
+    CORRECTION,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    Part,
-    Rank,
     all_parameters,
-    copy_to_full,
     is_cut,
     is_of_experts,
     layer_parameters,
-    load_part,
     of_same_tensors,
     parts,
-    reader,
 )
 from impl.megatron.shape import ModelShape
+from impl.megatron.spans import Part, Rank, copy_to_full, load_part, reader
 from impl.megatron.stages import Stages
 from impl.training_state import WrittenKind
 
@@ -45,11 +42,16 @@ def layer_numbers(chunk: Any) -> list[int]:
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
+def held_by(chunk: Any) -> dict[str, Any]:
+    """The parameters of a chunk (a GPTModel), and the buffers that are weights of the model."""
+    return {**dict(chunk.named_parameters()), **{n: b for n, b in chunk.named_buffers() if n.endswith(CORRECTION)}}
+
+
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """The name of each parameter in a chunk (a GPTModel) -> the same name with global numbers of layer and expert."""
+    """The name of each tensor that ``held_by`` gives -> the same name with global numbers of layer and expert."""
     numbers = layer_numbers(chunk)
     names = {}
-    for name, _ in chunk.named_parameters():
+    for name in held_by(chunk):
         if name.startswith("decoder.layers."):
             local, _, kind = name.removeprefix("decoder.layers.").partition(".")
             kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
@@ -126,7 +128,7 @@ class ModelTensors:
         """This rank's parameters; a tied head is one of them if the embedding is on another stage."""
         for number, chunk in enumerate(self.chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
-            found = dict(chunk.named_parameters())
+            found = held_by(chunk)
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:
                     yield OwnParameter(name=name, parameter=found[name])

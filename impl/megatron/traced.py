@@ -49,7 +49,7 @@ def _of_chunk(chunk: Any, layers: range, shape: ModelShape) -> Iterator[TracedMo
         yield TracedModule(name="model.embed_tokens", module=modules["embedding"], output=stream)
     for number, layer in enumerate(layers):
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{layer}."
-        attention = cut(shape.heads * shape.head_dim)
+        attention = cut(shape.attended)
         has_experts = shape.mixture is not None and layer in shape.mixture.layers  # which are as a whole one module
         for name, of, inside in (
             ("input_layernorm", "input_layernorm", stream),

@@ -46,7 +46,7 @@ from impl.megatron.settings import (
 )
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
-from impl.megatron.tensors import ModelTensors, load_parameter, parameter_names
+from impl.megatron.tensors import ModelTensors, held_by, load_parameter, parameter_names
 from impl.megatron.traced import traced_chunks
 from impl.micro_batches import Loss
 from impl.model_folder import Dtype, write_model
@@ -95,7 +95,7 @@ class MegatronTrainable:
                 leave_padding_token(chunks[0], self.shape.padding_token)
             for chunk in chunks:
                 names = parameter_names(chunk)
-                for name, parameter in chunk.named_parameters():
+                for name, parameter in held_by(chunk).items():
                     load_parameter(parameter, names[name], self.shape, read)
         return torch.nn.ModuleList(chunks).train()
 
@@ -123,7 +123,7 @@ class MegatronTrainable:
         """Freeze this rank's parameters as ``optimizer`` says; returns the trained parameters of the whole model."""
         for chunk in model:
             names = parameter_names(chunk)
-            for name, parameter in chunk.named_parameters():
+            for name, parameter in held_by(chunk).items():
                 parameter.requires_grad_(is_trained(names[name], self.shape, optimizer))
             if chunk.pre_process and "ckpt" in self.options:
                 begin_with_gradient(chunk)

@@ -131,11 +131,22 @@ class Ring:
         window: tuple[int, int],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of ``q`` (rows, length, heads, E) over all ranks' ``k``, ``v`` (rows, length, kv_heads, E).
+        """Causal attention of ``q`` (rows, length, heads, E) over all ranks' keys and values.
 
-        ``window``: how many keys a query sees before and after its own, -1 is no limit. ``sinks``: (heads,), of which
-        llama3 alone knows. Returns the shape of ``q``.
+        ``k``: (rows, length, kv_heads, E). ``v``: (rows, length, kv_heads, V). ``window``: how many keys a query sees
+        before and after its own, -1 is no limit. ``sinks``: (heads,), of which llama3 alone knows. Returns
+        (rows, length, heads, V).
         """
+        size, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        if q.shape[-1] == size:
+            return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)
+        # Kernels want heads of one size; those of latent attention have values of another, and zeros add nothing.
+        q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)[..., :size]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: tuple[int, int], sinks: Tensor | None
+    ) -> Tensor:
         if self._equal and window == (-1, -1) and sinks is None and kernel(q.device, q.dtype) != "plain":
             # Nothing goes around, and PyTorch may choose a faster kernel than those for documents laid end to end.
             q_rows, k_rows, v_rows = (x.view(self._equal, -1, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
@@ -225,10 +236,8 @@ def _attend(
         raise ValueError(f"{type(module).__name__} uses dropout or softcap, which no ring has; use sp1")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    # Kernels want heads of one size; those of latent attention have values of another, and zeros add nothing.
-    width = max(query.shape[-1], value.shape[-1])
-    q, k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, width - x.shape[-1])) for x in (query, key, value))
-    return ring(q, k, v, scale=scale, window=window, sinks=s_aux)[..., : value.shape[-1]], None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return ring(q, k, v, scale=scale, window=window, sinks=s_aux), None
 
 
 def register() -> None:

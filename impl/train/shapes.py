@@ -10,8 +10,9 @@ from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
 from conformance.reading import read_json
 from conformance.role import Head
 from conformance.validation import UsageError
-from impl.megatron.convert import Rank, all_parameters, parts
+from impl.megatron.convert import all_parameters, parts
 from impl.megatron.shape import VALUE_HEAD, ModelShape, read_shape
+from impl.megatron.spans import Rank
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
