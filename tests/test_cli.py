@@ -230,7 +230,10 @@ def message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "words"),
     [
         (["list", "--backend", "nobody"], "unknown backend 'nobody'; registered: "),
-        (["list", "--profile", "slow"], "no profile 'slow'; known: any-model, checkpoints, families, full, gpu, quick"),
+        (
+            ["list", "--profile", "slow"],
+            "no profile 'slow'; known: any-model, checkpoints, families, full, gpu, nightly, quick",
+        ),
         (["list", "--faults", "typo"], "unknown fault 'typo'; known: "),
         (["list", "--cells", "nothing*"], "no cell matches 'nothing*'"),
         (["judge", "nowhere"], "there is no nowhere/summary.json; give the complete --out folder of a parity run"),

@@ -93,7 +93,9 @@ def test_what_is_no_share_is_refused_for_every_objective(folder: Path, share: An
 
 def test_attention_of_megatron_has_no_dropout_and_says_so() -> None:
     attention = pytest.importorskip("impl.megatron.attention")
-    config = SimpleNamespace(kv_channels=8, attention_dropout=DROPOUT, window_size=None, window_attn_skip_freq=None)
+    config = SimpleNamespace(
+        kv_channels=8, attention_dropout=DROPOUT, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
     layer = attention.RingCoreAttention(config, layer_number=1)
     documents = attention.Documents(ring=lambda q, k, v, **_: q)
     x = torch.ones(2, 1, 1, 8)

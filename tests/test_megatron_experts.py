@@ -126,7 +126,7 @@ def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
         ("deepseek-v3", {"n_group": None}, "does not say n_group"),
         ("deepseek-v3", {"kv_lora_rank": None}, "does not say kv_lora_rank"),
         ("deepseek-v2", {"mlp_bias": True}, "biases in the MLP not built in"),
-        ("deepseek-v2", {"rope_parameters": {"rope_type": "linear"}}, "scaled otherwise than YaRN's not built in"),
+        ("deepseek-v2", {"rope_parameters": {"rope_type": "linear"}}, "scaled otherwise than by yarn not built in"),
     ],
 )
 def test_what_a_configuration_lacks_is_told(
