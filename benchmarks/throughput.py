@@ -1,6 +1,6 @@
-"""Speed and memory of the reference backends beside plain programs of the same library, on two GPUs of one host.
+"""Speed and memory of the reference backends beside plain programs of the same library, on the GPUs of one host.
 
-python benchmarks/throughput.py MODEL OUT.json [--seq 4096] [--rows 4] [--rounds 3] [--only fsdp2]
+python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--seq 4096] [--rows 4] [--rounds 3] [--only fsdp2]
 
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
@@ -18,9 +18,14 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-RANKS = 2
-# ours (backend, layout) beside the plain program, its layout
-PAIRS = (
+# By the number of GPUs: ours (backend, layout) beside the plain program, its layout.
+ONE_GPU = (
+    ("fsdp2", "dp1.ckpt", "plain_fsdp2.py", "dp1"),
+    ("deepspeed", "dp1.zero2.ckpt", "plain_deepspeed.py", "dp1.zero2"),
+    ("megatron", "dp1.ckpt", "plain_fsdp2.py", "dp1"),
+    ("megatron", "dp1.ckpt", "plain_megatron.py", "dp1"),
+)
+TWO_GPUS = (
     ("fsdp2", "dp2.ckpt", "plain_fsdp2.py", "dp2"),
     ("deepspeed", "dp2.zero2.ckpt", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
@@ -28,6 +33,7 @@ PAIRS = (
     ("megatron", "dp2.zero1.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
 )
+PAIRS = {1: ONE_GPU, 2: TWO_GPUS}
 Program = tuple[str, ...]
 
 
@@ -35,20 +41,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", type=int, default=2, choices=sorted(PAIRS))
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=4, help="rows of a data rank; ranks that share rows get as many")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a program in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="pairs of this backend, or of this layout")
     options = parser.parse_args()
-    pairs = [pair for pair in PAIRS if options.only in f"{pair[0]} {pair[1]}"]
+    pairs = [pair for pair in PAIRS[options.gpus] if options.only in f"{pair[0]} {pair[1]}"]
     programs = dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair)))
     seen: dict[Program, list[dict[str, Any]]] = {program: [] for program in programs}
     for number in range(options.rounds):
         for program in programs:
             seen[program].append(run(program, options))
             print(f"round {number + 1}: {' '.join(program)}: {seen[program][-1]}", file=sys.stderr, flush=True)
-    sizes = {name: getattr(options, name) for name in ("seq", "rows", "steps")}
+    sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps")}
     result = {"model": options.model.name, **sizes, "pairs": [told(pair, seen) for pair in pairs]}
     options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps(result, indent=1))
@@ -64,7 +71,7 @@ def plain(pair: tuple[str, str, str, str]) -> Program:
 
 def run(program: Program, options: argparse.Namespace) -> dict[str, Any]:
     """What the first rank of a program has measured (benchmarks/timing.py); {"failed": its last line} if it failed."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus))
     sizes = [f"--{name}={getattr(options, name)}" for name in ("seq", "rows", "steps")]
     command = [sys.executable, *launcher, str(HERE / program[0]), str(options.model), *program[1:], *sizes]
     environment = {"OMP_NUM_THREADS": "4", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
