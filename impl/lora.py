@@ -18,7 +18,7 @@ from conformance.backend import NamedTensors, Support, Supported, Unsupported
 from conformance.lora import FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig, is_adapter
 from conformance.scenario import OptimizerConfig, Scenario
 from conformance.validation import UsageError
-from impl.models import published_buffers
+from impl.buffers import published_buffers
 from impl.unread import Cast, Stored, UnreadWeights
 
 _OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the last one is how the others end, too

@@ -22,7 +22,6 @@ from conformance.lora import ADAPTER, is_adapter
 from conformance.validation import UsageError
 from impl.files import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, run_through, whole_folder
 from impl.lora import merge_adapter, write_adapter
-from impl.models import load_model
 from impl.together import agree, on_first
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
@@ -113,6 +112,8 @@ def write_merged(folder: Path, *, dtype: Dtype, write: Callable[..., None], trus
 
 def merge_folder(apart: Path, folder: Path, *, trusted: bool) -> None:
     """Move the model in ``apart`` to ``folder``, with its adapter added to the weights; in one process."""
+    from impl.models import load_model  # imports transformers, which takes seconds
+
     dtype = max(stored_dtypes(apart).values(), key=lambda one: one.itemsize)
     model = load_model(apart, dtype=dtype, attention="eager", trusted=trusted)
     weights = merge_adapter(model, apart / ADAPTER)

@@ -4,7 +4,6 @@ from conformance.backend import Support, Supported, Unsupported
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
-from impl.models import causal_class, read_config
 
 
 def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False) -> Support:
@@ -17,6 +16,8 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False)
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
         return Supported()
+    from impl.models import causal_class, read_config  # imports transformers, which takes seconds
+
     folder = resolve(scenario.model)
     config = read_config(folder, trusted=scenario.trust_remote_code)
     model = causal_class(config, folder)

@@ -13,6 +13,7 @@ from conformance.inputs.folder import runs_code
 from conformance.inputs.model import weight_files
 from conformance.role import Head
 from conformance.validation import UsageError
+from impl.buffers import published_buffers
 from impl.document_masks import keep_documents_apart
 from impl.families import beyond_kernels
 from impl.files import fill
@@ -74,16 +75,6 @@ def load_model(
             fill(parameter, name, [0] * parameter.dim(), read.region)
     del model.unread
     return model
-
-
-def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a model's folder has beside parameters, by name: it is not trained, and is exported with them."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim.lr_scheduler import LRScheduler
@@ -57,6 +56,8 @@ def torch_optimizer(
 
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
     """transformers' learning-rate schedule for ``optimizer``."""
+    import transformers  # not earlier, because it takes seconds
+
     # transformers' "constant" has no warm-up, whatever it is given.
     name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
     scheduler: LRScheduler = transformers.get_scheduler(

@@ -11,10 +11,9 @@ passes of their own before the first backward pass, because each micro-batch's g
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from conformance.batch import EXPERTS, expert_column
@@ -23,6 +22,9 @@ from impl.collate import MicroBatch
 from impl.micro_batches import Loss
 from impl.outputs import Outputs
 from impl.strategy import Context, Trainable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Model types whose experts expert_parallel.py computes
 CUT = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -42,7 +44,7 @@ class Choice:
 class Routers:
     """The routers of a model, in the order of its layers. ``loss_factor``: 0 where they add nothing to the loss."""
 
-    def __init__(self, model: transformers.PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         config = model.config
         balanced = getattr(config, "output_router_logits", False)
         self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
@@ -96,7 +98,7 @@ class Routers:
         return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
 
-def routers_of(model: transformers.PreTrainedModel) -> Routers | None:
+def routers_of(model: "PreTrainedModel") -> Routers | None:
     """None for a model without routers that are known."""
     return Routers(model) if model.config.model_type in KINDS else None
 

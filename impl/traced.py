@@ -1,14 +1,17 @@
 """Which modules of a Hugging Face model a rank runs, and how their activations are cut, for `parity bisect`."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from conformance.activations import Cut, TracedModule
 from conformance.batch import Batch, Row
 from impl.collate import MicroBatch
 from impl.families import WHOLE_OUTPUTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WHOLE = Cut()
 # What the oracle names, inside of a layer. Beside it: embed_tokens, norm and lm_head.
@@ -47,7 +50,7 @@ def token_numbers(part: MicroBatch) -> torch.Tensor:
 
 
 def hugging_face_modules(
-    model: PreTrainedModel, *, tp: int, tp_rank: int, sequence: bool = False, vocabulary_start: int = 0
+    model: "PreTrainedModel", *, tp: int, tp_rank: int, sequence: bool = False, vocabulary_start: int = 0
 ) -> tuple[TracedModule, ...]:
     """The modules of a Hugging Face model under its own names.
 
@@ -83,7 +86,7 @@ def hugging_face_modules(
     return tuple(found)
 
 
-def _features(model: PreTrainedModel, name: str) -> int:
+def _features(model: "PreTrainedModel", name: str) -> int:
     """How many features a projection gives, or takes, in the whole model."""
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

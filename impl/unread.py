@@ -11,15 +11,17 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor
 
 from impl.files import SAFETENSORS_DTYPES, SliceReader, strips
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Indices = Sequence[int]
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -219,11 +221,11 @@ class _Headers:
 @contextlib.contextmanager
 def reading_headers() -> Iterator[None]:
     """transformers reads no numbers of weights meanwhile, and builds models of unread tensors."""
-    with mock.patch.object(transformers.modeling_utils, "safe_open", _Headers):
+    with mock.patch("transformers.modeling_utils.safe_open", _Headers):
         yield
 
 
-def take_origins(model: transformers.PreTrainedModel, files: list[Path]) -> UnreadWeights:
+def take_origins(model: "PreTrainedModel", files: list[Path]) -> UnreadWeights:
     """Put empty parameters (on the meta device) in the place of unread ones, and read the buffers; returns what there
     is to read. What is tied stays tied, and so becomes what the configuration ties if both tensors are in the files and
     are equal."""
@@ -265,7 +267,7 @@ def untouched_zeros(shape: Indices, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=_PRIVATE), dtype=dtype).view(*shape)
 
 
-def _tie_equals(model: transformers.PreTrainedModel, read: SliceReader) -> None:
+def _tie_equals(model: "PreTrainedModel", read: SliceReader) -> None:
     """As transformers does where it has the numbers."""
     tied: dict[str, str] = model.all_tied_weights_keys
     for name, other in list(tied.items()):

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,24 @@ def test_a_wrong_target_is_named(target: str, message: str) -> None:
 def test_listing_backends_imports_none_of_them() -> None:
     code = "import sys, conformance.backend as b; b.registered_backends(); sys.exit('impl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> None:
+    """A controller asks for every cell, and each of them takes seconds to import."""
+    code = """
+        import sys
+        from conformance.backend import registered_backends
+        from conformance.layout import Layout
+        from conformance.paths import FIXTURES
+        from conformance.scenario import load_scenario
+        scenario = load_scenario(FIXTURES / "scenarios/sft-packed.toml", model="models/qwen3", precision="exact")
+        for entry in registered_backends().values():
+            print(entry.name, type(entry.load().supports(scenario, Layout.parse("dp2"))).__name__)
+        print(*{"transformers", "torch._dynamo", "deepspeed", "megatron.core", "peft"} & sys.modules.keys())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    supported = [f"{name} Supported" for name in ("deepspeed", "fsdp2", "megatron")]
+    assert done.stdout.splitlines() == [*supported, ""]
 
 
 def imported(file: Path) -> set[str]:

@@ -26,7 +26,8 @@ from conformance.run.exact import exact_tier
 from conformance.run.session import Session
 from conformance.scenario import Precision
 from conformance.validation import UsageError
-from impl.models import load_model, published_buffers
+from impl.buffers import published_buffers
+from impl.models import load_model
 
 DEEPSEEK = ("deepseek-v3", "deepseek-v2")
 ON_MEGATRON = ("dp2.zero1", "pp2", "ep2.ckpt", "ep2.tp2.seqpar", "ep2.pp2", "ep2.sp2", "pp2.vpp2")

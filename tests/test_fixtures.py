@@ -17,7 +17,7 @@ from conformance.inputs.documents import load_documents, load_tokenizer
 from conformance.oracle.experts import stacked
 from conformance.paths import FIXTURES
 from conformance.scenario import DataConfig, load_scenario
-from impl.models import published_buffers
+from impl.buffers import published_buffers
 
 MODELS = FIXTURES / "models"
 FURTHER = [

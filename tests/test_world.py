@@ -4,7 +4,10 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import textwrap
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from world_helpers import Runner, is_dead_soon, is_gone, results
 from conformance.machine import available_memory
 from conformance.world import Pool, WorldConfig, beat
 from conformance.world.launch import RANK_BYTES, StartError, check_host
-from conformance.world.nursery import COMMON
+from conformance.world.nursery import COMMON, SHARED
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +96,25 @@ def test_worlds_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
     assert len({result["rank"] for world in found for result in world}) == 2 * (1 + 2 + 4)
 
 
-def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(run: Runner) -> None:
-    """Each other import costs seconds in every zygote."""
-    asked = [*COMMON, "deepspeed", "megatron", "datasets"]
-    assert results(run("imported", fresh=True, modules=asked)) == [[*COMMON]] * 2
+@pytest.mark.parametrize(("preload", "shared"), [((), ()), (("transformers",), SHARED.values())])
+def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(
+    tmp_path: Path, preload: tuple[str, ...], shared: Collection[str]
+) -> None:
+    """Each other import costs seconds in every zygote. A process of its own has a nursery of its own."""
+    asked = [*COMMON, *SHARED.values(), "deepspeed", "megatron", "datasets"]
+    code = f"""
+        from pathlib import Path
+        from conformance.world import Pool, WorldConfig
+        with Pool(work_dir=Path("pool")) as pool:
+            config = WorldConfig(size=2, device="cpu", preload={preload})
+            outcome = pool.run(key="", config=config, task="world_tasks:imported", kwargs={{"modules": {asked}}},
+                               log_dir=Path("logs"), budget_s=60)
+        print(outcome.reason, outcome.results)
+    """
+    tests = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | tests, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([[*COMMON, *shared]] * 2)
 
 
 def test_a_fresh_task_runs_in_processes_that_have_seen_no_other(run: Runner) -> None:

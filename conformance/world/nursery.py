@@ -31,7 +31,10 @@ from conformance.world.flight import ENTRIES
 from conformance.world.wire import Message, Wire, wire_pair
 
 # What cannot be imported is left to the zygotes that need it, which say why.
-COMMON = ("conformance.world.rank", "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
+COMMON = ("conformance.world.rank",)
+# Imported when the first zygote wants anything of its package, because it is most of what such modules import: this one
+# imports torch._dynamo and torch.distributed.tensor, too. The oracle, and worlds without models, need none of it.
+SHARED = {"transformers": "transformers.modeling_utils"}
 _STATUS = struct.Struct("i")
 
 
@@ -193,6 +196,7 @@ class _Server:
                 if message is None:
                     return
                 if message["do"] == "fork":
+                    _import_shared(message["preload"])
                     self._fork(message, *fds)
                 else:
                     self._signal(message["zygote"], message["signal"])
@@ -231,6 +235,21 @@ class _Server:
         os.close(child.status_fd)
 
 
+def _import_shared(preload: Sequence[str]) -> None:
+    packages = {name.partition(".")[0] for name in preload}
+    if wanted := [module for package, module in SHARED.items() if package in packages and module not in sys.modules]:
+        _import(wanted)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules for all zygotes to come, which share their memory as long as nobody writes to it."""
+    for module in modules:
+        with contextlib.suppress(Exception):
+            import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
 def _become_zygote(message: Message, parent: int, control_fd: int, log_fd: int) -> NoReturn:
     """Continue as a zygote, in the child of a fork, in the controller's folder, environment and path."""
     status = 1
@@ -255,11 +274,7 @@ def _become_zygote(message: Message, parent: int, control_fd: int, log_fd: int) 
 def main() -> None:
     control = Wire(socket.socket(fileno=int(sys.argv[1])))
     os.set_inheritable(control.fileno(), False)
-    for module in COMMON:
-        with contextlib.suppress(Exception):
-            import_module(module)
-    gc.collect()
-    gc.freeze()  # shared by zygotes as long as nobody writes to it
+    _import(COMMON)
     control.send({"type": "ready"})
     _Server(control).serve()
 

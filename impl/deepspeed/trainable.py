@@ -21,6 +21,7 @@ from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.buffers import published_buffers
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.deepspeed import checkpoint, process
@@ -34,7 +35,7 @@ from impl.files import SliceReader
 from impl.lora import load_adapter
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import empty_model, published_buffers
+from impl.models import empty_model
 from impl.optimizers import (
     freeze_others,
     learning_rates,

@@ -10,7 +10,7 @@ from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.fsdp2.expected import EXPECTED
-from impl.fsdp2.tensor_parallel import LAYER_NORMS
+from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support

@@ -27,24 +27,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
 from impl.families import WHOLE_OUTPUTS
+from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import NAME, is_adapted
 
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
-# Model types that have an explicit plan -> the norms on their residual stream.
-_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-LAYER_NORMS = {
-    "llama": _LLAMA_NORMS,
-    "PanguEmbedded": _LLAMA_NORMS,
-    "mistral": _LLAMA_NORMS,
-    "qwen2": _LLAMA_NORMS,
-    "qwen3": _LLAMA_NORMS,
-    "phi3": _LLAMA_NORMS,
-    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "gemma2": _GEMMA_NORMS,
-    "gemma3_text": _GEMMA_NORMS,
-}
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 
 

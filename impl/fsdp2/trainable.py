@@ -23,6 +23,7 @@ from conformance.activations import Traced
 from conformance.backend import NamedTensors, Shard, TensorKind
 from conformance.role import Head
 from conformance.scenario import OptimizerConfig, ScheduleConfig
+from impl.buffers import published_buffers
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.files import SliceReader
@@ -33,7 +34,7 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vo
 from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another
 from impl.model_folder import Dtype, write_merged, write_model
-from impl.models import empty_model, published_buffers
+from impl.models import empty_model
 from impl.optimizers import (
     freeze_others,
     learning_rates,

@@ -14,8 +14,7 @@ from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
 from impl.megatron.mixture import expert_sizes, mixture_support
 from impl.megatron.shape import read_shape
-from impl.ring.flash import INSTALL, available
-from impl.ring.support import RING_MODULES, ring_support
+from impl.ring.support import INSTALL, RING_MODULES, available, ring_support
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
@@ -32,7 +31,7 @@ class MegatronBackend(StrategyBackend):
         url="https://docs.nvidia.com/megatron-core/developer-guide/latest/",
         default_zero=0,
     )
-    preload = ("impl.megatron.context", *RING_MODULES)
+    preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES)
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,

@@ -18,13 +18,7 @@ import transformers.modeling_flash_attention_utils
 from torch import Tensor
 
 from impl.ring import plain
-
-INSTALL = "pip install 'backend-parity[ring]'"
-
-
-def available() -> bool:
-    """Whether ring_flash_attn is installed."""
-    return importlib.util.find_spec("ring_flash_attn") is not None
+from impl.ring.support import INSTALL, available
 
 
 def kernel(device: torch.device, dtype: torch.dtype) -> str:

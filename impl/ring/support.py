@@ -1,6 +1,7 @@
 """What the ring layer supports, for the adapters of all backends; the answer needs no ranks and no import of it."""
 
 import json
+from importlib.util import find_spec
 
 from conformance.backend import Support, Supported, Unsupported
 from conformance.expectation import model_config
@@ -8,9 +9,16 @@ from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from impl.families import LATENT, SINKS, beyond_kernels
-from impl.ring.flash import INSTALL, available
 
+INSTALL = "pip install 'backend-parity[ring]'"
 _OTHERS = {"ring", "zigzag", "torchcp"}  # than the default ring
+
+
+def available() -> bool:
+    """Whether ring_flash_attn is installed."""
+    return find_spec("ring_flash_attn") is not None
+
+
 RING_MODULES = ("impl.ring.package", "impl.ring.context_parallel") if available() else ()  # for preload
 
 

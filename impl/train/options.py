@@ -24,6 +24,7 @@ from conformance.reading import read_json
 from conformance.run.environment import model_sizes
 from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError, explain
+from impl.fsdp2.planned import LAYER_NORMS
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import Value
 from impl.train.shapes import parameter_shapes
@@ -386,8 +387,6 @@ def _ask(backend: str, scenario: Scenario, layout: Layout) -> None:
     if isinstance(answer, Unsupported):
         raise UsageError(f"--backend {backend} does not train this in the layout {layout}: {answer.reason}")
     if "plan" in layout.options or (backend == "fsdp2" and "seqpar" in layout.options):
-        from impl.fsdp2.tensor_parallel import LAYER_NORMS  # loads transformers
-
         kind = _model_type(Path(scenario.model))
         if kind not in LAYER_NORMS:
             raise UsageError(
