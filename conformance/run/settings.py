@@ -20,7 +20,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # ranks begin with it (conformance.world.
 @contextlib.contextmanager
 def settings_of(precision: Precision, device: str) -> Iterator[dict[str, str]]:
     """Set what the tier wants on a GPU, and yield what is in force, for the record. Restored on exit."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic()
     utils: Any = torch.utils.deterministic
     fills = utils.fill_uninitialized_memory
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
@@ -36,5 +36,11 @@ def settings_of(precision: Precision, device: str) -> Iterator[dict[str, str]]:
         }
     finally:
         utils.fill_uninitialized_memory = fills
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if _deterministic() != before:  # the function imports torch._inductor, which takes seconds
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Whether torch takes deterministic kernels, and whether it only warns where there are none."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
