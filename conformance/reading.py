@@ -4,6 +4,8 @@ A path may lead to a pipe, a device or a folder; a file may be binary or deeply 
 value of the declared type or one UsageError that names the file.
 """
 
+import copy
+import functools
 import json
 import os
 import stat
@@ -58,11 +60,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises UsageError, and FileNotFoundError if it is missing."""
     text = read_text(path, limit=MIB)
     try:
-        return tomllib.loads(text)
+        return copy.deepcopy(_parsed_toml(text))
     except RecursionError:
         raise UsageError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of a number with thousands of digits
         raise UsageError(f"{path} is not valid TOML: {one_line(error)}") from None
+
+
+@functools.lru_cache(maxsize=64)  # a profile names a scenario's file for each of its models and precisions
+def _parsed_toml(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

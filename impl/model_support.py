@@ -1,9 +1,24 @@
 """What a Hugging Face model itself allows, for the adapters that run any of them; the answer needs no ranks."""
 
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
 from conformance.backend import Support, Supported, Unsupported
+from conformance.inputs.folder import Files, files_of
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What transformers says of a model: the name of its class, whether it carries a tensor-parallel plan, and whether
+    its attention can be replaced, as far as that is known."""
+
+    name: str
+    has_plan: bool
+    takes_attention: bool
 
 
 def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False) -> Support:
@@ -16,13 +31,24 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False)
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
         return Supported()
+    folder = resolve(scenario.model)
+    model = _model_of(folder, files_of(folder), trusted=scenario.trust_remote_code)
+    if layout.tp > 1 and not has_plan and not model.has_plan:
+        return Unsupported(f"{model.name} carries no tensor-parallel plan; use tp1")
+    if shards_sequence and not model.takes_attention:
+        return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
+    return Supported()
+
+
+@lru_cache(maxsize=64)
+def _model_of(folder: Path, files: Files, *, trusted: bool) -> _Model:
+    """``files`` are there for the cache: many cells have the same model."""
     from impl.models import causal_class, read_config  # imports transformers, which takes seconds
 
-    folder = resolve(scenario.model)
-    config = read_config(folder, trusted=scenario.trust_remote_code)
+    config = read_config(folder, trusted=trusted)
     model = causal_class(config, folder)
-    if layout.tp > 1 and not has_plan and not config.get_text_config().base_model_tp_plan:
-        return Unsupported(f"{model.__name__} carries no tensor-parallel plan; use tp1")
-    if shards_sequence and not model._supports_attention_backend and not getattr(config, "auto_map", None):
-        return Unsupported(f"{model.__name__} has attention of its own, in whose place no ring can stand; use sp1")
-    return Supported()
+    return _Model(
+        name=model.__name__,
+        has_plan=bool(config.get_text_config().base_model_tp_plan),
+        takes_attention=bool(model._supports_attention_backend or getattr(config, "auto_map", None)),
+    )

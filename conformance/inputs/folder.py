@@ -15,6 +15,7 @@ from conformance.lora import ADAPTER
 from conformance.reading import check_file, read_json
 from conformance.validation import UsageError
 
+Files = tuple[tuple[Path, int], ...]
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*", ADAPTER)
 # folder_code() of the shipped openPangu model. A copy with other Python code or another auto_map has another digest.
@@ -39,6 +40,12 @@ def check_model_folder(model: Path) -> None:
             check_file(file)
         except FileNotFoundError:
             raise UsageError(f"{file} leads nowhere; remove it, or download the folder again") from None
+
+
+def files_of(model: Path) -> Files:
+    """The files of a model folder, and when each was last changed: what is known of the folder holds as long as these
+    are the same."""
+    return tuple((file, file.stat().st_mtime_ns) for file in sorted(_files(model)) if file.exists())
 
 
 def _files(model: Path) -> Iterator[Path]:

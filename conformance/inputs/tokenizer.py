@@ -5,13 +5,14 @@ the CPU time and the number of characters that a template may use for one sample
 """
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conformance.inputs.folder import CONFIG, runs_code
+from conformance.inputs.folder import CONFIG, Files, files_of, runs_code
 from conformance.reading import MIB
 from conformance.validation import UsageError, one_line
 
@@ -19,11 +20,17 @@ LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render fo
 
 
 def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
-    """Load the tokenizer of a Hugging Face folder; nothing is downloaded.
+    """Load the tokenizer of a Hugging Face folder; nothing is downloaded. It is kept until a file there changes.
 
     ``trusted``: Python code of the folder may be run. Raises UsageError if the tokenizer needs such code and it is not
     trusted, and for a configuration or a tokenizer that transformers cannot load.
     """
+    return _loaded(model, files_of(model), trusted=trusted)
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
+    """See ``load_tokenizer``. ``files`` are there for the cache."""
     from transformers import AutoConfig, AutoTokenizer  # takes a second, which no other command is to wait for
 
     options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}

@@ -6,6 +6,7 @@ layout, in another layout or on another backend, and always in new processes. Se
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -144,7 +145,7 @@ class Cell:
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save == "merge")
 
-    @property
+    @cached_property
     def asked_of_oracle(self) -> list[Any]:
         """What the oracle is asked for this cell, as JSON values; its precision is of the cell, not of the oracle."""
         scenario = scenario_to_json(self.scenario.reference)
@@ -158,6 +159,10 @@ class Cell:
         return dataclasses.replace(self, scenario=dataclasses.replace(self.scenario, seed=0), faults=())
 
     def __str__(self) -> str:
+        return self._id
+
+    @cached_property
+    def _id(self) -> str:
         return "/".join([self.scenario.name, self.scenario.model_name, self.backend, self.layout, self.variant])
 
     @property
