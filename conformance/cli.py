@@ -56,7 +56,6 @@ from conformance.run.refusal import check_device
 from conformance.run.session import Session, SessionConfig
 from conformance.running import EXIT, finish, output_folder, run_command, stop_code
 from conformance.validation import UsageError
-from conformance.world import Device
 
 NOT_HERE: dict[State, str] = {"not_run": "not here"}  # of a cell that another machine could run
 
@@ -192,10 +191,12 @@ def _add_options(parser: argparse.ArgumentParser, *kinds: type[Options], without
 
 def _list(options: argparse.Namespace, _: list[str]) -> int:
     selection = Selection.from_options(options)
-    device: Device = options.device or "cpu"
-    cells = make_plan(selection, Demands(), Portion.from_options(options), device=device).cells
-    with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder), device=device)) as session:
-        refused = [session.refusal(cell) for cell in cells]
+    ranks = _where(options)
+    cells = make_plan(selection, Demands(), Portion.from_options(options), ranks=ranks).cells
+    with tempfile.TemporaryDirectory() as folder:
+        config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
+        with Session(config) as session:
+            refused = [session.refusal(cell) for cell in cells]
     rows = [
         {
             "id": str(cell),
@@ -223,14 +224,19 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     return EXIT["conforms"]
 
 
+def _where(options: argparse.Namespace) -> Ranks:
+    """Of a command that runs no cells, and so has no budget."""
+    return Ranks(device=options.device or "cpu", ranks_per_gpu=options.ranks_per_gpu or 1)
+
+
 def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
-    device: Device = options.device or "cpu"
-    check_device(device)
+    ranks = _where(options)
+    check_device(ranks)
     portion = Portion.from_options(options)
-    cells = make_plan(Selection.from_options(options), Demands(), portion, device=device).cells
-    lines, fits = command.run(cells, options.out, device=device)
+    cells = make_plan(Selection.from_options(options), Demands(), portion, ranks=ranks).cells
+    lines, fits = command.run(cells, options.out, ranks=ranks)
     print("\n".join(lines))
     return EXIT["conforms" if fits else "usage"]
 
@@ -284,11 +290,11 @@ def _bisect(options: argparse.Namespace, _: list[str]) -> int:
 
     options.cells = [options.cell]
     selection, ranks = Selection.from_options(options), Ranks.from_options(options)
-    check_device(ranks.device)
+    check_device(ranks)
     cells = select_cells(selection)
     if len(cells) != 1:
         raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
-    state = run(cells[0], device=ranks.device, budget_s=ranks.budget, as_json=options.json)
+    state = run(cells[0], ranks=ranks, as_json=options.json)
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 

@@ -64,7 +64,8 @@ def _gpus() -> Check:
     if not count:
         return Check(name="GPUs", state="note", message="none visible; cells run on the CPU (--device cpu)")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-    return Check(name="GPUs", state="ok", message=f"{count} visible ({names}); use --device cuda")
+    more = ", and --ranks_per_gpu 2 for cells of two ranks" if count == 1 else ""
+    return Check(name="GPUs", state="ok", message=f"{count} visible ({names}); use --device cuda{more}")
 
 
 def _backends() -> list[Check]:

@@ -155,8 +155,14 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
     from conformance.run.session import Session, SessionConfig
 
     where, lines = ranks(config), list[str]()
-    plan = make_plan(selection(config), demands(config), portion(config), device=where.device)
-    config_of_all = SessionConfig(out=out, device=where.device, gpus=leased_gpus(where.device), budget_s=where.budget)
+    plan = make_plan(selection(config), demands(config), portion(config), ranks=where)
+    config_of_all = SessionConfig(
+        out=out,
+        device=where.device,
+        gpus=leased_gpus(where),
+        ranks_per_gpu=where.ranks_per_gpu,
+        budget_s=where.budget,
+    )
     with Session(config_of_all) as session:
         bisect_run(session, plan.cells, say=lines.append)
     return lines

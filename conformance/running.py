@@ -37,16 +37,16 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
-    hosts = hosts_of(Elsewhere.from_options(options))
-    check_device(ranks.device)
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), device=ranks.device)
+    hosts = hosts_of(Elsewhere.from_options(options), ranks)
+    check_device(ranks)
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     if again.rerun and not again.resume:
         raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
         raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
-    text = selection.text(ranks.device)
-    earlier = read_earlier(out, plan, ranks.device, selection=text) if again.resume else None
+    text = selection.text(ranks)
+    earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
     config = SessionConfig(
         out=out,
@@ -54,7 +54,8 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        gpus=() if hosts else leased_gpus(ranks.device),  # agents lease their own
+        gpus=() if hosts else leased_gpus(ranks),  # agents lease their own
+        ranks_per_gpu=ranks.ranks_per_gpu,
         hosts=hosts,
         budget_s=ranks.budget,
         fail_fast=options.fail_fast,

@@ -18,7 +18,7 @@ from conformance.backend import Support
 from conformance.history.earlier import read_baseline
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
-from conformance.plan.selection import Selection
+from conformance.plan.selection import Ranks, Selection
 from conformance.record.format import dumps, number
 from conformance.scenario import Scenario
 
@@ -66,10 +66,10 @@ def test_a_run_is_added_to_a_history_and_is_the_baseline_of_the_next(out: Path, 
     kept = str(tmp_path / "history")
     assert cli.main(["history", kept, "--add", str(out)]) == 0
     same = Selection(profile=f"elsewhere/{Path(profile).name}", backend=(PLAIN[1],))
-    assert same.text("cpu") == read(out / "summary.json")["selection"]
-    assert read_baseline(kept, same.text("cpu")).demanded[CONFORMS] == "conforms"
-    assert read_baseline(kept, same.text("cuda")).runs == ()
-    assert read_baseline(kept, Selection(profile=profile, backend=(PLAIN[1],), seed=1).text("cpu")).runs == ()
+    assert same.text(Ranks()) == read(out / "summary.json")["selection"]
+    assert read_baseline(kept, same.text(Ranks())).demanded[CONFORMS] == "conforms"
+    assert read_baseline(kept, same.text(Ranks(device="cuda"))).runs == ()
+    assert read_baseline(kept, Selection(profile=profile, backend=(PLAIN[1],), seed=1).text(Ranks())).runs == ()
 
 
 def test_run_leaves_summary_records_and_reports(out: Path) -> None:

@@ -14,7 +14,7 @@ from conformance import cli
 from conformance.history.earlier import RUNS, read_baseline
 from conformance.history.store import Summary, open_history
 from conformance.plan.plan import make_plan
-from conformance.plan.selection import Demands, Portion, Selection
+from conformance.plan.selection import Demands, Portion, Ranks, Selection
 from conformance.record.baseline import Outcome
 from conformance.record.merge import check_parts, read_part
 from conformance.record.results import read_output_json, read_run
@@ -276,7 +276,7 @@ def test_the_shards_of_a_run_are_compared_when_they_are_merged(
     with pytest.raises(
         UsageError, match="--baseline is about the cells of all shards together: give it to parity merge"
     ):
-        make_plan(Selection(), Demands(baseline=str(kept)), Portion(shard="1/2"), device="cpu")
+        make_plan(Selection(), Demands(baseline=str(kept)), Portion(shard="1/2"), ranks=Ranks())
 
 
 def test_jobs_of_one_run_have_one_baseline(nightly: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from conformance.layout import Layout
 from conformance.plan.cell import Cell
 from conformance.plan.plan import make_plan
 from conformance.plan.profile import Overrides, expand, load_profile, profile_names, select, select_cells
-from conformance.plan.selection import Demands, Portion, Selection
+from conformance.plan.selection import Demands, Portion, Ranks, Selection
 from conformance.validation import UsageError
 
 BACKENDS = ("fsdp2", "deepspeed", "megatron")
@@ -135,7 +135,7 @@ def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(back
 
 def test_nightly_is_a_plan_of_cells_that_other_profiles_have() -> None:
     """Which are run on CPUs: what differs at night is then about GPUs, or is seen in the morning on a laptop."""
-    plan = make_plan(Selection(profile="nightly", backend=BACKENDS), Demands(), Portion(), device="cuda")
+    plan = make_plan(Selection(profile="nightly", backend=BACKENDS), Demands(), Portion(), ranks=Ranks(device="cuda"))
     others = {str(cell) for profile in ("full", "families", "gpu") for cell in cells_of(profile)}
     assert not {str(cell) for cell in plan.cells} - others
 

@@ -8,21 +8,27 @@ from pathlib import Path
 from conformance.bisect.run import bisect_cell
 from conformance.bisect.tell import told
 from conformance.plan.cell import Cell
+from conformance.plan.selection import Ranks
 from conformance.record.format import dumps
 from conformance.run.legs import TraceFailed
 from conformance.run.refusal import leased_gpus
 from conformance.run.session import Session, SessionConfig
-from conformance.world import Device
 
 
-def run(cell: Cell, *, device: Device, budget_s: float, as_json: bool) -> str:
+def run(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     """Print where the cell is wrong first; returns the cell's state.
 
     Raises UsageError for a cell that cannot be bisected.
     """
     print(f"bisecting {cell}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        config = SessionConfig(out=Path(folder), device=device, gpus=leased_gpus(device), budget_s=budget_s)
+        config = SessionConfig(
+            out=Path(folder),
+            device=ranks.device,
+            gpus=leased_gpus(ranks),
+            ranks_per_gpu=ranks.ranks_per_gpu,
+            budget_s=ranks.budget,
+        )
         with Session(config) as session:
             try:
                 verdict, found = bisect_cell(session, cell)

@@ -37,11 +37,6 @@ def visible_gpus(listed: str, visible: str | None) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def visible_to(gpus: Sequence[str]) -> dict[str, str]:
-    """The environment variables of ranks that see these GPUs; without any, those that this process sees."""
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
-
-
 def _named(entry: str, whole: Sequence[str], parts: Sequence[str]) -> str:
     """The UUID of an entry: a number, a UUID, or the beginning of one."""
     if entry.isdecimal():

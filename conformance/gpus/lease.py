@@ -1,7 +1,5 @@
 """Leases: GPUs that this process may use for a while and no other, between all runs and workers of a host.
 
-What is leased is a name, so slots of agents are leased in the same way (conformance.hosts.slots).
-
 Each GPU has a file, and whoever holds a lock on it (flock) has the GPU. The kernel gives the lock back when the last
 process that holds the descriptor has ended, however it ended. So ranks hold it, too, while they run a task: a
 controller that was killed gives up its GPUs when its ranks are gone, and not before.
@@ -11,6 +9,9 @@ free, or has the block reserved that is nearest to being free; those behind it g
 eight GPUs waits for eight tasks of one GPU and not for ever, and small tasks use what no earlier ticket can use.
 
 A GPU is a name here; slots of agents on several hosts are leased in the same way (conformance.hosts.slots).
+
+Whoever leases a share of a GPU (conformance.gpus.shares) has the file of the share for itself, and shares the lock on
+the file of the GPU. So a GPU is leased as a whole, or by shares, whatever the number of shares in different runs.
 
 Blocks of N GPUs begin at multiples of N among the visible ones. So few different blocks exist, worlds that are alive on
 them are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
@@ -24,6 +25,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.gpus.shares import gpu_of
 from conformance.validation import UsageError
 from conformance.world.places import Block, Lease
 
@@ -44,12 +46,15 @@ def blocks(gpus: Sequence[str], size: int) -> list[Block]:
 
 def holders(gpus: Sequence[str], folder: Path) -> str:
     """Who has which of the GPUs, in words; empty if nobody has any. The kernel says nothing of other containers."""
-    inodes = {path.stat().st_ino: gpu for gpu in gpus if (path := _lock_of(gpu, folder)).is_file()}
-    told = []
+    files = {name: _lock_of(name, folder) for gpu in gpus for name in (gpu, gpu_of(gpu))}
+    inodes = {path.stat().st_ino: name for name, path in files.items() if path.is_file()}
+    told = set()
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         fields = line.split()  # proc_locks(5): number, FLOCK, ADVISORY, WRITE, pid, device:inode, 0, EOF
-        if fields[1] == "FLOCK" and (gpu := inodes.get(int(fields[5].rpartition(":")[2]))):
-            told.append(f"{gpu} by process {fields[4]}")
+        if fields[1] != "FLOCK" or (name := inodes.get(int(fields[5].rpartition(":")[2]))) is None:
+            continue
+        if name in gpus or fields[3] == "WRITE":  # who shares a GPU is in nobody's way who wants a share of it
+            told.add(f"{name} by process {fields[4]}")
     return ", ".join(sorted(told))
 
 
@@ -82,7 +87,7 @@ class Ticket:
                 if number >= self._number:
                     break
                 reserved.update(_reserved_for(asked, reserved, self._folder))
-            found = [block for block in blocks(self._gpus, self._size) if not reserved & set(block)]
+            found = [block for block in blocks(self._gpus, self._size) if not _clash(block, reserved)]
             for block in sorted(found, key=lambda block: block not in prefer):
                 if (fds := _locked(block, self._folder)) is not None:
                     self._close()
@@ -107,8 +112,13 @@ class _Asked:
 
 def _reserved_for(asked: _Asked, reserved: set[str], folder: Path) -> Block:
     """The block that a ticket of somebody else will get: one that is free, or the one that has the most free GPUs."""
-    possible = [block for block in blocks(asked.gpus, asked.size) if not reserved & set(block)]
+    possible = [block for block in blocks(asked.gpus, asked.size) if not _clash(block, reserved)]
     return max(possible, key=lambda block: sum(_is_free(gpu, folder) for gpu in block), default=())
+
+
+def _clash(block: Block, reserved: Collection[str]) -> bool:
+    """Whether something of a block is reserved: itself, the GPU that it is a share of, or a share of it."""
+    return any(gpu in reserved or gpu_of(gpu) in reserved or gpu in map(gpu_of, reserved) for gpu in block)
 
 
 def _is_free(gpu: str, folder: Path) -> bool:
@@ -123,14 +133,17 @@ def _lock_of(gpu: str, folder: Path) -> Path:
 
 
 def _locked(block: Block, folder: Path) -> tuple[int, ...] | None:
-    """Descriptors that hold the locks of all GPUs of a block; None if one of them is somebody's."""
+    """Descriptors that hold the locks of all GPUs of a block, shared ones of those that it has a share of; None if one
+    of them is somebody's."""
+    shared = dict.fromkeys(gpu_of(gpu) for gpu in block if gpu_of(gpu) != gpu)
+    locks = [*((gpu, fcntl.LOCK_SH) for gpu in shared), *((gpu, fcntl.LOCK_EX) for gpu in block)]
     with contextlib.ExitStack() as stack:
         fds = []
-        for gpu in block:
-            fd = _open(_lock_of(gpu, folder))
+        for name, kind in locks:
+            fd = _open(_lock_of(name, folder))
             stack.callback(os.close, fd)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
             fds.append(fd)

@@ -1,4 +1,5 @@
-"""Places: what worlds of a pool lease, one for each rank: GPUs of this host, or what else has names (claim 8)."""
+"""Places: what worlds of a pool lease, one for each rank: GPUs of this host, shares of them, or what else has names
+(claim 8)."""
 
 import logging
 import threading
@@ -7,8 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from conformance.gpus.busy import Busy
-from conformance.gpus.inventory import visible_to
 from conformance.gpus.lease import Ticket, holders, lease_folder
+from conformance.gpus.shares import gpus_of, more_shares, network_of, seats_of, visible_to
 from conformance.world import WorldConfig
 from conformance.world.lane import Starter
 from conformance.world.places import Block, Lease, NoLease
@@ -90,8 +91,12 @@ class LeasedPlaces:
             return names, len(names)
         names = self.names()
         if config.size > len(names):
-            raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}")
+            raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._more(config.size)}")
         return names, config.size
+
+    def _more(self, ranks: int) -> str:
+        """How there would be places for so many ranks, to follow on that there are not."""
+        return ""
 
     def _told(self, names: Block, size: int) -> str:
         """The places that somebody waits for, and who has them, in words."""
@@ -100,10 +105,11 @@ class LeasedPlaces:
 
 
 class Gpus(LeasedPlaces):
-    """GPUs of this host, by UUID: those that may be leased. ``work_dir``: for the logs of zygotes."""
+    """GPUs of this host that may be leased, by UUID, or shares of them. ``work_dir``: for the logs of zygotes."""
 
     def __init__(self, gpus: Block, *, work_dir: Path) -> None:
-        super().__init__(gpus, what="GPUs", folder=lease_folder())
+        what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
+        super().__init__(gpus, what=what, folder=lease_folder())
         self._gpus, self._work_dir = gpus, work_dir
 
     def names(self) -> Block:
@@ -113,4 +119,7 @@ class Gpus(LeasedPlaces):
         return self._gpus
 
     def starter(self, block: Block) -> Zygotes:
-        return Zygotes(self._work_dir, variables=visible_to(block))
+        return Zygotes(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))
+
+    def _more(self, ranks: int) -> str:
+        return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

@@ -20,14 +20,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from conformance.gpus.inventory import gpus_of_host, visible_to
+from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, lease_folder
-from conformance.hosts.greeting import Refused, greet_relay
+from conformance.gpus.shares import more_shares, seats_of, shares_of, visible_to
+from conformance.hosts.greeting import Refused, Wanted, greet_relay
 from conformance.hosts.stream import ALIVE_S, LOST_S, Closed, Stream, address_of, secret_of_environment
 from conformance.validation import UsageError
 from conformance.world import WorldConfig
 from conformance.world.launch import StartError, World, readable
-from conformance.world.places import Lease
+from conformance.world.places import Lease, Seat
 from conformance.world.process import process_state, signal_process
 from conformance.world.wire import Garbage, Message
 from conformance.world.zygotes import Part, ZygoteHandle, Zygotes
@@ -46,6 +47,7 @@ class _Asked:
     zygote: ZygoteHandle
     config: WorldConfig
     variables: dict[str, str]
+    seats: tuple[Seat, ...]
     part: Part
 
 
@@ -159,6 +161,7 @@ class Agent:
             zygote=zygote,
             config=config,
             variables=self._network() | visible_to(gpus),
+            seats=seats_of(gpus),
             part=Part(first=part["first"], of=spec["size"], store=(str(store[0]), int(store[1]))),
         )
         return None
@@ -167,7 +170,9 @@ class Agent:
         for asked in [asked for asked in self._asked.values() if asked.zygote.is_ready()]:
             del self._asked[asked.number]
             try:
-                world = asked.zygote.start_world(asked.config, variables=asked.variables, part=asked.part)
+                world = asked.zygote.start_world(
+                    asked.config, variables=asked.variables, seats=asked.seats, part=asked.part
+                )
             except (StartError, OSError) as error:
                 self._say_started(asked.number, error=str(error))
             else:
@@ -233,17 +238,17 @@ def run(options: argparse.Namespace) -> int:
     secret, where = secret_of_environment(), address_of(options.controller)
     stream, lease = _connected(where), list[Lease]()
 
-    def slots(device: str) -> int:
-        if device == "cpu":
+    def slots(wanted: Wanted) -> int:
+        if wanted.device == "cpu":
             return int(options.slots or os.cpu_count() or 1)
-        lease.append(_leased(options.slots))
+        lease.append(_leased(options.slots, wanted.ranks_per_gpu))
         return len(lease[0].block)
 
     try:
-        device = greet_relay(stream, secret=secret, slots=slots)
+        wanted = greet_relay(stream, secret=secret, slots=slots)
         print(f"parity agent: works for {options.controller}", file=sys.stderr, flush=True)
         with TemporaryDirectory(prefix="parity-agent-") as logs:
-            Agent(stream, device=device, gpus=lease[0].block if lease else (), logs=Path(logs)).serve()
+            Agent(stream, device=wanted.device, gpus=lease[0].block if lease else (), logs=Path(logs)).serve()
     except Refused as refused:
         raise UsageError(f"agent: {refused}") from None
     except Closed as closed:
@@ -265,12 +270,16 @@ def _connected(where: tuple[str, int]) -> Stream:
         time.sleep(_RETRY_S)
 
 
-def _leased(slots: int | None) -> Lease:
-    """A lease of all GPUs that are visible here, or of ``slots`` of them. Raises Refused if another run has them."""
+def _leased(slots: int | None, ranks_per_gpu: int) -> Lease:
+    """A lease of all GPUs that are visible here, or of ``slots`` of them, or of their shares. Raises Refused if another
+    run has them."""
     gpus = gpus_of_host()
-    if (slots or 1) > len(gpus):
-        raise Refused(f"it has {len(gpus)} GPUs, and was told to offer {slots} (--slots)")
-    ticket = Ticket(gpus, slots or len(gpus), folder=lease_folder())
+    places = shares_of(gpus, ranks_per_gpu)
+    if (slots or 1) > len(places):
+        each = f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
+        more = f"; {more_shares(slots, len(gpus))} (parity run)" if slots and gpus else ""
+        raise Refused(f"it has {len(gpus)} GPUs{each}, and was told to offer {slots or 1} (--slots){more}")
+    ticket = Ticket(places, slots or len(places), folder=lease_folder())
     if (lease := ticket.serve()) is None:
         ticket.withdraw()
         raise Refused("another run has leased its GPUs")

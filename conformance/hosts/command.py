@@ -13,7 +13,10 @@ class _AgentCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("controller", metavar="HOST:PORT", help="what the run was told with --listen")
         parser.add_argument(
-            "--slots", type=_slots, metavar="N", help="ranks to offer (default: visible GPUs, or processors on the CPU)"
+            "--slots",
+            type=_slots,
+            metavar="N",
+            help="ranks to offer (default: visible GPUs, times --ranks_per_gpu of the run, or processors on the CPU)",
         )
 
     def run(self, options: argparse.Namespace) -> int:

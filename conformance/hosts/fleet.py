@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from conformance.hosts.stream import SECRET, address_of, secret_of_environment
 from conformance.machine import Room
-from conformance.plan.selection import Elsewhere
+from conformance.plan.selection import Elsewhere, Ranks
 from conformance.validation import UsageError
 from conformance.world import WorldConfig
 from conformance.world.launch import MOST_RANKS, Child, Handle, StartError, World, start_child, too_small
@@ -27,19 +27,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """How many agents a run waits for, and where they find it (HOST:PORT)."""
+    """How many agents a run waits for, where they find it (HOST:PORT), and how many ranks share a GPU of theirs."""
 
     count: int
     listen: str
+    ranks_per_gpu: int = 1
 
 
-def hosts_of(elsewhere: Elsewhere) -> Hosts | None:
+def hosts_of(elsewhere: Elsewhere, ranks: Ranks) -> Hosts | None:
     """What the user's options say. Raises UsageError."""
     if bool(elsewhere.hosts) != bool(elsewhere.listen):
         raise UsageError(
             "--hosts and --listen belong together: how many agents there are, and where they find this run"
         )
-    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen) if elsewhere.hosts and elsewhere.listen else None
+    if not (elsewhere.hosts and elsewhere.listen):
+        return None
+    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen, ranks_per_gpu=ranks.ranks_per_gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class Fleet(Child):
         log = folder / f"relay-{os.getpid()}.log"
         control, theirs = wire_pair()
         with theirs:
-            arguments = [host, str(port), device, str(folder.resolve())]
+            arguments = [host, str(port), device, str(hosts.ranks_per_gpu), str(folder.resolve())]
             env = {**environment(), SECRET: secret}
             process = start_child("conformance.hosts.relay", arguments, control=theirs, log=log, env=env)
         super().__init__(control, process, log=log)

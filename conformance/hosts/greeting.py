@@ -2,7 +2,7 @@
 
 relay   challenge
 agent   challenge, answer, name, versions
-relay   answer, device, working directory, a file to look for      or: refused, reason
+relay   answer, device, ranks per GPU, working directory, a file to look for      or: refused, reason
 agent   what is in that file, what slots and what room it offers   or: refused, reason
 relay   accepted                                                   or: refused, reason
 """
@@ -25,6 +25,14 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a run wants of its agents' ranks: their device, and how many may share a GPU."""
+
+    device: str
+    ranks_per_gpu: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Offered:
     """An agent that was accepted: its name, its host's, how many ranks it starts, and the room there: the fields of a
     conformance.machine.Room."""
@@ -35,7 +43,7 @@ class Offered:
     room: dict[str, float | None]
 
 
-def greet_agent(stream: Stream, *, secret: bytes, device: str, folder: Path) -> Offered:
+def greet_agent(stream: Stream, *, secret: bytes, wanted: Wanted, folder: Path) -> Offered:
     """The relay's side. ``folder``: one of the run's, which the agent has to see. Raises Refused and Closed."""
     ours = challenge()
     stream.send({"challenge": ours})
@@ -52,7 +60,8 @@ def greet_agent(stream: Stream, *, secret: bytes, device: str, folder: Path) -> 
         stream.send(
             {
                 "answer": answer(secret, "controller", theirs, ours),
-                "device": device,
+                "device": wanted.device,
+                "ranks_per_gpu": wanted.ranks_per_gpu,
                 "cwd": str(Path.cwd()),
                 "sign": str(sign.resolve()),
             }
@@ -74,10 +83,10 @@ def _refuse(stream: Stream, name: str, why: str) -> None:
     raise Refused(f"agent {name} was refused: {why}")
 
 
-def greet_relay(stream: Stream, *, secret: bytes, slots: Callable[[str], int]) -> str:
-    """The agent's side: moves to the controller's working directory; returns the device of its ranks.
+def greet_relay(stream: Stream, *, secret: bytes, slots: Callable[[Wanted], int]) -> Wanted:
+    """The agent's side: moves to the controller's working directory; returns what it wants.
 
-    ``slots``: how many ranks of a device this host may start; it may raise Refused. Raises Refused and Closed.
+    ``slots``: how many such ranks this host may start; it may raise Refused. Raises Refused and Closed.
     """
     ours, theirs = challenge(), str(stream.next().get("challenge"))
     own = answer(secret, "agent", theirs, ours)
@@ -86,10 +95,10 @@ def greet_relay(stream: Stream, *, secret: bytes, slots: Callable[[str], int]) -
     if not is_answer(welcome.get("answer"), secret, "controller", ours, theirs):
         raise Refused(f"what listens there does not know the secret ({SECRET})")
     stream.trust()
-    device = str(welcome["device"])
+    wanted = Wanted(device=str(welcome["device"]), ranks_per_gpu=int(welcome["ranks_per_gpu"]))
     try:
         os.chdir(welcome["cwd"])
-        there = slots(device)
+        there = slots(wanted)
     except (OSError, Refused) as error:
         why = f"it has no folder {welcome['cwd']}" if isinstance(error, OSError) else str(error)
         stream.send({"refused": why})
@@ -98,7 +107,7 @@ def greet_relay(stream: Stream, *, secret: bytes, slots: Callable[[str], int]) -
     seen = sign.read_text(encoding="utf-8") if sign.is_file() else ""
     stream.send({"sign": seen, "slots": there, "host": socket.gethostname(), "room": vars(room_of(sign.parent))})
     _told(stream)
-    return device
+    return wanted
 
 
 def _told(stream: Stream) -> Message:

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.hosts.on_ray", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="how many nodes of the cluster take part")
     parser.add_argument("--slots", type=int, required=True, help="how many ranks each of them starts")
+    parser.add_argument("--ranks_per_gpu", type=int, default=1, help="of parity run")
     parser.add_argument("command", choices=["run"], help="and the options of parity run")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of parity run")
     options, rest = parser.parse_known_args(arguments)
@@ -44,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         host = ray.util.get_node_ip_address()
         address, secret = f"{host}:{free_port(host)}", secrets.token_hex(32)
         os.environ[SECRET] = secret
-        with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, is_cuda=options.device == "cuda"):
-            return parity(
-                ["run", *rest, "--device", options.device, "--hosts", str(options.nodes), "--listen", address]
-            )
+        gpus = -(-options.slots // max(1, options.ranks_per_gpu)) if options.device == "cuda" else 0
+        where = ["--device", options.device, "--ranks_per_gpu", str(options.ranks_per_gpu)]
+        with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, gpus=gpus):
+            return parity(["run", *rest, *where, "--hosts", str(options.nodes), "--listen", address])
     except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
@@ -56,12 +57,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _agents(ray: Any, address: str, secret: str, *, nodes: int, slots: int, is_cuda: bool) -> Iterator[None]:
+def _agents(ray: Any, address: str, secret: str, *, nodes: int, slots: int, gpus: int) -> Iterator[None]:
     """Agents on ``nodes`` nodes, as tasks of Ray, in a placement group of their own. Raises UsageError."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    needs = {"CPU": 1, "GPU": slots} if is_cuda else {"CPU": slots}
+    needs = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": slots}
     group = placement_group([needs] * nodes, strategy="STRICT_SPREAD")
     try:
         ray.get(group.ready(), timeout=_RESERVED_S)

@@ -1,9 +1,9 @@
 """Relay: the process of a controller that agents connect to. To its controller it is what a zygote is.
 
-``python -m conformance.hosts.relay CONTROL_FD PARENT_PID HOST PORT DEVICE FOLDER``. It passes messages on between the
-controller's sockets (one that says who is there, and one for each of the threads that have worlds) and the agents'
-connections, writes the heartbeats of all ranks into the controller's memory, and
-says which agents came, were refused and were lost. It runs no task and imports no torch.
+``python -m conformance.hosts.relay CONTROL_FD PARENT_PID HOST PORT DEVICE RANKS_PER_GPU FOLDER``. It passes messages
+on between the controller's sockets (one that says who is there, and one for each of the threads that have worlds) and
+the agents' connections, writes the heartbeats of all ranks into the controller's memory, and says which agents came,
+were refused and were lost. It runs no task and imports no torch.
 
 Serves claim 8: when the controller dies, it ends, and its agents end their ranks because their connections close.
 """
@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from conformance.hosts.greeting import Offered, Refused, greet_agent
+from conformance.hosts.greeting import Offered, Refused, Wanted, greet_agent
 from conformance.hosts.stream import ALIVE_S, LOST_S, Closed, Stream, secret_of_environment
 from conformance.world.heartbeat import Heartbeats
 from conformance.world.process import signal_at_death_of
@@ -53,10 +53,10 @@ class _World:
 
 
 class Relay:
-    def __init__(self, control: Wire, listener: socket.socket, *, secret: bytes, device: str, folder: Path) -> None:
+    def __init__(self, control: Wire, listener: socket.socket, *, secret: bytes, wanted: Wanted, folder: Path) -> None:
         self._control, self._listener = control, listener
         self._handles: list[Wire] = []  # of the controller's threads, each with worlds of its own
-        self._secret, self._device, self._folder = secret, device, folder
+        self._secret, self._wanted, self._folder = secret, wanted, folder
         self._agents: list[_Agent] = []
         self._worlds: dict[int, _World] = {}
         self._starting: dict[int, Message] = {}  # worlds whose first part has not started yet
@@ -106,7 +106,7 @@ class Relay:
     def _greet(self, stream: Stream, address: str) -> None:
         """In a thread of its own, because whoever connects may say nothing."""
         try:
-            offered = greet_agent(stream, secret=self._secret, device=self._device, folder=self._folder)
+            offered = greet_agent(stream, secret=self._secret, wanted=self._wanted, folder=self._folder)
             self._came.put((stream, offered))
         except Refused as refused:
             self._came.put(f"{refused} (from {address})")
@@ -313,7 +313,7 @@ class Relay:
 
 
 def main() -> None:
-    control_fd, parent, host, port, device, folder = sys.argv[1:]
+    control_fd, parent, host, port, device, ranks_per_gpu, folder = sys.argv[1:]
     signal_at_death_of(int(parent), signal.SIGTERM)
     control = Wire(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(control.fileno(), False)
@@ -324,7 +324,8 @@ def main() -> None:
         control.send({"type": "ready", "error": f"nothing can listen at {host}:{port}: {error.strerror}", "port": 0})
         return
     control.send({"type": "ready", "error": "", "port": listener.getsockname()[1]})
-    Relay(control, listener, secret=secret, device=device, folder=Path(folder)).serve()
+    wanted = Wanted(device=device, ranks_per_gpu=int(ranks_per_gpu))
+    Relay(control, listener, secret=secret, wanted=wanted, folder=Path(folder)).serve()
 
 
 if __name__ == "__main__":

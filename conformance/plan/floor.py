@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from conformance.history.earlier import read_baseline
 from conformance.plan.cell import Cell
 from conformance.plan.profile import select, selected_backends
-from conformance.plan.selection import Demands, Selection
+from conformance.plan.selection import Demands, Ranks, Selection
 from conformance.record.coverage import Floor
 from conformance.validation import UsageError
 
 
 def floor_from_demands(
-    demands: Demands, selection: Selection, cells: Sequence[Cell], *, device: str, shard: str = ""
+    demands: Demands, selection: Selection, cells: Sequence[Cell], *, ranks: Ranks, shard: str = ""
 ) -> Floor:
     """The floor for a run of ``cells``, or of one ``shard`` of them.
 
@@ -30,7 +30,7 @@ def floor_from_demands(
         require=demands.require,
         min_judged=demands.min_judged,
         backends=tuple(entry.name for entry in selected_backends(selection)) if selection.backend else (),
-        baseline=read_baseline(demands.baseline, selection.text(device)) if demands.baseline else None,
+        baseline=read_baseline(demands.baseline, selection.text(ranks)) if demands.baseline else None,
         shards=(shard,) if shard else (),
         planned=tuple(map(str, cells)) if shard else (),
         whole=not shard,

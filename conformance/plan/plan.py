@@ -11,7 +11,7 @@ from typing import Any
 from conformance.plan.cell import Cell
 from conformance.plan.floor import floor_from_demands
 from conformance.plan.profile import select_cells
-from conformance.plan.selection import Demands, Portion, Selection
+from conformance.plan.selection import Demands, Portion, Ranks, Selection
 from conformance.plan.shard import parse_shard, split
 from conformance.record.coverage import Floor
 from conformance.scenario import scenario_to_json
@@ -28,8 +28,8 @@ class Plan:
     digest: str
 
 
-def make_plan(selection: Selection, demands: Demands, portion: Portion, *, device: str) -> Plan:
-    """``device``: of the earlier runs that a history is asked for.
+def make_plan(selection: Selection, demands: Demands, portion: Portion, *, ranks: Ranks) -> Plan:
+    """``ranks``: of the earlier runs that a history is asked for.
 
     Raises UsageError for a selection without cells, a demand that it cannot meet, and a shard that is none.
     """
@@ -37,7 +37,7 @@ def make_plan(selection: Selection, demands: Demands, portion: Portion, *, devic
     shard = parse_shard(portion.shard) if portion.shard else None
     return Plan(
         cells=tuple(split(cells, shard) if shard else cells),
-        floor=floor_from_demands(demands, selection, cells, device=device, shard=str(shard or "")),
+        floor=floor_from_demands(demands, selection, cells, ranks=ranks, shard=str(shard or "")),
         digest=_digest(cells),
     )
 

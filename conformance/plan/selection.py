@@ -134,6 +134,12 @@ class Ranks(Options):
     """Where and how long ranks run."""
 
     device: Literal["cpu", "cuda"] = _option("default: cpu", default="cpu", choices=("cpu", "cuda"))
+    ranks_per_gpu: int = _option(
+        "with --device cuda: up to N ranks share a GPU, so that cells of more ranks than GPUs run, too (default: 1)",
+        default=1,
+        type=_whole(1, 64),
+        metavar="N",
+    )
     budget: float = _option(
         "seconds that a cell may go without progress (default: 300)", default=300.0, type=_seconds, metavar="S"
     )
@@ -196,9 +202,9 @@ class Selection(Options):
         "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
     )
 
-    def text(self, device: str) -> str:
+    def text(self, where: Ranks) -> str:
         """What is selected, for a history of such runs. Files count by name: jobs have them in different folders."""
         profile = ("--profile", self.profile) if self.profile == "quick" else ()  # the default, which is no argument
-        where = () if device == "cpu" else ("--device", device)
-        parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *where)]
+        there = where.arguments(without="budget")
+        parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *there)]
         return " ".join([*parts, *(f"--cells {cell}" for cell in sorted(self.cells))])

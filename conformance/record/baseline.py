@@ -17,6 +17,7 @@ from conformance.record.states import ANSWERED, NO_FAULT, PASSES, RunVerdict, St
 
 COMMIT = "commit"  # the name among the versions of the git commit of the suite
 CHANGED = "-changed"  # the end of a commit's name if files of the checkout were changed: the code has no name then
+RANKS_PER_GPU = "ranks_per_gpu"  # of the environment: how many ranks might share a GPU, if more than one
 HOST = ("platform", "cpus")  # of the environment: what a run of the same code may have otherwise
 
 

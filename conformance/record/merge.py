@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from conformance.record.baseline import COMMIT, Baseline
+from conformance.record.baseline import COMMIT, RANKS_PER_GPU, Baseline
 from conformance.record.files import Unwritable
 from conformance.record.results import (
     SUMMARY,
@@ -92,6 +92,7 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
     here, there = one.run.environment, other.run.environment
+    yield "--ranks_per_gpu", here.get(RANKS_PER_GPU, 1), there.get(RANKS_PER_GPU, 1)
     for name in dict.fromkeys([*here, *there]):
         # What adapters name beside the usual packages is told by those jobs only that have these backends. A variable
         # that is not set, in contrast, has no value.

@@ -10,12 +10,12 @@ import torch
 
 from conformance.machine import room_of
 from conformance.plan.cell import Cell
+from conformance.plan.selection import Ranks
 from conformance.room.check import GB, advice, needs_of
 from conformance.room.estimate import Estimate
 from conformance.run.session import Session, SessionConfig
 from conformance.scenario import Precision
 from conformance.validation import UsageError
-from conformance.world import Device
 
 _MEASURED: dict[torch.dtype, tuple[Precision, ...]] = {
     torch.float64: ("exact",),
@@ -24,17 +24,19 @@ _MEASURED: dict[torch.dtype, tuple[Precision, ...]] = {
 _SIDE, _TIMES = 384, 5  # of the matrices that are multiplied to measure a processor
 
 
-def run(cells: Sequence[Cell], out: Path, *, device: Device) -> tuple[list[str], bool]:
+def run(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
     """The lines to print, and whether the cells can fit.
 
     Raises UsageError for a model or a data set that cannot be used, and if no cell is supported.
     """
-    with tempfile.TemporaryDirectory() as folder, Session(SessionConfig(out=Path(folder), device=device)) as session:
-        supported = [cell for cell in cells if not session.refusal(cell)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
+        with Session(config) as session:
+            supported = [cell for cell in cells if not session.refusal(cell)]
     if not supported:
         raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list says why")
     room = room_of(out)
-    needs = needs_of(supported, room, device=device)
+    needs = needs_of(supported, room, device=ranks.device)
     rates, processors = _rates(), os.cpu_count() or 1
     seconds = [one.seconds(rates, cell.scenario.precision, processors=processors) for cell, one in needs.cells]
     width = max(len(str(cell)) for cell in supported)

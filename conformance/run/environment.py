@@ -11,7 +11,7 @@ import torch
 
 import conformance
 from conformance.packages import package_version
-from conformance.record.baseline import CHANGED, COMMIT
+from conformance.record.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.validation import UsageError
 
 PACKAGE = Path(conformance.__file__).parent
@@ -21,13 +21,14 @@ VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
 
 
-def environment() -> dict[str, Any]:
-    """Versions and hardware as JSON values."""
+def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
+    """Versions and hardware as JSON values. ``ranks_per_gpu``: how many of them might share a GPU."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
+        **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         **{name: package_version(name) for name in PACKAGES},

@@ -16,9 +16,11 @@ from conformance.backend import BackendEntry, BrokenBackend, MissingExtra, Suppo
 from conformance.defect import Known
 from conformance.faults import find_fault
 from conformance.gpus.inventory import gpus_of_host
+from conformance.gpus.shares import more_shares, shares_of
 from conformance.hosts.fleet import Fleet
 from conformance.machine import available_memory
 from conformance.plan.cell import Cell, Leg
+from conformance.plan.selection import Ranks
 from conformance.record.verdict import Verdict
 from conformance.run.environment import model_sizes
 from conformance.validation import UsageError
@@ -26,26 +28,31 @@ from conformance.world import Device
 from conformance.world.launch import StartError, check_host
 
 
-def check_device(device: Device) -> None:
-    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run."""
-    if device == "cuda" and not torch.cuda.device_count():
+def check_device(ranks: Ranks) -> None:
+    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and for ranks that share
+    what they have none of."""
+    if ranks.device == "cpu" and ranks.ranks_per_gpu > 1:
+        raise UsageError(
+            "--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors"
+        )
+    if ranks.device == "cuda" and not torch.cuda.device_count():
         raise UsageError(
             "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
             "the CPU"
         )
 
 
-def leased_gpus(device: Device) -> tuple[str, ...]:
-    """The GPUs that the cells of a run lease, by UUID; none on the CPU. Raises UsageError."""
-    return gpus_of_host() if device == "cuda" else ()
+def leased_gpus(ranks: Ranks) -> tuple[str, ...]:
+    """The GPUs that the cells of a run lease, by UUID, or shares of them; none on the CPU. Raises UsageError."""
+    return shares_of(gpus_of_host(), ranks.ranks_per_gpu) if ranks.device == "cuda" else ()
 
 
 class Refusals:
     """Asks backends. Every adapter is imported only once, also if the import fails."""
 
-    def __init__(self, device: Device, fleet: Fleet | None = None) -> None:
+    def __init__(self, device: Device, *, ranks_per_gpu: int = 1, fleet: Fleet | None = None) -> None:
         """``fleet``: of the agents that start ranks; None if this machine does."""
-        self._device, self._fleet = device, fleet
+        self._device, self._ranks_per_gpu, self._fleet = device, ranks_per_gpu, fleet
         self._memory = available_memory()  # at the beginning, so that a cell is not listed and then refused
         self._adapters: dict[BackendEntry, Adapter | Verdict] = {}
 
@@ -98,16 +105,22 @@ class Refusals:
         if self._fleet is not None:
             return self._too_large_for(self._fleet, ranks)
         if self._device == "cuda":
-            gpus = torch.cuda.device_count()
-            room = f"a layout of at most {gpus} ranks would run" if gpus else "without --device cuda it runs on the CPU"
-            return (
-                Verdict(state="not_run", reason=f"needs {ranks} GPUs, {gpus} visible; {room}") if gpus < ranks else None
-            )
+            return self._too_large_for_gpus(ranks)
         try:
             check_host(ranks, memory=self._memory)
         except StartError as error:
             return Verdict(state="not_run", reason=str(error))
         return None
+
+    def _too_large_for_gpus(self, ranks: int) -> Verdict | None:
+        gpus, each = torch.cuda.device_count(), self._ranks_per_gpu
+        if ranks <= gpus * each:
+            return None
+        room = "without --device cuda it runs on the CPU"
+        if gpus:
+            room = f"a layout of at most {gpus * each} ranks would run, and {more_shares(ranks, gpus)}"
+        shared = f" for {each} ranks each" if each > 1 else ""
+        return Verdict(state="not_run", reason=f"needs {ranks} GPUs, {gpus} visible{shared}; {room}")
 
     @staticmethod
     def _too_large_for(fleet: Fleet, ranks: int) -> Verdict | None:

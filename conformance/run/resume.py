@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.plan.cell import Cell
 from conformance.plan.plan import Plan
-from conformance.plan.selection import Again
+from conformance.plan.selection import Again, Ranks
 from conformance.record.cells import read_cells
 from conformance.record.merge import Part, check_parts, read_part, sum_up
 from conformance.record.results import Entry, Run, write_entry
@@ -28,7 +28,7 @@ class Earlier:
     entries: tuple[Entry, ...]
 
 
-def read_earlier(out: Path, plan: Plan, device: str, *, selection: str) -> Earlier:
+def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earlier:
     """The run in ``out``, after a check that ``plan`` is a plan of the same cells, on the same device and versions.
 
     selection: what this run selects, as text. Raises UsageError.
@@ -41,9 +41,9 @@ def read_earlier(out: Path, plan: Plan, device: str, *, selection: str) -> Earli
         finished=None,
         seconds=0,
         profile=earlier.run.profile,
-        device=device,
+        device=ranks.device,
         command="",
-        environment=environment(),
+        environment=environment(ranks_per_gpu=ranks.ranks_per_gpu),
         floor=plan.floor,
         selected=plan.digest,
     )

@@ -62,8 +62,8 @@ class SessionConfig:
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
-    gpus: UUIDs of the GPUs that cells lease, so that they run side by side; empty: cells run one after another.
-    hosts: the agents that start ranks, on other hosts; None: ranks are started here.
+    gpus: the GPUs that cells lease, or shares of them, so that they run side by side; empty: one cell after another.
+    ranks_per_gpu: how many may share one. hosts: the agents that start ranks, on other hosts; None: ranks are here.
     budget_s: seconds that one leg, or one oracle run, may go without progress. fail_fast: end after the first cell
     that fails.
     floor, selected: see conformance.plan.plan. selection: see conformance.record.results.Run.
@@ -76,6 +76,7 @@ class SessionConfig:
     command: str = ""
     arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    ranks_per_gpu: int = 1
     hosts: Hosts | None = None
     budget_s: float = 300.0
     fail_fast: bool = False
@@ -117,12 +118,12 @@ class Session:
     def __enter__(self) -> "Session":
         self._started = datetime.now(UTC)
         self._clock = time.monotonic()
-        self._environment = environment()
+        self._environment = environment(ranks_per_gpu=(shared := self.config.ranks_per_gpu))
         make_folder(self.config.out)
         device, out = self.config.device, self.config.out
         self._where = Where(device=device, gpus=self.config.gpus, hosts=self.config.hosts, work_dir=out / "worlds")
         self._pool, self._at_once = self._where.pool, AtOnce(self._where.width)
-        self._refusals = Refusals(device, self._where.fleet)
+        self._refusals = Refusals(device, ranks_per_gpu=shared, fleet=self._where.fleet)
         budget_s, leased = self.config.budget_s, self._pool if self._where.is_leased else None
         self._oracles = Oracles(root=out, device=device, budget_s=budget_s, leased=leased)
         return self

@@ -17,7 +17,7 @@ class Where:
     """With ``pool``, of all worlds, and ``fleet``, of the agents; None if there are none to wait for."""
 
     def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
-        """``gpus``: those that are leased; empty: ranks are simply here. Raises UsageError as Fleet does."""
+        """``gpus``: those that are leased, or shares; empty: ranks are simply here. Raises UsageError as Fleet does."""
         self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
         self._gpus = gpus
         self._places: LeasedPlaces | None = None

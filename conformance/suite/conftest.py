@@ -47,13 +47,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
     try:
         config = metafunc.config
-        device = ranks(config).device
-        if hosts_of(elsewhere(config)) and is_worker(config):
+        where = ranks(config)
+        if hosts_of(elsewhere(config), where) and is_worker(config):
             raise UsageError("agents work for one process, which runs cells side by side; leave out -n")
-        check_device(device)
-        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), device=device)
+        check_device(where)
+        plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), ranks=where)
         cells = list(plan.cells)
-        if device == "cuda":  # worlds of one size at a time leave no GPU idle between them
+        if where.device == "cuda":  # worlds of one size at a time leave no GPU idle between them
             cells.sort(key=lambda cell: -cell.world_size)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
@@ -115,7 +115,8 @@ def _end_on_hosts(config: pytest.Config) -> None:
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does, one of
     them in every worker. All workers hold them against what their controller saw, so that all decide alike."""
-    refusals = Refusals(device := ranks(config).device)
+    where = ranks(config)
+    refusals = Refusals(where.device, ranks_per_gpu=where.ranks_per_gpu)
     able = [cell for cell in cells if not refusals.refusal(cell, resolve(cell.scenario.model))]
 
     def warn(said: str) -> None:
@@ -123,23 +124,25 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
 
     given = getattr(config, "workerinput", {})
     room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
-    check_room(able, room, device=device, warn=warn, workers=given.get("workercount", 1))
+    check_room(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
 
 
 def session_config(config: pytest.Config) -> SessionConfig:
     """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
-    chosen, where, hosts = selection(config), ranks(config), hosts_of(elsewhere(config))
+    chosen, where = selection(config), ranks(config)
+    hosts = hosts_of(elsewhere(config), where)
     return SessionConfig(
         out=config.stash[OUT],
         device=where.device,
         profile=chosen.profile,
         arguments=(*chosen.arguments(without="cells"), *where.arguments()),
-        gpus=() if hosts else leased_gpus(where.device),  # agents lease their own
+        gpus=() if hosts else leased_gpus(where),  # agents lease their own
+        ranks_per_gpu=where.ranks_per_gpu,
         hosts=hosts,
         budget_s=where.budget,
         floor=config.stash[PLAN_KEY].floor,
         selected=config.stash[PLAN_KEY].digest,
-        selection=chosen.text(where.device),
+        selection=chosen.text(where),
     )
 
 

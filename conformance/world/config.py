@@ -10,7 +10,7 @@ Device = Literal["cpu", "cuda"]
 class WorldConfig:
     """The configuration of a world.
 
-    size: number of ranks. device: ``cpu``, or ``cuda`` with one GPU per rank.
+    size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
     preload: modules to import before the first task, such as the adapter's. On the CPU they are imported once for all
         worlds of a pool with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.

@@ -16,6 +16,15 @@ class NoLease(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Of a rank. gpu: which of the GPUs that it sees is its own. host: the host that NCCL takes it to be on, if that is
+    not simply this one."""
+
+    gpu: int
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lease:
     """Places that are this process's until it closes the descriptors, and with it all that hold them, too."""
 

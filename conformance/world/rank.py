@@ -40,7 +40,8 @@ MEETING_TIMEOUT = timedelta(minutes=2)  # for ranks of other hosts to reach the 
 class RankSpec:
     """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
 
-    first, local_size: the first rank of this host, and how many are here. store: the address at which ranks of several
+    first, local_size: the first rank of this host, and how many are here. gpu, host: see conformance.world.places.Seat.
+    store: the address at which ranks of several
     hosts meet; None for those of one host, which meet in a file.
     """
 
@@ -48,6 +49,8 @@ class RankSpec:
     first: int
     size: int
     local_size: int
+    gpu: int
+    host: str
     store: tuple[str, int] | None
     device: str
     port: int
@@ -71,7 +74,7 @@ def serve(spec: RankSpec) -> None:
     _limit_memory(spec.memory_limit_bytes)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # between tasks there is no file for stacks
     heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.local_size), spec.local_rank)
-    device = "cpu" if spec.device == "cpu" else f"cuda:{spec.local_rank}"
+    device = "cpu" if spec.device == "cpu" else f"cuda:{spec.gpu}"
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     wire = Wire(socket.socket(fileno=spec.socket_fd))
     cleaner, recorder = Cleaner(device), FlightRecorder(spec.rank, device=spec.device)
@@ -115,19 +118,24 @@ def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire
 
 
 def _join(spec: RankSpec) -> None:
-    """Initialise torch.distributed, and set the environment variables that torchrun sets."""
+    """Initialise torch.distributed, and set the environment variables that torchrun sets.
+
+    ``LOCAL_RANK`` is the number of the rank's GPU, because that is what libraries take it for.
+    """
     os.environ.update(
         RANK=str(spec.rank),
-        LOCAL_RANK=str(spec.local_rank),
+        LOCAL_RANK=str(spec.gpu),
         WORLD_SIZE=str(spec.size),
         LOCAL_WORLD_SIZE=str(spec.local_size),
         MASTER_ADDR=spec.store[0] if spec.store else "127.0.0.1",
         MASTER_PORT=str(spec.port),
     )
+    if spec.host:
+        os.environ["NCCL_HOSTID"] = spec.host  # NCCL reads it once, with its first communicator
     for module in spec.preload:  # the zygote of a forked rank has done it
         import_module(module)
     if spec.device == "cuda":
-        torch.cuda.set_device(spec.local_rank)
+        torch.cuda.set_device(spec.gpu)
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "nccl",
         store=_store(spec),

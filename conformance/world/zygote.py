@@ -93,7 +93,8 @@ class Zygote:
                 break
             if pid == 0:
                 os.environ.update(message["variables"])
-                self._become_rank(zygote, {**message["spec"], "local_rank": rank, **inherited}, fds)
+                seat = message["seats"][rank]
+                self._become_rank(zygote, {**message["spec"], **seat, "local_rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:

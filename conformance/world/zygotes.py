@@ -5,8 +5,8 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -15,6 +15,7 @@ from conformance.machine import available_memory
 from conformance.world.config import WorldConfig
 from conformance.world.launch import START_LIMIT_S, Child, StartError, World, check_host, start_child, too_small
 from conformance.world.nursery import Forked, environment, fork_zygote
+from conformance.world.places import Seat
 from conformance.world.process import process_state
 from conformance.world.wire import Message, wire_pair
 
@@ -76,11 +77,17 @@ class ZygoteHandle(Child):
         return self._ready is not None or not self.is_alive or time.monotonic() - self._begun > START_LIMIT_S
 
     def start_world(
-        self, config: WorldConfig, *, variables: Mapping[str, str] = _NOTHING, part: Part | None = None
+        self,
+        config: WorldConfig,
+        *,
+        variables: Mapping[str, str] = _NOTHING,
+        seats: Sequence[Seat] = (),
+        part: Part | None = None,
     ) -> World:
         """Start the ranks of a world. They initialise torch.distributed in their first task.
 
-        variables: of their environment. part: of a world with other ranks elsewhere, whose ``config.size`` are here.
+        variables: of their environment. seats: at least as many as ranks; none: each has a GPU of its own, in order.
+        part: of a world with other ranks elsewhere, whose ``config.size`` are here.
         Raises StartError, also if the host has no room for so many ranks.
         """
         check_host(config.size, memory=available_memory())
@@ -96,7 +103,11 @@ class ZygoteHandle(Child):
             "memory_limit_bytes": config.memory_limit_bytes,
         }
         return self.launch(
-            {"spec": spec, "variables": dict(variables)},
+            {
+                "spec": spec,
+                "variables": dict(variables),
+                "seats": [asdict(seat) for seat in seats or (Seat(gpu=rank) for rank in range(config.size))],
+            },
             size=config.size,
             files=("heartbeats", "store"),
             computes_when_busy=config.device == "cpu",
@@ -129,11 +140,12 @@ class ZygoteHandle(Child):
 class Zygotes:
     """The zygotes of worlds at one place of this host: one for all that preload the same modules.
 
-    folder: gets their logs. variables: of the environment of all ranks. One thread uses it, but for ``terminate``.
+    folder: gets their logs. variables: of the environment of all ranks. seats: see ZygoteHandle.start_world. One
+    thread uses it, but for ``terminate``.
     """
 
-    def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING) -> None:
-        self._folder, self._variables = folder, variables
+    def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
+        self._folder, self._variables, self._seats = folder, variables, seats
         self._zygotes: dict[tuple[str, tuple[str, ...] | None], ZygoteHandle] = {}
         self._is_over = False
 
@@ -151,7 +163,7 @@ class Zygotes:
             zygote = self.of(config)
         except OSError as error:
             raise too_small(config.size, str(error.strerror)) from error
-        return zygote.start_world(config, variables=self._variables)
+        return zygote.start_world(config, variables=self._variables, seats=self._seats)
 
     def of(self, config: WorldConfig) -> ZygoteHandle:
         """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
