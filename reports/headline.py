@@ -1,6 +1,7 @@
 """Headline: the verdict of a run in one line, and what to do next in one or two sentences."""
 
 from conformance.record.states import ANSWERED, NO_ANSWER
+from conformance.record.summary import shared_gpus
 from conformance.record.verdict import NOT_SEEN
 from reports.causes import causes
 from reports.load import Report
@@ -22,7 +23,8 @@ def headline(report: Report) -> tuple[str, str]:
     title, text = said[report.verdict](report)
     lent = sorted({cell.entry.verdict.second_class for cell in report.cells} - {""})
     whose = f" The reference was {' and '.join(lent)}, a second-class oracle: {NOT_SEEN}." if lent else ""
-    return title, text + whose
+    shared = shared_gpus(report.run.environment)
+    return title, text + whose + (f" {_sentence(shared)}" if shared else "")
 
 
 def _differs(report: Report) -> tuple[str, str]:

@@ -141,7 +141,9 @@ def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pyt
     monkeypatch.setattr("conformance.running.leased_gpus", lambda device: ("GPU-a",))
     ran = run("Picky", also=("--device", "cuda", "--cells", "*/dp2/*"))
     assert (ran.code, ran.states) == (3, {"picky/dp2": "not_run"})
-    assert ran.reasons["picky/dp2"] == "needs 2 GPUs, 1 visible; a layout of at most 1 ranks would run"
+    assert ran.reasons["picky/dp2"] == (
+        "needs 2 GPUs, 1 visible; a layout of at most 1 ranks would run, and --ranks_per_gpu 2 lets 2 ranks share a GPU"
+    )
     assert ran.summary["finished"]  # the run came to its end; it is incomplete all the same
     assert not list(ran.out.glob("cells/*/legs"))
 

@@ -163,6 +163,32 @@ def test_a_machine_without_gpus_runs_nothing_on_them(
     assert "dp2/fp32  [2 ranks] not here: needs 2 GPUs, 0 visible" in capsys.readouterr().out
 
 
+def test_ranks_that_share_a_gpu_need_fewer_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one GPU: every refusal says how many ranks would have to share it. On the CPU there is nothing to share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("conformance.run.environment._gpus", list)
+    chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "dp4"]'), "--device", "cuda"]
+    shared = "a layout of at most {} ranks would run, and --ranks_per_gpu {} lets {} ranks share a GPU"
+
+    def told(*also: str) -> dict[str, str]:
+        assert cli.main(["list", *chosen, *also, "--json"]) == 0
+        return {cell["id"].split("/")[3]: cell["refused"] for cell in json.loads(capsys.readouterr().out)["cells"]}
+
+    assert told() == {
+        "dp2": "not here: needs 2 GPUs, 1 visible; " + shared.format(1, 2, 2),
+        "dp4": "not here: needs 4 GPUs, 1 visible; " + shared.format(1, 4, 4),
+    }
+    of_two = "not here: needs 4 GPUs, 1 visible for 2 ranks each; " + shared.format(2, 4, 4)
+    assert told("--ranks_per_gpu", "2") == {"dp2": "", "dp4": of_two}
+    assert told("--ranks_per_gpu", "4") == {"dp2": "", "dp4": ""}
+    for command in (["run", "--out", str(tmp_path / "out")], ["plan"]):
+        assert cli.main([*command, *chosen, "--device", "cpu", "--ranks_per_gpu", "2"]) == 2
+        assert "--ranks_per_gpu is about GPUs: add --device cuda" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("layout", "also", "state", "reason"),
     [

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_agents import Process, agent, fleet, is_true_soon
+from host_agents import A_SECRET, Process, agent, fleet, is_true_soon
 from world_helpers import Runner, is_dead_soon, results
 
+from conformance.gpus.lease import Ticket, lease_folder
 from conformance.hosts.fleet import Fleet, Hosts
 from conformance.hosts.slots import Slots
 from conformance.hosts.stream import SECRET, Stream
@@ -134,6 +135,42 @@ def test_an_agent_that_is_killed_is_named_and_its_ranks_end(run: Runner, two: Tw
     assert two.agents[int(killed[1])].wait(timeout=10) == -signal.SIGKILL
     assert all(is_dead_soon(result["rank"]) for result in found)
     assert "1 of 2 agents are left" in run("nothing", size=3).reason
+
+
+def test_the_ranks_of_an_agent_may_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run says how many; an agent with one GPU leases its shares and offers a slot for each. It refuses to offer
+    more, and says which option would allow it."""
+    monkeypatch.setenv(SECRET, A_SECRET)
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+    code = "import conformance.hosts.agent as agent; agent.gpus_of_host = lambda: ('GPU-a',)"
+    made = Fleet(Hosts(count=1, listen="127.0.0.1:0", ranks_per_gpu=2), device="cuda", folder=tmp_path)
+    with contextlib.closing(made):
+        with agent(made.address, slots=3, code=code) as refused:
+            assert refused.wait(timeout=START_S) == 2
+            assert refused.stderr is not None
+            said = refused.stderr.read()
+        assert "it has 1 GPUs for 2 ranks each, and was told to offer 3 (--slots); --ranks_per_gpu 3 lets 3" in said
+        with agent(made.address, slots=2, code=code):
+            made.wait(limit_s=START_S)
+            assert [one.slots for one in made.agents] == [2]
+            for place in ("GPU-a#1", "GPU-a"):
+                assert Ticket((place,), 1, folder=lease_folder()).serve() is None
+
+
+def test_ranks_of_an_agent_that_share_a_gpu_are_told_so(tmp_path: Path) -> None:
+    """As those of one host. Of an agent whose device is the CPU, so its GPUs are names."""
+    code = (
+        "import conformance.hosts.agent as agent; made = agent.Agent; "
+        "agent.Agent = lambda stream, **more: made(stream, **{**more, 'gpus': ('GPU-a#0', 'GPU-b#0', 'GPU-a#1')})"
+    )
+    with fleet(1, tmp_path) as made, agent(made.address, slots=3, code=code):
+        made.wait(limit_s=START_S)
+        with Pool(work_dir=tmp_path, places=Slots(made)) as pool:
+            run = Runner(pool, tmp_path)
+            assert results(run("seat", size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
+            assert results(run("seat", size=3)) == [
+                ["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#0"), ("1", "GPU-b#0"), ("0", "GPU-a#1"))
+            ]
 
 
 # --- agents ---

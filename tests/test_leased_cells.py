@@ -1,6 +1,6 @@
 """Worlds and cells on leased GPUs. Ranks are real and compute on the CPU; a GPU is a name that they hold a lease of.
 
-What CUDA does is not shown here: that takes GPUs (tests/test_world.py).
+What CUDA does is shown by tests that need GPUs, here and in tests/test_world.py.
 """
 
 import contextlib
@@ -26,14 +26,20 @@ from conformance.backend import BackendEntry
 from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, holders, lease_folder
 from conformance.gpus.places import Gpus
+from conformance.gpus.shares import shares_of
 from conformance.inputs.prepare import prepare_inputs
 from conformance.plan.cell import Cell
-from conformance.record.results import read_entry
+from conformance.plan.selection import Ranks, Selection
+from conformance.record.results import read_entry, read_output_json
+from conformance.record.summary import summary_lines
+from conformance.run.environment import environment
 from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
 from conformance.world.process import signal_process
+from reports.headline import headline
+from reports.load import read_report
 
 GPUS = ("GPU-a", "GPU-b")
 _numbers = itertools.count()
@@ -196,6 +202,84 @@ def on_gpus(size: int) -> WorldConfig:
     return WorldConfig(size=size, device="cuda", preload=("world_tasks",))
 
 
+# --- ranks that share a GPU ---
+
+
+def on_shares(places: tuple[str, ...], folder: Path) -> Pool:
+    return Pool(work_dir=folder / "worlds", places=Gpus(places, work_dir=folder / "worlds"))
+
+
+def test_ranks_that_share_a_gpu_see_it_once_and_have_a_host_each(tmp_path: Path) -> None:
+    """A GPU with two shares: a task of two ranks gets both, and two tasks of one rank run side by side."""
+    with on_shares(shares_of(GPUS[:1], 2), tmp_path) as pool:
+        assert results(run(pool, "seat", tmp_path, size=2)) == [
+            ["GPU-a", "0", "GPU-a#0"],
+            ["GPU-a", "0", "GPU-a#1"],
+        ]
+        folder = str(tmp_path / "met")
+        with ThreadPoolExecutor(2) as threads:
+            met = [threads.submit(run, pool, "meet", tmp_path, of=2, folder=folder) for _ in range(2)]
+        assert [results(one.result())[0][0] for one in met] == ["GPU-a", "GPU-a"]
+        assert results(run(pool, "seat", tmp_path)) == [["GPU-a", "0", ""]]
+
+
+def test_ranks_that_have_a_gpu_each_are_told_as_ever_though_others_share_it(tmp_path: Path) -> None:
+    with on_shares(("GPU-a#1", "GPU-b#0", "GPU-a#0"), tmp_path) as pool:
+        assert results(run(pool, "seat", tmp_path, size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
+        found = results(run(pool, "seat", tmp_path, size=3))
+    assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#1"), ("1", "GPU-b#0"), ("0", "GPU-a#0"))]
+
+
+def test_who_wants_all_of_a_host_gets_every_share_and_sees_every_gpu_once(tmp_path: Path) -> None:
+    """An oracle of a large model: one rank, all GPUs, and nobody else on them."""
+    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), wants_all=True)
+    folder = tmp_path / "met"
+    with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
+        oracle = threads.submit(
+            pool.run,
+            key="oracle",
+            config=everything,
+            task="world_tasks:meet",
+            kwargs={"of": 2, "folder": str(folder)},
+            log_dir=tmp_path / "logs",
+            budget_s=60,
+        )
+        wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
+        for place in ("GPU-b", "GPU-a#1", "GPU-b#1"):
+            ticket = Ticket((place,), 1, folder=lease_folder())
+            assert ticket.serve() is None
+            ticket.withdraw()
+        (folder / "the test").touch()
+        assert results(oracle.result())[0][0] == "GPU-a,GPU-b"
+
+
+def test_too_few_places_say_how_ranks_would_have_one(tmp_path: Path) -> None:
+    for each, what in ((1, "2 GPUs"), (2, "4 shares of GPUs")):
+        with on_shares(shares_of(GPUS, each), tmp_path) as pool:
+            said = run(pool, "nothing", tmp_path, size=5).reason
+        assert said == f"5 ranks, and there are {what}; --ranks_per_gpu 3 lets 3 ranks share a GPU"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
+    gpu = gpus_of_host()[0]
+    with on_shares(shares_of((gpu,), size), tmp_path) as pool:
+        outcome = pool.run(
+            key="x", config=on_gpus(size), task="world_tasks:exchange", kwargs={}, log_dir=tmp_path, budget_s=60
+        )
+    ranks = [float(rank + 1) for rank in range(size)]
+    for rank, found in enumerate(results(outcome)):
+        assert found.pop("gpu") in gpu
+        assert found == {
+            "backend": "nccl",
+            "sum": [sum(ranks)] * size,
+            "gathered": [value for value in ranks for _ in range(size)],
+            "scattered": [sum(ranks)],
+            "received": [ranks[rank - 1]] * size,
+        }
+
+
 # --- cells ---
 
 
@@ -253,3 +337,22 @@ def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pyt
             assert entry.before == ("infrastructure",)
             assert entry.other is not None
             assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
+
+
+def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path) -> None:
+    """A cell of two ranks on one GPU: its command, the summary, the terminal and the reports tell that it is shared."""
+    cell, out, where = cell_of("dp2", 0), tmp_path / "out", Ranks(device="cuda", ranks_per_gpu=2)
+    shares = shares_of(GPUS[:1], 2)
+    config = SessionConfig(out=out, gpus=shares, ranks_per_gpu=2, arguments=where.arguments(), budget_s=60)
+    with Session(config) as session:
+        session.run_all([cell], progress=lambda judged: None)
+        entry = read_entry(session.folder(cell) / "verdict.json")
+    assert entry.verdict.state == "conforms", entry.verdict.reason
+    assert entry.reproduce.startswith("parity run --device cuda --ranks_per_gpu 2 --cells ")
+    summary = read_output_json(out / "summary.json")
+    assert summary["environment"]["ranks_per_gpu"] == 2
+    said = "p to 2 ranks shared a GPU: times and free memory are not those of one GPU each"
+    assert summary_lines(summary)[-1] == f"u{said}"
+    assert headline(read_report(out))[1].endswith(f" U{said}.")
+    assert "ranks_per_gpu" not in environment()
+    assert Selection().text(where) != Selection().text(Ranks(device="cuda"))  # a history keeps them apart

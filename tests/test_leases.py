@@ -14,8 +14,9 @@ from world_helpers import is_dead_soon
 
 from conformance.gpus.inventory import visible_gpus
 from conformance.gpus.lease import Ticket, blocks, holders, lease_folder
+from conformance.gpus.shares import gpu_of, network_of, seats_of, shares_of, visible_to
 from conformance.validation import UsageError
-from conformance.world.places import Lease
+from conformance.world.places import Lease, Seat
 
 GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
 # What nvidia-smi -L prints, on a host whose last GPU is cut into parts.
@@ -78,6 +79,55 @@ def test_blocks_of_two_four_and_eight_leave_no_gpu_between_them() -> None:
     assert blocks(GPUS, 4) == [GPUS[:4], GPUS[4:]]
     assert blocks(GPUS, 3) == [GPUS[:3], GPUS[3:6]]
     assert blocks(GPUS[:2], 3) == []
+
+
+# --- shares of GPUs ---
+
+
+def test_one_rank_per_gpu_is_the_gpu_and_more_are_shares_round_by_round() -> None:
+    """So the ranks of a world share a GPU only if there are more of them than GPUs."""
+    assert shares_of(GPUS[:2], 1) == GPUS[:2]
+    shares = shares_of(GPUS[:2], 3)
+    assert shares == ("GPU-a#0", "GPU-b#0", "GPU-a#1", "GPU-b#1", "GPU-a#2", "GPU-b#2")
+    assert [gpu_of(share) for share in shares] == ["GPU-a", "GPU-b"] * 3
+    assert all({gpu_of(place) for place in block} == {"GPU-a", "GPU-b"} for block in blocks(shares, 2))
+
+
+@pytest.mark.parametrize("place", ["GPU-a", "MIG-GPU-5d5d/1/0", "host#1 (process 7) slot 0", "#0"])
+def test_what_is_no_share_is_a_place_of_its_own(place: str) -> None:
+    assert gpu_of(place) == place
+
+
+@pytest.mark.parametrize(
+    ("block", "visible", "gpus", "hosts"),
+    [
+        (("GPU-a", "GPU-b"), "GPU-a,GPU-b", (0, 1), ("", "")),
+        (("GPU-a#0", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),  # each has its own, as if nothing was shared
+        (("GPU-a#0", "GPU-a#1"), "GPU-a", (0, 0), ("GPU-a#0", "GPU-a#1")),
+        (("GPU-a#1", "GPU-b#0"), "GPU-a,GPU-b", (0, 1), ("", "")),
+        (("GPU-b#1", "GPU-a#0", "GPU-b#0"), "GPU-b,GPU-a", (0, 1, 0), ("GPU-b#1", "GPU-a#0", "GPU-b#0")),
+        (("GPU-a#0", "GPU-b#0", "GPU-a#1", "GPU-b#1"), "GPU-a,GPU-b", (0, 1, 0, 1), None),
+    ],
+)
+def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
+    block: tuple[str, ...], visible: str, gpus: tuple[int, ...], hosts: tuple[str, ...] | None
+) -> None:
+    """And where ranks share, each has a host of its own, or NCCL would refuse them."""
+    assert visible_to(block) == {"CUDA_VISIBLE_DEVICES": visible}
+    assert seats_of(block) == tuple(
+        Seat(gpu=gpu, host=host) for gpu, host in zip(gpus, block if hosts is None else hosts, strict=True)
+    )
+
+
+def test_ranks_that_share_a_gpu_reach_each_other_by_loopback_unless_the_user_says_how(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NCCL_NET", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert network_of(GPUS[:2]) == network_of(("GPU-a#0", "GPU-b#0")) == {}
+    assert network_of(("GPU-a#0", "GPU-a#1")) == {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert network_of(("GPU-a#0", "GPU-a#1")) == {"NCCL_NET": "Socket"}
 
 
 # --- leases ---
@@ -252,3 +302,70 @@ def test_a_controller_that_is_stopped_while_it_waits_leaves_the_queue(folder: Pa
     ticket = Ticket(GPUS[:1], 1, folder=folder)
     waits[0].ends()
     served(ticket).release()
+
+
+# --- leases of shares ---
+
+SHARES = shares_of(GPUS[:1], 2)
+
+
+def test_shares_are_leased_side_by_side_and_each_by_one(folder: Path, holders_of: list[Holder]) -> None:
+    other = Holder(SHARES, 1, folder)
+    holders_of.append(other)
+    assert other.gpus() == ("GPU-a#0",)
+    lease = served(Ticket(SHARES, 1, folder=folder))
+    assert lease.block == ("GPU-a#1",)
+    third = Ticket(SHARES, 1, folder=folder)
+    assert third.serve() is None
+    assert holders(SHARES, folder) == f"GPU-a#0 by process {other.process.pid}, GPU-a#1 by process {os.getpid()}"
+    other.is_killed()
+    assert served(third).block == ("GPU-a#0",)
+
+
+def test_a_run_that_shares_a_gpu_and_one_that_does_not_wait_for_each_other(folder: Path) -> None:
+    share = served(Ticket(SHARES, 1, folder=folder))
+    whole = Ticket(GPUS[:1], 1, folder=folder)
+    assert whole.serve() is None
+    assert holders(GPUS[:1], folder) == f"GPU-a by process {os.getpid()}"
+    share.release()
+    lease = served(whole)
+    for wanted in (SHARES, shares_of(GPUS[:1], 4)):
+        waits = Ticket(wanted, 1, folder=folder)
+        assert waits.serve() is None
+        assert holders(wanted, folder) == f"GPU-a by process {os.getpid()}"
+        waits.withdraw()
+    lease.release()
+    served(Ticket(SHARES, 2, folder=folder)).release()
+    assert holders((*SHARES, *GPUS), folder) == ""
+
+
+def test_a_gpu_that_is_wanted_as_a_whole_is_reserved_with_its_shares(folder: Path) -> None:
+    """Or tasks that share it would take turns for ever."""
+    share = served(Ticket(SHARES, 1, folder=folder))
+    whole, later = Ticket(GPUS[:1], 1, folder=folder), Ticket(SHARES, 1, folder=folder)
+    assert later.serve() is None  # although a share is free
+    share.release()
+    assert later.serve() is None
+    lease = served(whole)
+    lease.release()
+    served(later).release()
+
+
+def test_a_gpu_with_a_share_that_is_reserved_is_not_leased_as_a_whole(folder: Path) -> None:
+    """Two GPUs; a share of the first is in use, so who wants two shares waits, and has one of the second reserved."""
+    share = served(Ticket(SHARES, 2, folder=folder))
+    two, whole = Ticket(("GPU-a#0", "GPU-b#0"), 2, folder=folder), Ticket(GPUS[1:2], 1, folder=folder)
+    assert two.serve() is None
+    assert whole.serve() is None  # although nobody uses the second GPU
+    share.release()
+    served(two).release()
+    served(whole).release()
+
+
+def test_runs_with_different_numbers_of_shares_share_them(folder: Path) -> None:
+    """The shares of the smaller number are among those of the larger one."""
+    two, four = (shares_of(GPUS[:1], number) for number in (2, 4))
+    both = served(Ticket(two, 2, folder=folder))
+    assert Ticket(two, 1, folder=folder).serve() is None
+    assert served(Ticket(four[2:], 2, folder=folder)).block == ("GPU-a#2", "GPU-a#3")
+    both.release()

@@ -391,7 +391,7 @@ def test_a_project_without_the_suite_notices_nothing(tmp_path: Path, arguments: 
 
 def test_a_selection_survives_the_way_through_its_arguments() -> None:
     selection = Selection(profile="full", backend=("a", "b:C"), faults=("x",), model="m", data="d", max_len=7, seed=0)
-    ranks = Ranks(device="cuda", budget=7.5)
+    ranks = Ranks(device="cuda", ranks_per_gpu=2, budget=7.5)
     parsed = cli._parser().parse_args(["run", *selection.arguments(), *ranks.arguments()])
     assert Ranks.from_options(parsed) == ranks
     assert Selection.from_options(parsed) == selection

@@ -196,6 +196,7 @@ def refused(folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[st
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
         ({"suite_version": "0.0.1"}, "suite version "),
         ({"environment": {"torch": "1.0"}}, "version of torch "),
+        ({"environment": {"ranks_per_gpu": 2}}, "--ranks_per_gpu 1 and 2"),
         ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "version of OMP_NUM_THREADS "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -259,6 +259,13 @@ def visible(context: RankContext) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+def seat(context: RankContext) -> tuple[str, str, str]:
+    """The GPUs that this rank sees, which of them is its own, and the host that it says it is on."""
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_HOSTID")
+    visible, own, host = (os.environ.get(name, "") for name in names)
+    return visible, own, host
+
+
 def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
     """Wait until ``of`` processes are here, which write their numbers into ``folder``."""
     Path(folder).mkdir(exist_ok=True)
@@ -286,6 +293,28 @@ def break_cuda(context: RankContext, *, rank: int) -> None:
     if context.rank == rank:
         torch.zeros(1, device=context.device)[torch.tensor([7], device=context.device)].sum().item()
     dist.barrier()
+
+
+def exchange(context: RankContext) -> dict[str, Any]:
+    """Speak with all other ranks, as layouts do: sums, gathers, scatters, and a ring."""
+    rank, size = context.rank, context.world_size
+    mine = torch.full((size,), float(rank + 1), dtype=torch.float64, device=context.device)
+    total, gathered, scattered, received = mine.clone(), mine.new_empty(size * size), mine[:1].clone(), mine.clone()
+    dist.all_reduce(total)
+    dist.all_gather_into_tensor(gathered, mine)
+    dist.reduce_scatter_tensor(scattered, mine)
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    ring = [dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, received, previous)]
+    for sent in dist.batch_isend_irecv(ring):
+        sent.wait()
+    return {
+        "backend": dist.get_backend(),
+        "gpu": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
+        "sum": total.tolist(),
+        "gathered": gathered.tolist(),
+        "scattered": scattered.tolist(),
+        "received": received.tolist(),
+    }
 
 
 def on_gpu(context: RankContext) -> tuple[str, int]:

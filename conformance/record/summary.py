@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from conformance.record.baseline import RANKS_PER_GPU
 from conformance.record.verdict import NOT_SEEN
 
 
@@ -13,4 +14,12 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     since = summary["since"]["text"] if summary["since"] else ()
     lent = sum(bool(cell["second_class"]) for cell in summary["cells"])
     whose = f"second-class oracle: {lent} judged by transformers' own implementation; {NOT_SEEN}"
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *([whose] if lent else [])]
+    shared = shared_gpus(summary["environment"])
+    told = [*([whose] if lent else []), *([shared] if shared else [])]
+    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *told]
+
+
+def shared_gpus(environment: Mapping[str, Any]) -> str:
+    """What it means for times and memory that ranks shared GPUs; empty if they did not."""
+    each = environment.get(RANKS_PER_GPU, 1)
+    return f"up to {each} ranks shared a GPU: times and free memory are not those of one GPU each" if each != 1 else ""

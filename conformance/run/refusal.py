@@ -32,9 +32,7 @@ def check_device(ranks: Ranks) -> None:
     """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and for ranks that share
     what they have none of."""
     if ranks.device == "cpu" and ranks.ranks_per_gpu > 1:
-        raise UsageError(
-            "--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors"
-        )
+        raise UsageError("--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors")
     if ranks.device == "cuda" and not torch.cuda.device_count():
         raise UsageError(
             "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
