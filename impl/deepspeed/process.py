@@ -84,6 +84,8 @@ def _set_up(device: str) -> None:
         known = os.environ.get(name)
         _undo.callback(os.environ.pop, name) if known is None else _undo.callback(os.environ.update, {name: known})
         os.environ[name] = "{}.{}".format(*capability)
+        # It wants GPUs by number, and ranks have theirs by UUID (docs/findings/deepspeed-visible-uuids.md).
+        _replace(get_accelerator(), "available_memory", lambda index=None: torch.cuda.mem_get_info(index)[0])
     accelerator = get_accelerator()
     assert accelerator.device_name() == torch.device(device).type
     # ZeRO-0 reduces gradients of the listed dtypes only, and float64 is not among them.
