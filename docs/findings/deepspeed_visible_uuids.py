@@ -1,6 +1,6 @@
 """DeepSpeed cannot say how much memory a GPU has free where CUDA_VISIBLE_DEVICES names GPUs by UUID.
 
-One process, without a GPU: the question fails before the driver is asked. Exit code 0: it fails for a UUID and not for a
+One process, without a GPU: it fails before the driver is asked. Exit code 0: it fails for a UUID and not for a
 number. 1: not so. See deepspeed-visible-uuids.md.
 """
 
