@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_cell
 from world_helpers import results, world_config
 
 from conformance.backend import BackendEntry
-from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.lease import Ticket, holders, lease_folder
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
@@ -168,40 +166,6 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_cuda_error_that_stays_ends_its_own_world_only(tmp_path: Path) -> None:
-    """On GPUs: a task of each runs on the GPU that it leased, and only the world that broke is a new one."""
-    gpus = gpus_of_host()[:2]
-    pool, config = Pool(work_dir=tmp_path, places=Gpus(gpus, work_dir=tmp_path)), on_gpus(1)
-
-    def task(name: str, **kwargs: Any) -> Outcome:
-        logs = tmp_path / str(next(_numbers))
-        return pool.run(key="x", config=config, task=f"world_tasks:{name}", kwargs=kwargs, log_dir=logs, budget_s=60)
-
-    def on_both() -> dict[str, int]:
-        """The process that has run on each GPU, two at once."""
-        folder = str(tmp_path / f"met-{next(_numbers)}")
-        with ThreadPoolExecutor(2) as threads:
-            met = [threads.submit(task, "meet", of=2, folder=folder) for _ in gpus]
-        return dict(results(one.result())[0] for one in met)
-
-    before = on_both()
-    assert set(before) == set(gpus)
-    ((uuid, pid),) = results(task("on_gpu"))
-    assert uuid in gpus[0]
-    assert pid == before[gpus[0]]
-    broken = task("break_cuda", rank=0)  # on the first GPU, which is free
-    assert broken.state == "failed"
-    after = on_both()
-    assert after[gpus[0]] != before[gpus[0]]
-    assert after[gpus[1]] == before[gpus[1]]
-    pool.close()
-
-
-def on_gpus(size: int) -> WorldConfig:
-    return WorldConfig(size=size, device="cuda", preload=("world_tasks",))
-
-
 # --- ranks that share a GPU ---
 
 
@@ -258,26 +222,6 @@ def test_too_few_places_say_how_ranks_would_have_one(tmp_path: Path) -> None:
         with on_shares(shares_of(GPUS, each), tmp_path) as pool:
             said = run(pool, "nothing", tmp_path, size=5).reason
         assert said == f"5 ranks, and there are {what}; --ranks_per_gpu 3 lets 3 ranks share a GPU"
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
-    gpu = gpus_of_host()[0]
-    with on_shares(shares_of((gpu,), size), tmp_path) as pool:
-        outcome = pool.run(
-            key="x", config=on_gpus(size), task="world_tasks:exchange", kwargs={}, log_dir=tmp_path, budget_s=60
-        )
-    ranks = [float(rank + 1) for rank in range(size)]
-    for rank, found in enumerate(results(outcome)):
-        assert found.pop("gpu") in gpu
-        assert found == {
-            "backend": "nccl",
-            "sum": [sum(ranks)] * size,
-            "gathered": [value for value in ranks for _ in range(size)],
-            "scattered": [sum(ranks)],
-            "received": [ranks[rank - 1]] * size,
-        }
 
 
 # --- cells ---

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.machine import available_memory
@@ -210,28 +209,7 @@ def test_a_pool_deletes_no_log_but_its_own(run: Runner, work_dir: Path, tmp_path
     assert set(work_dir.iterdir()) == logs
 
 
-# --- on GPUs, and wrong calls ---
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_on_gpus(tmp_path: Path) -> None:
-    two = WorldConfig(size=2, device="cuda", preload=("world_tasks",))
-    with Pool(work_dir=tmp_path) as pool:
-
-        def task(name: str, budget_s: float, **kwargs: Any) -> Any:
-            return pool.run(
-                key="x",
-                config=two,
-                task=f"world_tasks:{name}",
-                kwargs=kwargs,
-                log_dir=tmp_path,
-                budget_s=budget_s,
-            )
-
-        for _ in range(2):
-            results(task("tensor_parallel", 60))
-        outcome = task("never_enter", 5, rank=1)
-        assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
+# --- wrong calls ---
 
 
 def test_wrong_calls_say_what_to_change(pool: Pool, tmp_path: Path) -> None:

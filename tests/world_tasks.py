@@ -125,7 +125,7 @@ def signal_self(context: RankContext, *, rank: int, number: int) -> None:
         print("before the signal")
         os.kill(os.getpid(), number)
         time.sleep(1000)  # a stopped rank tells its place when it runs again: it is still here
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=context.device))
 
 
 def hear_of_a_death_first(context: RankContext) -> None:
@@ -220,6 +220,12 @@ def eat_memory(context: RankContext, *, rank: int) -> None:
     beat("eats")
     eaten = [torch.empty(8 << 20) for _ in range(1000 if context.rank == rank else 1)]
     dist.all_reduce(eaten[0][:1])
+
+
+def eat_gpu_memory(context: RankContext, *, rank: int) -> None:
+    beat("eats")
+    eaten = torch.empty(1 << (50 if context.rank == rank else 10), dtype=torch.uint8, device=context.device)
+    dist.all_reduce(eaten[:1])
 
 
 def cut_connection(context: RankContext, *, rank: int) -> None:
