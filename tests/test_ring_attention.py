@@ -69,10 +69,11 @@ def test_gathering_is_right_with_a_sliding_window(pool: Pool, tmp_path: Path, wi
     assert max(found.values()) < HONEST["float64"], found
 
 
+@pytest.mark.parametrize("seed", [7, 8, 9])
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_gathering_is_right_with_sinks(pool: Pool, tmp_path: Path, dtype: str, window: int | None) -> None:
-    found = errors(pool, tmp_path, kind="llama3", documents=PACKED, dtype=dtype, window=window, sinks=True)
+def test_gathering_is_right_with_sinks(pool: Pool, tmp_path: Path, dtype: str, window: int | None, seed: int) -> None:
+    found = errors(pool, tmp_path, kind="llama3", documents=PACKED, dtype=dtype, window=window, sinks=True, seed=seed)
     assert "dsinks" in found
     assert max(found.values()) < HONEST[dtype], found
 

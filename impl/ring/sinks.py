@@ -53,9 +53,11 @@ class _WithSinks(torch.autograd.Function):
             group, q, k.contiguous(), v.contiguous(), *documents, **ctx.options
         )
         score_H1 = sinks[:, None].to(lse_HQ.dtype)
-        whole_HQ = torch.logaddexp(lse_HQ, score_H1)
-        out: Tensor = (alone * (lse_HQ - whole_HQ).exp().T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, whole_HQ, sinks)
+        # Shares are not exp(lse - whole) and exp(score - whole): the rounding of whole would be one of both.
+        out: Tensor = (alone * torch.sigmoid(lse_HQ - score_H1).T[..., None]).to(q.dtype)
+        share_HQ = torch.sigmoid(score_H1 - lse_HQ)
+        ctx.save_for_backward(q, k, v, out, torch.logaddexp(lse_HQ, score_H1), share_HQ)
+        ctx.dtype = sinks.dtype
         return out
 
     @staticmethod
@@ -63,11 +65,10 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         from impl.ring import package
 
-        q, k, v, out, whole_HQ, sinks = ctx.saved_tensors
+        q, k, v, out, whole_HQ, share_HQ = ctx.saved_tensors
         dq, dk, dv = package.llama3.llama3_flash_attn_varlen_backward(
             ctx.group, dout, q, k.contiguous(), v.contiguous(), out, whole_HQ, *ctx.documents, **ctx.options
         )
         wide = whole_HQ.dtype
-        share_HQ = (sinks[:, None].to(wide) - whole_HQ).exp()
         dsinks = -(share_HQ * (dout.to(wide) * out.to(wide)).sum(dim=-1).T).sum(dim=-1)
-        return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None, None
+        return dq, dk, dv, dsinks.to(ctx.dtype), None, None, None, None
