@@ -16,17 +16,23 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def heeded(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
+    """Those that this process did not begin by ignoring. One that it was started to ignore, as SIGINT is in the
+    background of a shell's script, stays ignored."""
+    return tuple(number for number in signals if signal.getsignal(number) is not signal.SIG_IGN)
+
+
 class Stop:
     """Inside the ``with`` statement, the first of the signals raises Stopped in the main thread. ``number`` is then its
     number, or else 0.
 
-    After the first, SIGTERM is ignored, so that reports can be written, and another SIGINT interrupts them. A signal
-    that was ignored before, as SIGINT is in the background of a shell, stays ignored.
+    After the first, SIGTERM is ignored, so that reports can be written, and another SIGINT interrupts them. Only
+    signals that are heeded stop.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
         self.number = 0
-        self._signals = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        self._signals = heeded(*signals)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """What several test files share: one session, and so its worlds, one cache of oracle records, and a browser."""
 
 import os
+import signal
 
 # Before torch is imported: threads that wait for each other keep the cores busy, which workers and ranks share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +88,15 @@ def _oracle_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["PARITY_CACHE"] = str(shared / "oracle-cache")
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """SIGINT as programs in the foreground of a terminal have it, here and in processes that are started: where pytest
+    itself runs in the background of a shell's script, it inherits a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

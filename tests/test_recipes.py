@@ -128,6 +128,7 @@ def test_a_recipe_trains_at_tiny_size(recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("foreground")
 def test_ctrl_c_leaves_a_checkpoint_from_which_it_goes_on(tmp_path: Path) -> None:
     said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --ckpt_path ckpt --nproc_per_node 2"
     command = [sys.executable, "-c", PARITY_TRAIN, *said.split(), "--max_steps", "2000"]

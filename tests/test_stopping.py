@@ -60,6 +60,7 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
@@ -129,6 +130,7 @@ def test_a_pool_that_was_ended_starts_nothing_more(tmp_path: Path) -> None:
         assert Runner(pool, tmp_path)("nothing", size=1).state == "failed"
 
 
+@pytest.mark.usefixtures("foreground")
 def test_only_the_first_signal_stops_and_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Stop(signal.SIGINT, signal.SIGTERM) as stop:

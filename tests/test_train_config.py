@@ -72,6 +72,7 @@ def test_a_critic_is_made_of_a_language_models_layers_and_a_small_new_head(tmp_p
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["score.weight"], after["score.weight"])
 
 
+@pytest.mark.usefixtures("foreground")
 def test_the_first_signal_is_noted_and_the_second_does_what_it_always_does() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:
@@ -84,6 +85,18 @@ def test_the_first_signal_is_noted_and_the_second_does_what_it_always_does() -> 
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.asked
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_something_is_due_when_a_multiple_of_its_steps_has_passed() -> None:

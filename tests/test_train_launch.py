@@ -75,6 +75,7 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
     assert "not this" not in told
 
 
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("signals", "long"),
     [((signal.SIGINT,), 0.5), pytest.param((signal.SIGTERM, signal.SIGINT), 600, marks=pytest.mark.exhaustive)],
@@ -91,6 +92,23 @@ def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
         assert process.wait(60) == 128 + signals[0]
     saved = sorted(file.read_text() for file in tmp_path.glob("saved*"))
     assert saved == (["SIGINT", "SIGINT"] if len(signals) == 1 else [])
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
+    """As SIGINT is in the background of a shell's script; SIGTERM still stops."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit
+    try:
+        command = python(LAUNCH, *python(STOPPED, tmp_path, 0))
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        wait_for(tmp_path, "ready")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert sorted(file.read_text() for file in tmp_path.glob("saved*")) == ["SIGTERM", "SIGTERM"]
 
 
 def wait_for(folder: Path, name: str) -> None:

@@ -18,6 +18,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
+from conformance.stopping import heeded
 from conformance.world.process import signal_at_death_of, signal_process
 
 LAST_LINES, USAGE = 15, 2
@@ -76,7 +77,10 @@ def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, 
 
 
 def _pass_signals_on(started: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Pass the first signal on to all ranks, and end them at the second; returns the list of what was received."""
+    """Pass the first signal on to all ranks, and end them at the second; returns the list of what was received.
+
+    A signal that was ignored before stays ignored, here and in the ranks, which inherit that.
+    """
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -86,7 +90,7 @@ def _pass_signals_on(started: list[subprocess.Popen[bytes]]) -> list[int]:
         for process in started:
             signal_process(process.pid, received[-1])
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in heeded(signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
     return received
 
