@@ -69,11 +69,11 @@ class Routers:
             if self._replayed:
                 chosen = self._replayed[number]
                 weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
-            if not self._is_looking:
-                return logits, weights, chosen
             dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
             squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
-            self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
+            # Computed again or not: torch's checkpointing wants the same tensors saved, in the same order.
+            if self._is_looking:
+                self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
             return logits, weights, chosen
 
         gate.forward = forward
