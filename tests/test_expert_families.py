@@ -87,12 +87,28 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
         *(("deepspeed", "dp2.zero2", model) for model in ("gpt-oss", *DEEPSEEK)),
         *(("megatron", layout, model) for model in DEEPSEEK for layout in ("dp2", "ep2", "tp2.seqpar")),
         ("megatron", "tp2.seqpar", "gpt-oss"),
+        ("deepspeed", "sp2", "gpt-oss"),
     ],
 )
 def test_lower_precisions_are_as_good_as_a_single_process(
     session: Session, backend: str, layout: str, model: str, precision: Precision
 ) -> None:
     verdict = session.run(cell_of(backend, "sft-packed", model, layout, precision)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "scenario", "layout"),
+    [
+        ("fsdp2", "sft-packed", "sp2"),
+        ("deepspeed", "sft-packed", "dp2"),
+        ("megatron", "sft-packed", "tp2.seqpar"),
+        ("megatron", "sft-overflow", "ep2"),
+    ],
+)
+def test_gpt_oss_in_fp16(session: Session, backend: str, scenario: str, layout: str) -> None:
+    verdict = session.run(cell_of(backend, scenario, "gpt-oss", layout, "fp16")).verdict
     assert verdict.state == "conforms", verdict.reason
 
 

@@ -129,6 +129,20 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
 
 
+@pytest.mark.parametrize(("linear", "honest"), [("float64", True), ("float32", False)])
+def test_a_precision_is_that_of_linear_layers_however_many_pieces_attention_is_cut_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linear: str, honest: bool
+) -> None:
+    """Kernels on a CPU compute attention of half precision in float32, a product for each head and some documents."""
+    other = "float32" if honest else "float64"
+    seen = evidence("exact")
+    seen["linear"] = [[linear, 4]]
+    seen["products"] = [[linear, "forward", 4], [other, "forward", 40], ["float64", "backward", 88]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged)
+    assert [finding.tensor for finding in verdict.findings] == ([] if honest else ["dp2.tp2: products in float64"])
+
+
 @pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
 @pytest.mark.parametrize(("recomputed", "nested"), [(0, 0), (3, 0), (0, 1)])
 def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputation(

@@ -72,7 +72,8 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    lengths: tuple[StrictInt, ...] = ()  # older records have neither this field nor the next two
+    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next three
+    lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held: tuple[tuple[Count, Count], ...] = ()
 

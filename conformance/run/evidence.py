@@ -36,7 +36,8 @@ COLLECTIVE_KINDS = {
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+_LINEAR = ("mm", "addmm", "linear")
+_PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Watch(EagerMode):
     collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
     products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
         forward pass inside a backward pass, recognised by the autograd graph that it records.
+    linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
+        attention has them, whose number is that of the pieces that a kernel cuts its work into.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
     nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
@@ -94,6 +97,7 @@ class Watch(EagerMode):
         self.leaks: LeakWatch | None = None
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
+        self.linear: Counter[str] = Counter()
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
         self.nested = 0
@@ -158,7 +162,10 @@ class Watch(EagerMode):
         where = self._pass()
         if operator in _PRODUCTS:
             again = "recomputed" if torch.is_grad_enabled() else "backward"
-            self.products[_name(result.dtype), again if where.startswith("backward") else "forward"] += 1
+            phase = again if where.startswith("backward") else "forward"
+            self.products[_name(result.dtype), phase] += 1
+            if phase == "forward" and operator in _LINEAR:
+                self.linear[_name(result.dtype)] += 1
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
             self.lengths.add(result.shape[-2])
@@ -177,6 +184,7 @@ class Watch(EagerMode):
         return {
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
+            "linear": [[*entry] for entry in sorted(self.linear.items())],
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
             "nested": self.nested,
