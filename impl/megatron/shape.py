@@ -57,6 +57,14 @@ FAMILIES = {
     "DeepseekV2": Family(("attention_bias", False), mixture=DEEPSEEK_V2, latent=True),
     "DeepseekV3": Family(("attention_bias", False), mixture=DEEPSEEK_V3, latent=True),
 }
+# Families with parts that megatron-core 0.16.1 does not have (source read, and tests/test_megatron_lacks.py looks).
+_AFTER = "norms of what attention and MLP give, before it is added"
+_SCALED = "embeddings times the root of their width"
+LACKING = {
+    "Gemma2": ("soft-capped scores and logits", _AFTER, _SCALED),
+    "Gemma3": ("positions of two bases", _AFTER, _SCALED),
+    "Olmo2": ("norms of q and k over all heads", _AFTER),
+}
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
@@ -118,6 +126,8 @@ def read_shape(folder: Path) -> ModelShape:
     """The shape of the model in a Hugging Face folder. Raises UsageError if it needs something that is not built in."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or ()), None)
+    if parts := LACKING.get(str(name).partition("For")[0]):
+        raise UsageError(f"{name} needs what megatron-core does not have: {', '.join(parts)}; use fsdp2 or deepspeed")
     if name not in ARCHITECTURES:
         raise UsageError(
             f"{name} is not among the architectures that are built here on megatron-core "
