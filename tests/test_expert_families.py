@@ -99,6 +99,17 @@ def test_lower_precisions_are_as_good_as_a_single_process(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
+    ("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2"), ("megatron", "ep2"), ("megatron", "tp2.seqpar")]
+)
+def test_grpo_on_deepseek_v3_in_bf16(session: Session, backend: str, layout: str) -> None:
+    """With a seed whose rounding it can be judged by: docs/mixture-of-experts.md."""
+    cell = cell_of(backend, "grpo-half", "deepseek-v3", layout, "bf16", seed=2)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
     ("backend", "scenario", "layout"),
     [
         ("fsdp2", "sft-packed", "sp2"),
