@@ -172,6 +172,20 @@ def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     assert answer.reason.startswith(reason)
 
 
+def test_a_plan_with_what_autotp_does_not_know_is_refused(models: Any) -> None:
+    cell = cell_with(models("Glm4Moe"), backend="deepspeed", scenario="sft-packed", layout="tp2", precision="exact")
+    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    assert isinstance(answer, Unsupported)
+    assert answer.reason.startswith("AutoTP does not know moe_tp_experts, packed_colwise, which")
+
+
+def test_what_autotp_knows_is_what_deepspeed_says() -> None:
+    converter = pytest.importorskip("deepspeed.module_inject.tp_plan_converter")
+    from impl.deepspeed.adapter import STYLES
+
+    assert converter.SUPPORTED_STYLES == STYLES
+
+
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +222,8 @@ def test_a_defect_of_the_model_on_the_ranks_alone_is_caught(session: Session, mo
         *(("GPTNeoX", "deepspeed", layout) for layout in ("dp2.zero2", "dp2.zero3", "tp2", "sp2", "ulysses2")),
         *(("StableLm", *rest) for rest in (("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"), ("deepspeed", "dp2.zero3"))),
         *(("Olmoe", *rest) for rest in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))),
+        *(("Glm4Moe", "fsdp2", layout) for layout in ("tp2", "sp2")),
+        *(("Glm4Moe", "deepspeed", layout) for layout in ("dp2.zero2", "dp2.zero3", "sp2")),
     ],
 )
 def test_models_that_nobody_made_a_fixture_of_conform(

@@ -6,6 +6,7 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.expectation import model_config
 from conformance.layout import Layout
+from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
@@ -14,12 +15,24 @@ from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import adapter_support
 from impl.model_support import model_support
+from impl.models import read_config
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
 
+# Of a tensor-parallel plan, what AutoTP of deepspeed 0.19.8 can do; it rejects a plan that asks for anything else.
+STYLES = frozenset(
+    (
+        "colwise",
+        "colwise_rep",
+        "colwise_gather_output",
+        "rowwise",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+    )
+)
 _OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "ownopt", "shipped")
 
 
@@ -114,8 +127,14 @@ class DeepspeedBackend(StrategyBackend):
             )
         # AutoTP knows openPangu by the names of its modules, which are Llama's.
         has_plan = model_config(scenario).get("model_type") == "PanguEmbedded"
-        lacking = model_support(scenario, layout, has_plan=has_plan)
-        return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
+        if isinstance(lacking := model_support(scenario, layout, has_plan=has_plan), Unsupported):
+            return lacking
+        if layout.tp > 1 and (unknown := _unknown_styles(scenario)):
+            return Unsupported(
+                f"AutoTP does not know {', '.join(unknown)}, which the model's tensor-parallel plan asks for; use tp1, "
+                f"or fsdp2"
+            )
+        return ring_support(scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
@@ -131,3 +150,9 @@ class DeepspeedBackend(StrategyBackend):
         except UsageError as error:
             return Unsupported(str(error))
         return Supported()
+
+
+def _unknown_styles(scenario: Scenario) -> list[str]:
+    """What the plan that the model carries asks for and AutoTP cannot do."""
+    config = read_config(resolve(scenario.model), trusted=scenario.trust_remote_code)
+    return sorted(set((config.get_text_config().base_model_tp_plan or {}).values()) - STYLES)
