@@ -5,7 +5,7 @@ import gc
 import importlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from impl.deepspeed.adapter import DeepspeedBackend
 from impl.deepspeed.context import DeepspeedContext
 from impl.deepspeed.trainable import DeepspeedTrainable
 from impl.deepspeed.ulysses import exchange_heads
+from impl.lora import named_parameters
 from impl.models import load_model
 from impl.ring.attention import NAME, register
 from impl.strategy import ContextConfig
@@ -239,6 +240,34 @@ def load_checkpoint(
         after = dict(backend.named_tensors("weight", "policy"))
     changed = any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
     return {"said": said, "changed": changed, "left": sorted(path.name for path in folder.iterdir())}
+
+
+def numbered(name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A region of a tensor whose elements tell where they are."""
+    places = [torch.arange(at, at + size, dtype=torch.float64) for at, size in zip(start, shape, strict=True)]
+    return sum(grid * 1e-3**n / 512 for n, grid in enumerate(torch.meshgrid(*places, indexing="ij")))  # type: ignore[return-value]
+
+
+def save_numbered(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> None:
+    """One step, and a checkpoint after it; frozen parameters are not those of the model's folder."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.models["policy"].tensors.write_frozen(numbered)  # type: ignore[attr-defined]
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        backend.save(Path(batches).with_name("saved"))
+
+
+def load_numbered(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, bool]:
+    """Of every frozen parameter, whether it is the checkpoint's."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.load(Path(batches).with_name("saved"))
+        policy = backend.models["policy"]
+        frozen = {name for name, p in named_parameters(policy.model) if not p.requires_grad}  # type: ignore[attr-defined]
+        weights = {name: tensor for name, tensor in policy.named_tensors("weight") if name in frozen}
+        return {name: torch.equal(t, numbered(name, [0] * t.ndim, t.shape)) for name, t in weights.items()}
 
 
 def progress(

@@ -23,10 +23,17 @@ pytest.importorskip("deepspeed")
 
 
 def in_ranks(
-    pool: Pool, folder: Path, task: str, layout: str, *, world: str = "shared", precision: Precision = "exact"
+    pool: Pool,
+    folder: Path,
+    task: str,
+    layout: str,
+    *,
+    world: str = "shared",
+    precision: Precision = "exact",
+    scenario: str = "sft-padded",
 ) -> list[Any]:
     """Results of a task of deepspeed_tasks, in the ranks of a world, with a scenario's frozen inputs."""
-    asked = cell_of("deepspeed", "sft-padded", "qwen3", layout, precision)
+    asked = cell_of("deepspeed", scenario, "qwen3", layout, precision)
     inputs = prepare_inputs(asked.scenario, folder)
     arguments = {
         "scenario": scenario_to_json(asked.scenario),

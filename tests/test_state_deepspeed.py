@@ -169,6 +169,34 @@ def test_a_checkpoint_goes_on_in_another_layout(
     assert_handed_over(verdict)
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tp2.zero2", "dp2.zero1"),
+        *map(
+            exhaustive,
+            (
+                ("dp2.zero2", "tp2.zero2"),
+                ("dp2.zero3", "dp4.zero3"),
+                ("dp2.tp2.zero1", "tp2.zero2"),
+                ("dp2.tp2.zero3", "dp2.zero3"),
+            ),
+        ),
+    ],
+    ids="-to-".join,
+)
+def test_frozen_parameters_go_on_in_another_layout(
+    session: Session, pool: Pool, tmp_path: Path, layouts: tuple[str, str]
+) -> None:
+    """Also where they are not those of the model's folder."""
+    assert_handed_over(assert_honest(session, handed(*layouts, save="checkpoint", scenario="sft-frozen")))
+    before, after = layouts
+    in_ranks(pool, tmp_path, "save_numbered", before, world=before, scenario="sft-frozen")
+    for found in in_ranks(pool, tmp_path, "load_numbered", after, world=after, scenario="sft-frozen"):
+        assert "model.embed_tokens.weight" in found
+        assert all(found.values()), found
+
+
 REFUSED = [
     ("dp2.zero1", "dp2.zero3", "adamw", "exact", "of stage zero1 or zero2 into the same only, not zero3"),
     ("dp2.zero0", "dp2.zero1", "adamw", "exact", "of stage zero0 into the same only, not zero1 or zero2"),

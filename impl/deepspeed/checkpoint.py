@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from deepspeed import DeepSpeedEngine
 from conformance.validation import UsageError
 from impl.checkpoints.writing import Writing
 from impl.deepspeed.cut import Cut, check, fits
-from impl.deepspeed.universal import make_universal
+from impl.deepspeed.place import ReadRegion
+from impl.deepspeed.universal import add_parameter, make_universal
 from impl.deepspeed.writing import files_written
+from impl.formats.deepspeed_frozen import frozen_parts, how_cut
 from impl.together import on_first
 
 TAG, FILE = "state", "cut.json"
@@ -32,8 +35,8 @@ def save(engine: DeepSpeedEngine, path: Path, own: Cut, when: Writing) -> None:
     on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(told, encoding="utf-8"))
 
 
-def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
-    """Load a checkpoint of ``save``; collective.
+def load(engine: DeepSpeedEngine, path: Path, own: Cut, *, write_frozen: Callable[[ReadRegion], None]) -> None:
+    """Load a checkpoint of ``save``; collective. ``write_frozen`` sets what the engine does not train.
 
     Raises UsageError, before the engine is changed, if there is no checkpoint or DeepSpeed cannot load it.
     """
@@ -46,6 +49,8 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut) -> None:
     else:
         with _universal(path, all_trained=all(p.requires_grad for p in engine.module.parameters())) as folder:
             _load_universal(engine, folder)
+            # docs/findings/deepspeed-universal-frozen.md: it leaves frozen parameters as they were.
+            write_frozen(_regions(folder / TAG))
 
 
 @contextlib.contextmanager
@@ -65,9 +70,30 @@ def _universal(path: Path, *, all_trained: bool) -> Iterator[Path]:
         dist.broadcast_object_list(told)
         assert told[0]
         whole = Path(told[0])
-        on_first(f"converting {path}", lambda: make_universal(path / TAG, whole / TAG, all_trained=all_trained))
+        on_first(f"converting {path}", lambda: _convert(path / TAG, whole / TAG, all_trained=all_trained))
         yield whole
         dist.barrier()
+
+
+def _convert(tag: Path, out: Path, *, all_trained: bool) -> None:
+    make_universal(tag, out, all_trained=all_trained)
+    if not all_trained:
+        for name, parts in frozen_parts(tag):
+            add_parameter(out, name, parts, how_cut(tag))
+
+
+def _regions(tag: Path) -> ReadRegion:
+    """Regions of parameters in a universal checkpoint, by the engine's names; the last parameter is kept open."""
+
+    @lru_cache(maxsize=1)
+    def whole(name: str) -> torch.Tensor:
+        found: torch.Tensor = torch.load(tag / "zero" / name / "fp32.pt", mmap=True)["param"]
+        return found
+
+    def region(name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return whole(name)[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+
+    return region
 
 
 def _load_universal(engine: DeepSpeedEngine, folder: Path) -> None:

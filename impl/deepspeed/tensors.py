@@ -73,6 +73,13 @@ class EngineTensors:
         if kind == "weight":
             self._stepped.update_parameters()
 
+    @torch.no_grad()
+    def write_frozen(self, read: ReadRegion) -> None:
+        """Overwrite what is not trained; ``read`` knows parameters by the engine's names."""
+        for parameter in self._engine.module.parameters():
+            if not parameter.requires_grad:
+                _fill_computed_with(self._engine.param_names[parameter], parameter, self._place, read)
+
     def local(self, kind: TensorKind) -> Iterator[Shard]:
         """This rank's own pieces."""
         for name, parameter in named_parameters(self._engine.module):

@@ -328,7 +328,8 @@ class DeepspeedTrainable:
         checkpoint.save(self.engine, path, self._cut(), when)
 
     def load_ckpt(self, path: Path) -> None:
-        checkpoint.load(self.engine, path, self._cut())
+        assert isinstance(self.tensors, EngineTensors), "a frozen model has no checkpoint"
+        checkpoint.load(self.engine, path, self._cut(), write_frozen=self.tensors.write_frozen)
 
     def _cut(self) -> Cut:
         config, optimizer = self.context.config, type(self.engine.basic_optimizer).__name__

@@ -17,11 +17,10 @@ import torch
 from conformance.validation import UsageError, one_line
 from impl.checkpoints.pickles import check_pickle, read_torch_file
 from impl.formats.contents import Checkpoint, Held
-from impl.formats.deepspeed_frozen import frozen_dtype, frozen_parts, frozen_shapes
+from impl.formats.deepspeed_frozen import HOW_CUT, frozen_dtype, frozen_parts, frozen_shapes
 from impl.training_state import WRITTEN
 
 LATEST = "latest"
-HOW_CUT = "universal_checkpoint_info"
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 MOMENTS = tuple(kind for kind in WRITTEN if kind not in ("weight", "step"))
 

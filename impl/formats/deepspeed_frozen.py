@@ -17,6 +17,14 @@ from impl.checkpoints.pickles import read_torch_file
 _FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
+HOW_CUT = "universal_checkpoint_info"
+
+
+def how_cut(tag: Path) -> Mapping[str, Any]:
+    """What the checkpoint says of how AutoTP cut its parameters; empty where nothing was cut."""
+    return read_torch_file(min(tag.glob("*_model_states.pt"))).get(HOW_CUT) or {}
+
+
 def frozen_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a file of model states holds and the optimizer does not; of one tensor-parallel rank."""
     told = model.get("frozen_param_shapes")
