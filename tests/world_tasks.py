@@ -248,7 +248,7 @@ def return_an_object(context: RankContext) -> object:
 
 def _step(context: RankContext, number: int) -> None:
     context.beat(f"step {number}")
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=context.device))
 
 
 def _controller_socket() -> int:

@@ -5,6 +5,7 @@ A model loaded with ``attn_implementation=NAME`` calls ``_attend`` in every laye
 (github.com/zhuzilin/ring-flash-attention issue 2), all-gathered keys and values (arXiv 2407.21783 section 3.3.2).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from conformance.layout import Layout
 from impl.collate import MicroBatch
 from impl.ring import placement
-from impl.ring.flash import kernel
+from impl.ring.flash import HEAD_SIZES, kernel
 from impl.ring.placement import Placement
 from impl.ring.sinks import with_sinks
 
@@ -137,10 +138,12 @@ class Ring:
         before and after its own, -1 is no limit. ``sinks``: (heads,), of which llama3 alone knows. Returns
         (rows, length, heads, V).
         """
-        size, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        if q.shape[-1] == size:
+        size, largest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        width = math.ceil(largest / HEAD_SIZES) * HEAD_SIZES
+        if q.shape[-1] == size == width:
             return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)
-        # Kernels want heads of one size; those of latent attention have values of another, and zeros add nothing.
+        # Kernels want heads of one size, a multiple of some numbers; those of latent attention have values of another,
+        # and zeros add nothing.
         q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)[..., :size]
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from impl.ring import plain
 from impl.ring.support import INSTALL, available
 
+HEAD_SIZES = 8  # the kernels of flash-attn and of PyTorch take heads whose size is a multiple of it
+
 
 def kernel(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention on this device in this dtype: ``flash-attn``, ``aten`` or ``plain``."""
