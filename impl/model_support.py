@@ -13,11 +13,11 @@ from conformance.scenario import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """What transformers says of a model: the name of its class, whether it carries a tensor-parallel plan, and whether
-    its attention can be replaced, as far as that is known."""
+    """What transformers says of a model: the name of its class, the styles of the tensor-parallel plan that it carries,
+    none without one, and whether its attention can be replaced, as far as that is known."""
 
     name: str
-    has_plan: bool
+    plan_styles: frozenset[str]
     takes_attention: bool
 
 
@@ -31,17 +31,27 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False)
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
         return Supported()
-    folder = resolve(scenario.model)
-    model = _model_of(folder, files_of(folder), trusted=scenario.trust_remote_code)
-    if layout.tp > 1 and not has_plan and not model.has_plan:
+    model = _model_of(scenario)
+    if layout.tp > 1 and not has_plan and not model.plan_styles:
         return Unsupported(f"{model.name} carries no tensor-parallel plan; use tp1")
     if shards_sequence and not model.takes_attention:
         return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
     return Supported()
 
 
+def plan_styles(scenario: Scenario) -> frozenset[str]:
+    """What the tensor-parallel plan that the model carries asks for; nothing without one. Raises UsageError as
+    ``model_support``."""
+    return _model_of(scenario).plan_styles
+
+
+def _model_of(scenario: Scenario) -> _Model:
+    folder = resolve(scenario.model)
+    return _read(folder, files_of(folder), trusted=scenario.trust_remote_code)
+
+
 @lru_cache(maxsize=64)
-def _model_of(folder: Path, files: Files, *, trusted: bool) -> _Model:
+def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
     """``files`` are there for the cache: many cells have the same model."""
     from impl.models import causal_class, read_config  # imports transformers, which takes seconds
 
@@ -49,6 +59,6 @@ def _model_of(folder: Path, files: Files, *, trusted: bool) -> _Model:
     model = causal_class(config, folder)
     return _Model(
         name=model.__name__,
-        has_plan=bool(config.get_text_config().base_model_tp_plan),
+        plan_styles=frozenset((config.get_text_config().base_model_tp_plan or {}).values()),
         takes_attention=bool(model._supports_attention_backend or getattr(config, "auto_map", None)),
     )

@@ -184,7 +184,12 @@ def test_padding_in_the_softmax_is_an_expected_difference(session: Session, layo
 @pytest.mark.parametrize(
     ("scenario", "model", "layout", "advice"),
     [
-        ("sft-packed", "gemma3", "dp2", "Gemma3ForCausalLM is not among the architectures .*; use fsdp2 or deepspeed"),
+        (
+            "sft-packed",
+            "gemma3",
+            "dp2",
+            "Gemma3ForCausalLM needs what megatron-core does not have: .*; use fsdp2 or deepspeed",
+        ),
         ("sft-packed", "llama", "dp2.rep2", "use rep1, or zero0"),
         ("sft-packed", "llama", "ulysses2", "use sp, the ring, instead"),
         ("sft-packed", "llama", "dp2.zero3", "use zero1, or zero0"),

@@ -6,7 +6,6 @@ from typing import ClassVar
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.expectation import model_config
 from conformance.layout import Layout
-from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
@@ -14,8 +13,7 @@ from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import adapter_support
-from impl.model_support import model_support
-from impl.models import read_config
+from impl.model_support import model_support, plan_styles
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
 
@@ -129,10 +127,10 @@ class DeepspeedBackend(StrategyBackend):
         has_plan = model_config(scenario).get("model_type") == "PanguEmbedded"
         if isinstance(lacking := model_support(scenario, layout, has_plan=has_plan), Unsupported):
             return lacking
-        if layout.tp > 1 and (unknown := _unknown_styles(scenario)):
+        if layout.tp > 1 and (unknown := plan_styles(scenario) - STYLES):
             return Unsupported(
-                f"AutoTP does not know {', '.join(unknown)}, which the model's tensor-parallel plan asks for; use tp1, "
-                f"or fsdp2"
+                f"AutoTP does not know {', '.join(sorted(unknown))}, which the model's tensor-parallel plan asks for; "
+                f"use tp1, or fsdp2"
             )
         return ring_support(scenario, layout)
 
@@ -150,9 +148,3 @@ class DeepspeedBackend(StrategyBackend):
         except UsageError as error:
             return Unsupported(str(error))
         return Supported()
-
-
-def _unknown_styles(scenario: Scenario) -> list[str]:
-    """What the plan that the model carries asks for and AutoTP cannot do."""
-    config = read_config(resolve(scenario.model), trusted=scenario.trust_remote_code)
-    return sorted(set((config.get_text_config().base_model_tp_plan or {}).values()) - STYLES)
