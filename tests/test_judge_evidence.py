@@ -13,6 +13,7 @@ import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
 from conformance.judge.grain import grains
+from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
 from conformance.record.format import RecordError
 from conformance.scenario import parse_scenario
@@ -127,6 +128,20 @@ def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Pat
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
     with pytest.raises(RecordError, match=r"off in a .clipped update, step 0., more than can be judged by"):
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
+
+
+def test_a_noisy_worst_row_allows_no_more_than_a_half_and_too_noisy_a_one_nothing() -> None:
+    def bound(noise: float, *, drift: float = 1.0) -> float:
+        row = Measurement(stage="gradients", tensor=f"a {OF_ROWS}", step=0, error=noise, of_row=True)
+        bounds = allowed_errors(
+            [row], precision="bf16", noise=[row], gradients=frozenset({"gradients"}), amplified={}, drift={0: drift}
+        )
+        return bounds[row.key]
+
+    assert bound(0.1) == pytest.approx(0.3)
+    assert bound(0.2) == bound(0.25) == bound(0.2, drift=2.0) == bound(0.1, drift=2.0) == pytest.approx(0.5)
+    with pytest.raises(RecordError, match=r"more than can be judged by .2.5e-01.; run the cell in fp32"):
+        bound(0.26)
 
 
 @pytest.mark.parametrize(("linear", "honest"), [("float64", True), ("float32", False)])

@@ -33,6 +33,8 @@ NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ 
 NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 1 / 6, "fp16": 0.1}
 # Of anything: a bound is below 1/2 then, so nothing that is lost, doubled, or of the wrong sign is within it.
 NOISE_LIMIT_OF_ALL = 1 / 6
+# Of a worst row, an extreme of many: beyond NOISE_LIMIT_OF_ALL it is judged by 1/2, which is at least twice its noise.
+NOISE_LIMIT_OF_ROWS = 1 / 4
 TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its precision
 FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
 OF_ROWS = "(worst row)"  # ends the name of a measurement of one row
@@ -120,15 +122,15 @@ def allowed_errors(
         q.key: NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL for q in noise
     }
     for q in noise:
-        limit = limits[q.key]
+        limit = NOISE_LIMIT_OF_ROWS if q.of_row else limits[q.key]
         if not q.error <= limit and not (q.key in amplified and math.isfinite(q.error)):
+            # No optimizer has touched what precedes the first update.
+            less = "" if q.stage in gradients and q.step == 0 else "raise eps or lower the learning rate, or "
             raise RecordError(
                 f"the single-process run in {precision} is {q.error:.1e} off in {q.tensor} ({q.stage}, step {q.step}), "
-                f"more than can be judged by ({limit:.1e}); raise eps or lower the learning rate, or run the cell in "
-                f"fp32 and the exact tier"
+                f"more than can be judged by ({limit:.1e}); {less}run the cell in fp32 and the exact tier"
             )
-    # Drift makes no bound blunter than the limit does; what is above it already is an amplified update.
-    noise = [replace(q, error=max(q.error, min(q.error * drift.get(q.step, 1.0), limits[q.key]))) for q in noise]
+    noise = [replace(q, error=_bounding(q, drift.get(q.step, 1.0), limits[q.key])) for q in noise]
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
@@ -147,6 +149,12 @@ def allowed_errors(
             typical = max(medians.get((q.stage, q.step), 0.0), amplified.get(q.key, 0.0))
             bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], typical)
     return bounds
+
+
+def _bounding(noise: Measurement, drift: float, limit: float) -> float:
+    """The error that bounds are made of. Drift makes none blunter than the limit does; what is above it already is an
+    amplified update, or a worst row, which counts as the limit."""
+    return min(noise.error * drift, limit) if noise.of_row else max(noise.error, min(noise.error * drift, limit))
 
 
 def is_too_exact(
