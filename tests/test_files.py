@@ -1,5 +1,6 @@
 """Files of an output folder: only regular ones are read, and nothing is written through a link or outside of it."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -101,19 +102,20 @@ def test_a_folder_is_not_replaced(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name / "held").is_dir()
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def _no_room() -> Iterator[None]:
-    """This process may not make a file longer than 10 bytes."""
+    """This process may not make a file longer than 10 bytes: nor may pytest, so no longer than need be."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("_no_room")
 def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("old")
-    with pytest.raises(Unwritable, match="x cannot be written: File too large"):
+    with pytest.raises(Unwritable, match="x cannot be written: File too large"), _no_room():
         write_file(tmp_path / "x", "new" * 10)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "old"
