@@ -1,8 +1,9 @@
 """What tests of cells share: small cells, verdicts, and what honest cells show.
 
-Two steps show every stage: the first update and a later one. Twelve rows give each of two data ranks three
-micro-batches of two rows, and leave one of them without a target; in half precision there are all rows of the scenario,
-because noise, and what looks like rounding, is measured over them. Where more is the point, a test asks for it.
+Two steps show every stage: the first update and a later one. Where a scenario accumulates, eight rows give each of two
+data ranks two micro-batches of two rows, one of which has no target at the second step; in half precision there are all
+rows and micro-batches of the scenario, because noise, and what looks like rounding, is measured over them. Where more
+is the point, a test asks for it.
 """
 
 import functools
@@ -14,7 +15,9 @@ from conftest import make_cell
 
 from conformance.backend import BackendEntry
 from conformance.layout import Layout
+from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell, Leg
+from conformance.reading import read_toml
 from conformance.record.tensors import Record, read_record
 from conformance.record.verdict import Verdict
 from conformance.run.legs import world_config
@@ -23,10 +26,11 @@ from conformance.scenario import Precision
 from conformance.world import WorldConfig
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
-STEPS, ROWS = 2, 12
+STEPS, ROWS, MICRO_BATCHES = 2, 8, 2
 OWN_SIZE = {  # where the scenario is about them
     "sft-long": {"steps": 2, "rows": 4},
-    "sft-uneven": {"steps": 2, "rows": 9},
+    "sft-uneven": {"steps": 2, "rows": 9, "accumulation": 3},
+    "sft-z-loss": {"steps": 2, "rows": 12, "accumulation": 3},
     "sft-cosine-end": {"steps": 4, "rows": 6},
     "sft-linear-end": {"steps": 5, "rows": 6},
 }
@@ -48,9 +52,16 @@ def cell_of(
 ) -> Cell:
     """A small cell. sft-warmup has two legs, so it has twice the steps."""
     steps = 2 * STEPS if scenario == "sft-warmup" else STEPS
-    size = {"steps": steps} if precision in ("bf16", "fp16") else {"rows": ROWS, "steps": steps}
+    size = {"steps": steps} if precision in ("bf16", "fp16") else {"steps": steps, **small(scenario)}
     overrides = size | OWN_SIZE.get(scenario, {}) | overrides
     return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
+
+
+@functools.cache
+def small(scenario: str) -> dict[str, int]:
+    """Few rows in few micro-batches, as overrides of make_cell."""
+    own = read_toml(FIXTURES / "scenarios" / f"{scenario}.toml").get("accumulation", 1)
+    return {"rows": ROWS, "accumulation": min(MICRO_BATCHES, own)}
 
 
 def assert_honest(session: Session, cell: Cell) -> Verdict:

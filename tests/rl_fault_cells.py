@@ -12,7 +12,7 @@ from impl.faults.catalogue import RL_FAULTS
 from impl.faults.places import CUT, PLACES, RL_LAYOUTS
 
 SCENARIOS = {fault.name: PLACES[fault.name].scenario for fault in RL_FAULTS}
-ROWS = {"grpo": 6, "grpo-off-policy": 4, "gspo": 4, "ppo": 6, "reinforce": 6, "reinforce-baseline": 6}
+ROWS = 4
 # Steps until a fault shows where one is not enough: from the second update of a roll-out on.
 LATER = {
     "old-of-every-update": 2,
@@ -72,4 +72,4 @@ def fast_layout(backend: str, name: str) -> str | None:
 
 
 def rl_cell(backend: str, scenario: str, layout: str, *faults: str, **overrides: Any) -> Cell:
-    return cell_of(backend, scenario, "llama", layout, "exact", *faults, rows=ROWS[scenario], **overrides)
+    return cell_of(backend, scenario, "llama", layout, "exact", *faults, rows=ROWS, **overrides)

@@ -21,7 +21,7 @@ SGD = {"name": "sgd", "lr": 0.05, "max_grad_norm": 0.5}
 
 
 def plain_ppo(backend: BackendEntry = PLAIN, faults: tuple[str, ...] = (), **overrides: Any) -> Cell:
-    size: dict[str, Any] = {"rows": ROWS["ppo"], "accumulation": 1, "optimizer": SGD}
+    size: dict[str, Any] = {"rows": ROWS, "accumulation": 1, "optimizer": SGD}
     return make_cell("ppo", "llama", "dp2", "exact", backend=backend, faults=faults, **size, **overrides)
 
 

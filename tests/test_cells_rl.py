@@ -52,7 +52,7 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
     """Over five steps: the mini-batches of a roll-out, its second epoch, and the next roll-out."""
     steps = MINI_BATCHES * EPOCHS + 1
-    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=ROWS[scenario])
+    cell = cell_of(backend, scenario, model, layout, "exact", steps=steps, rows=ROWS)
     verdict = assert_honest(session, cell)
     stages = {"advantages", "log-probs", "ratios", "loss", "policy metrics", "gradients", "clipped update"}
     if scenario == "ppo":

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cells import BACKENDS, ROWS, cell_of
+from cells import BACKENDS, cell_of, small
 
 from conformance.plan.cell import Cell
 from conformance.run.session import Session
@@ -24,7 +24,7 @@ def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
     place, precision = PLACES[name], BELOW.get(name, "exact")
     assert place.hands_over
     # Half precision is slow on a CPU, and what is lost in a hand-over shows with few rows, too.
-    more = {"rows": ROWS} if precision == "fp16" else {}
+    more = small(place.scenario) if precision == "fp16" else {}
     asked = cell_of(backend, place.scenario, place.model, place.layouts[backend], precision, **more)
     faults = (name,) if planted else ()
     single = Cell.single(scenario=asked.scenario, backend=BACKENDS[backend], layout=asked.legs[0].layout, faults=faults)

@@ -11,7 +11,6 @@ from cells import exhaustive, record_of
 from rl_fault_cells import (
     LATER,
     LOSS_AND_NORM_BLIND,
-    ROWS,
     SCENARIOS,
     cells,
     fast_layout,
@@ -81,7 +80,7 @@ def test_faults_of_sft_are_caught_in_reinforcement_learning(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("scenario", ROWS)
+@pytest.mark.parametrize("scenario", sorted(set(SCENARIOS.values())))
 @pytest.mark.parametrize(
     ("backend", "layout"), sorted({(b, layout) for b, name in cells() if (layout := layout_of(b, name))})
 )

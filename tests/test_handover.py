@@ -1,7 +1,7 @@
 """Cells of several legs: one backend after the other, each in processes that have never seen the one before."""
 
 import pytest
-from cells import BACKENDS, HONEST, ROWS, assert_honest, exhaustive, folder_of, record_of
+from cells import BACKENDS, HONEST, assert_honest, exhaustive, folder_of, record_of, small
 from conftest import make_cell
 
 from conformance.layout import Layout
@@ -12,7 +12,7 @@ from conformance.run.session import Session
 def program(scenario: str, model: str, *legs: tuple[str, str, int, Handover | None]) -> Cell:
     """``legs``: backend, layout, steps, and what it saves."""
     steps = sum(steps for _, _, steps, _ in legs)
-    config = make_cell(scenario, model, "dp1", "exact", steps=steps, rows=ROWS).scenario
+    config = make_cell(scenario, model, "dp1", "exact", steps=steps, **small(scenario)).scenario
     parts = [
         Leg(backend=BACKENDS[backend], layout=Layout.parse(layout), steps=steps, save=save)
         for backend, layout, steps, save in legs

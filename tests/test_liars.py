@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from cells import BACKENDS, ROWS, STEPS, assert_honest, exhaustive
+from cells import BACKENDS, STEPS, assert_honest, exhaustive, small
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
@@ -31,7 +31,7 @@ def liar(name: str) -> BackendEntry:
     ],
 )
 def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: str) -> None:
-    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS, rows=ROWS)
+    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS, **small("sft-padded"))
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
 
@@ -65,7 +65,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
     ],
 )
 def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, claim: str) -> None:
-    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, rows=ROWS)
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, **small("sft-packed"))
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert f"{layout}: {claim}" in verdict.findings[0].tensor
@@ -73,7 +73,7 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
 
 
 def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
-    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, rows=ROWS).scenario
+    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, **small("sft-padded")).scenario
     legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
     return Cell(
         scenario=scenario, legs=(*legs, Leg(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
@@ -121,7 +121,7 @@ def test_an_expected_difference_hides_no_lie(
     session: Session, name: str, model: str, layout: str, precision: Precision
 ) -> None:
     # Below the exact tier, noise is measured over all rows.
-    size: dict[str, Any] = {"steps": STEPS, "rows": ROWS} if precision == "exact" else {"steps": 3}
+    size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 3}
     cell = make_cell("sft-packed", model, layout, precision, backend=liar(name), **size)
     verdict = session.run(cell).verdict
     assert verdict.state == "differs", verdict.reason

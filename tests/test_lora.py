@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cells import BACKENDS, ROWS, assert_honest, cell_of, exhaustive, ranks_of, record_of
+from cells import BACKENDS, MICRO_BATCHES, ROWS, assert_honest, cell_of, exhaustive, ranks_of, record_of
 from conftest import make_cell
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -42,7 +42,14 @@ TOKENS = torch.tensor([[5, 17, 30, 211, 8, 90, 41, 3, 77, 150, 29]])
 
 def scenario(model: str = "llama", **changes: Any) -> Scenario:
     file = resolve("scenarios") / "sft-lora.toml"
-    return load_scenario(file, model=f"models/{model}", precision="exact", data_overrides={"rows": ROWS}, **changes)
+    return load_scenario(
+        file,
+        model=f"models/{model}",
+        precision="exact",
+        data_overrides={"rows": ROWS},
+        accumulation=MICRO_BATCHES,
+        **changes,
+    )
 
 
 @pytest.fixture(scope="module")

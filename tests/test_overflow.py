@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import ROWS, cell_of, exhaustive, folder_of, record_of
+from cells import cell_of, exhaustive, folder_of, record_of, small
 from safetensors.torch import save_file
 
 from conformance.batch import Batch, Document, Row
@@ -93,7 +93,7 @@ def test_the_first_document_with_targets_of_a_step_has_its_weight() -> None:
 def test_an_overflow_is_skipped_and_the_scale_falls_and_grows(
     session: Session, backend: str, layout: str, model: str
 ) -> None:
-    cell = cell_of(backend, "sft-overflow", model, layout, "fp16", steps=6, rows=ROWS)
+    cell = cell_of(backend, "sft-overflow", model, layout, "fp16", steps=6, **small("sft-overflow"))
     verdict = session.run(cell).verdict
     assert verdict.state == ("expected_difference" if "zero0" in layout else "conforms"), verdict.reason
     steps = record_of(session, cell).steps
@@ -130,7 +130,7 @@ def test_a_scale_that_optimizers_share_moves_once_a_step_by_the_gradients_of_all
 @pytest.fixture(scope="module")
 def records(session: Session) -> tuple[Record, Record]:
     """Of a cell, and of its oracle."""
-    cell = cell_of("fsdp2", "sft-overflow", "llama", "dp2", "fp16", steps=6, rows=ROWS)
+    cell = cell_of("fsdp2", "sft-overflow", "llama", "dp2", "fp16", steps=6, **small("sft-overflow"))
     folder = folder_of(session, cell)
     if not folder.exists():  # else it has been run above
         session.run(cell)

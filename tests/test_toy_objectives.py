@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import BACKENDS, HONEST, ROWS, STEPS, assert_honest, cell_of, exhaustive, record_of
+from cells import BACKENDS, HONEST, STEPS, assert_honest, cell_of, exhaustive, record_of, small
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
@@ -53,7 +53,7 @@ def test_an_objective_of_ones_own_conforms_with_the_outputs_that_it_asks_for(
 def test_its_cells_are_compared_with_each_other_and_shown_in_the_reports(
     tmp_path: Path, scenario: str, backends: dict[str, BackendEntry]
 ) -> None:
-    asked: dict[str, Any] = {"rows": ROWS, "steps": STEPS, "name": "toy", "objective": WEIGHTED}
+    asked: dict[str, Any] = {**small(scenario), "steps": STEPS, "name": "toy", "objective": WEIGHTED}
     cells = [make_cell(scenario, "llama", "dp2", "exact", backend=entry, **asked) for entry in backends.values()]
     with Session(SessionConfig(out=tmp_path / "out")) as session:
         session.run_all(cells, progress=lambda judged: None)
