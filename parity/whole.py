@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,7 +22,7 @@ def exact(pair: Pair, stage: Stage) -> Iterator[str]:
         if x is None or y is None:
             return
         apart = (x - y).abs()
-        worst = [int(place) for place in torch.unravel_index(apart.argmax(), apart.shape)]
+        worst = [int(place) for place in np.unravel_index(int(apart.argmax()), apart.shape)]
         size = max(float(x.norm()), float(y.norm()))
         count = f"{int((apart > 0).sum())} of {apart.numel()} elements"
         yield (

@@ -6,6 +6,7 @@ What is left of a difference when a factor is undone is measured with it, so tha
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from conformance.judge.tolerance import FLOOR, OF_ROWS, ROW_FLOOR, Measurement
@@ -23,32 +24,34 @@ def floor_of(reference: Tensors) -> float:
 def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
     x, ref = x.double(), ref.double()
     difference = (x - ref).abs()
-    norm = ref.norm().item()
+    off, norm = difference.norm().item(), ref.norm().item()
     unit = max(norm, floor) or 1.0
     scale, left = scale_of(x, ref)
     at = int(difference.argmax()) if difference.numel() else 0
+    furthest = difference.view(-1)[at].item() if difference.numel() else 0.0
     return Measurement(
         stage=stage,
         tensor=name,
         step=step,
-        error=finite(difference.norm().item() / unit),
-        max_abs=finite(difference.max().item() if difference.numel() else 0.0),
+        error=finite(off / unit),
+        max_abs=finite(furthest),
         where=place(at, ref),
         scale=scale,
         residual=left / unit,
         size=norm / unit,
-        broken=_broken(x),
+        broken="" if math.isfinite(off) else _broken(x),
     )
 
 
 def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
     """The factor of ``ref`` that is nearest to ``x``, and the norm of what is left of ``x`` without it. None where
     ``ref`` is zero."""
-    square = ref.square().sum()
+    flat, ref = x.reshape(-1), ref.reshape(-1)
+    square = ref.dot(ref).item()
     if not square:
         return None, math.inf
-    scale = (x * ref).sum() / square
-    return scale.item(), finite((x - scale * ref).norm().item())
+    scale = flat.dot(ref).item() / square
+    return scale, finite(torch.sub(flat, ref, alpha=scale).norm().item())
 
 
 def worst_row(
@@ -78,7 +81,7 @@ def worst_row(
     at = int(errors.argmax()) if len(errors) else 0
     unit = max(norms[at].item(), least) if len(errors) else 1.0
     scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
-    broken = _broken(x[at]) if len(errors) else ""
+    broken = _broken(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
     # Of a sketched row, no element is further off than its norm says.
     furthest = 0.0 if not x.numel() else off[at].item() if sketched else (x[at] - ref[at]).abs().max().item()
     return Measurement(
@@ -121,8 +124,9 @@ def infinite(stage: str, tensor: str, step: int) -> Measurement:
 
 
 def place(at: int, tensor: torch.Tensor) -> str:
-    """The index of an element, given its number in the flattened tensor."""
-    return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]) if tensor.ndim else ""
+    """The index of an element, given its number in the flattened tensor; "" of a number, and where there is none."""
+    # torch's own unravel_index imports sympy, which takes a second.
+    return str([int(i) for i in np.unravel_index(at, tensor.shape)]) if tensor.ndim and tensor.numel() else ""
 
 
 def _broken(x: torch.Tensor) -> str:

@@ -66,7 +66,8 @@ class StepRecord:
 
     def names(self) -> list[str]:
         """The names of all tensors of the step; no tensor is read."""
-        return list(self.shapes())
+        with self.open() as file:
+            return sorted(file.keys())
 
 
 @dataclass(frozen=True, kw_only=True)
