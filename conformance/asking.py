@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,8 +84,17 @@ class Here:
     def __init__(self, adapter: type[Backend]) -> None:
         self._adapter: Any = adapter
 
-    @cached_property
+    @property
     def traits(self) -> Traits:
+        """What the adapter says; an objective may be added to its own at any time, when a scenario names one."""
+        return replace(self._traits, objectives=self._objectives)
+
+    @property
+    def _objectives(self) -> tuple[str, ...]:
+        return tuple(getattr(self._adapter, "objectives", ("sft",)))
+
+    @cached_property
+    def _traits(self) -> Traits:
         adapter = self._adapter
         info = adapter.describe()
         # One that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
@@ -94,7 +103,7 @@ class Here:
         return Traits(
             default_zero=info.default_zero,
             packages={package: package_version(package) for package in info.packages},
-            objectives=tuple(getattr(adapter, "objectives", ("sft",))),
+            objectives=self._objectives,
             seams=tuple(getattr(adapter, "seams", ())),
             methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
             preload=(says.__module__, "conformance.run.task", *getattr(adapter, "preload", _PRELOAD)),

@@ -58,7 +58,7 @@ def cell_of(
 
 
 @functools.cache
-def small(scenario: str) -> dict[str, int]:
+def small(scenario: str) -> dict[str, Any]:
     """Few rows in few micro-batches, as overrides of make_cell."""
     own = read_toml(FIXTURES / "scenarios" / f"{scenario}.toml").get("accumulation", 1)
     return {"rows": ROWS, "accumulation": min(MICRO_BATCHES, own)}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from plain_profile import write_profile
@@ -160,3 +160,13 @@ def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeyp
     monkeypatch.setattr("conformance.asking.LIMIT_S", 0.2)
     with pytest.raises(UsageError, match=r"--python fsdp2=.* does not answer"):
         find_backend("fsdp2", str(silent))
+
+
+def test_an_objective_that_a_scenario_brings_is_known_though_the_adapter_was_asked_before() -> None:
+    class Adapter(_Vague):
+        objectives: ClassVar[dict[str, object]] = {"sft": None}
+
+    adapter = Here(Adapter)  # type: ignore[arg-type]
+    assert [*adapter.traits.objectives] == ["sft"]
+    Adapter.objectives["mine:Own"] = None
+    assert [*adapter.traits.objectives] == ["sft", "mine:Own"]
