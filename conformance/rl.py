@@ -34,6 +34,8 @@ Clip = Annotated[float, Field(strict=True, gt=0, le=100)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
+REFERENCE_KL = "reference_kl"  # the estimated KL to the reference of each token, in the loss
+
 
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
     """An observable with one number per response token; all ranks that hold a row hold the same numbers."""
@@ -43,6 +45,11 @@ def rows(key: str, stage: str, *, column: str = "") -> Observable:
 def scalar(key: str, stage: str) -> Observable:
     """An observable with one number for the whole step."""
     return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
+
+
+def terms_of(key: str) -> str:
+    """The key of the rows that only the oracle records: what each token adds to this loss."""
+    return f"{key}_terms"
 
 
 def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
@@ -133,10 +140,10 @@ class PolicyGradient:
     def observables(self) -> tuple[Observable, ...]:
         old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
         reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
-        # The terms of a policy loss cancel out, so its error is relative to the size of the terms, not of the sum.
-        kl_loss = [curve("kl_loss", "loss", "KL to the reference")] if self.kl_loss_coef else []
-        parts = [replace(part, scale="loss_scale", made_of="ratio") for part in (scalar("pg_loss", "loss"), *kl_loss)]
-        entropy = curve("entropy_loss", "loss", "entropy")
+        kl = (replace(rows(REFERENCE_KL, "loss"), scale="logprob"),) if self.kl_loss_coef else ()
+        means = {curve("entropy_loss", "loss", "entropy"): "entropy"}
+        if self.kl_loss_coef:
+            means[curve("kl_loss", "loss", "KL to the reference")] = REFERENCE_KL
         is_mean = self.loss_agg_mode == "token-mean"
         return (
             *old,
@@ -149,9 +156,10 @@ class PolicyGradient:
             rows("ratio", "ratios"),
             TOKEN_COUNT,
             replace(TOKEN_COUNT, key="sequence_count"),
-            *parts,
-            replace(entropy, mean_of="entropy") if is_mean else replace(entropy, made_of="entropy"),
-            replace(LOSS, scale="loss_scale", made_of="ratio"),
+            *kl,
+            *(replace(o, mean_of=of) if is_mean else replace(o, sum_of=terms_of(o.key)) for o, of in means.items()),
+            # Their terms cancel out, so the error is relative to the size of the terms, not of the sum.
+            *(replace(o, scale="loss_scale", sum_of=terms_of(o.key)) for o in (scalar("pg_loss", "loss"), LOSS)),
             *METRICS,
             *self.critic_observables(),
         )

@@ -212,9 +212,9 @@ def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) 
     assert terms["0"].sum().item() == pytest.approx(loss.item(), rel=1e-14)
     wrong = [balance(drawn()) for _ in range(200)]
     errors = torch.stack([(one.loss(one.probabilities) - loss) / loss for one in wrong])  # type: ignore[arg-type]
-    estimates = torch.tensor([_of_terms({"0": one.terms()}, terms) for one in wrong])
+    estimates = torch.tensor([_of_terms({"0": one.terms()}, terms, unit=loss.item()) for one in wrong])
     assert 0.5 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 2
-    assert _of_terms({}, terms) == 0.0  # a cell has none
+    assert _of_terms({}, terms, unit=loss.item()) == 0.0  # a cell has none
 
 
 @pytest.mark.parametrize("best", [1, 2])

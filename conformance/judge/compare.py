@@ -147,7 +147,8 @@ def _step(
                 parts, named(reference, o.norm_of or o.made_of), independent=not (o.norm_of or o.one_direction)
             )
             if o.sum_of:
-                typical = _of_terms(named(tensors, o.sum_of), named(reference, o.sum_of))
+                unit = oracle.value(o.scale or o.key)
+                typical = _of_terms(named(tensors, o.sum_of), named(reference, o.sum_of), unit=unit)
             for found in _scalar(o, step, oracle, tensors):
                 yield replace(found, typical=found.typical or typical)
         elif o.kind == "rows":
@@ -247,14 +248,13 @@ def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float
     return finite(math.sqrt(sum(squares)) / (norm or 1.0)) / math.sqrt(max(1, count))
 
 
-def _of_terms(terms: Tensors, reference: Tensors) -> float:
-    """The relative error of the sum of the reference's terms if the errors of ``terms`` are independent; 0 for a cell,
-    which does not record them."""
+def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> float:
+    """The error of a sum, relative to ``unit``, if the errors of its ``terms`` are independent; 0 for a cell, which
+    does not record them."""
     if terms.keys() != reference.keys():
         return 0.0
     squares = sum((terms[name].double() - ref.double()).square().sum().item() for name, ref in reference.items())
-    total = sum(ref.double().sum().item() for ref in reference.values())
-    return finite(math.sqrt(squares) / abs(total or 1.0))
+    return finite(math.sqrt(squares) / abs(unit or 1.0))
 
 
 def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:

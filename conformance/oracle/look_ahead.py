@@ -45,7 +45,8 @@ def annotated(
     first = 0
     for batch in batches:
         if batch.rollout:
-            known, first = look_ahead(batch.rollout, models, functions, policy, variant), batch.step
+            known = look_ahead(batch.rollout, models, functions, policy.before_updates, variant)
+            first = batch.step
         looked = known[(batch.step - first) % len(known)]
         yield replace(looked, batch=with_columns(batch, looked.batch))
 

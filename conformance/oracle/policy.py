@@ -1,6 +1,6 @@
 """Policy: in which dtypes the oracle computes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,3 +17,12 @@ class Policy:
     compute: torch.dtype
     stable: torch.dtype
     fused: bool = False
+
+    @property
+    def before_updates(self) -> "Policy":
+        """For the passes over a roll-out before its first update: always the kernel where there is rounding to measure.
+
+        At the first update all ratios are 1, and the errors of old and new log-probs cancel, where both passes round
+        alike. A backend may round otherwise in the one than in the other, because it computes them in other batches.
+        """
+        return self if self.compute == torch.float64 else replace(self, fused=True)

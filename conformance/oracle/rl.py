@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.batch import Batch, Document
 from conformance.oracle.term import Term, target_logprobs, target_positions
-from conformance.rl import Grpo, PolicyGradient, Ppo
+from conformance.rl import REFERENCE_KL, Grpo, PolicyGradient, Ppo, terms_of
 from conformance.role import CRITIC, POLICY, REFERENCE
 
 Responses = list[list[Tensor]]  # by mini-batch and document: a number for each token of the response
@@ -140,12 +140,14 @@ class ResponseFunctions:
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
         weight, count = self.weight(len(losses), totals), totals["token_count"]
-        parts = {"pg_loss": (weight * losses).sum(), "entropy_loss": (weight * entropy).sum()}
-        loss = parts["pg_loss"] - o.entropy_coeff * parts["entropy_loss"]
+        rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
+        parts = {"pg_loss": weight * losses, "entropy_loss": weight * entropy}
+        parts["loss"] = parts["pg_loss"] - o.entropy_coeff * parts["entropy_loss"]
         if o.kl_loss_coef:
             reference = of_targets(document, "reference_logprob", stable)
-            parts["kl_loss"] = (weight * divergence(logprobs - reference, o.kl_loss_type)).sum()
-            loss = loss + o.kl_loss_coef * parts["kl_loss"]
+            rows[REFERENCE_KL] = divergence(logprobs - reference, o.kl_loss_type)
+            parts["kl_loss"] = weight * rows[REFERENCE_KL]
+            parts["loss"] = parts["loss"] + o.kl_loss_coef * parts["kl_loss"]
         apart = logprobs - old
         approx_kl = -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart
         means = {
@@ -154,15 +156,15 @@ class ResponseFunctions:
             "pg_clipfrac_lower": lower.to(stable),
             "ratio_mean": ratio,
         }
-        values = {"loss": loss.item()} | {key: part.item() for key, part in parts.items()}
+        values = {key: terms.sum().item() for key, terms in parts.items()}
         values |= {key: (numbers.sum() / count).item() for key, numbers in means.items()}
-        rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
+        rows |= {terms_of(key): terms for key, terms in parts.items()}
         rows |= {"approx_kl": approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:
             del rows["old_logprob"]
         if o.has_reference:
             rows["reference.logprob"] = of_targets(document, "reference_logprob", stable)
-        return Term(loss=loss, values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
+        return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
 
     def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
         """From the critic's numbers of the response's tokens, (targets,)."""

@@ -19,7 +19,7 @@ def noise_runs(precision: str) -> tuple[str, ...]:
     """The oracle's runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
 
     The first has torch's fused attention kernel; the second, which is only made where a cell differs by the first, has
-    the plain formula. Backends have the one or the other.
+    the plain formula, but in passes before the first update of a roll-out. Backends have the one or the other.
     """
     return () if precision == "exact" else (precision, f"{precision}-plain")
 

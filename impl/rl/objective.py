@@ -128,8 +128,8 @@ class PolicyGradientFunctions:
         if o.has_reference:
             rows["reference.logprob"] = columns["reference_logprob"]
         if o.kl_loss_coef:
-            kl = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
-            values["kl_loss"] = (weights * kl).sum()
+            rows["reference_kl"] = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
+            values["kl_loss"] = (weights * rows["reference_kl"]).sum()
         loss = actor_loss(o, **values)
         log_ratio = columns["old_logprob"] - logprobs.detach()
         rows["approx_kl"] = log_ratio.clamp(-20, 20) if o.loss_mode == "vanilla" else log_ratio  # as verl has it

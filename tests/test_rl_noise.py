@@ -1,0 +1,75 @@
+"""How far rounding alone moves the losses of reinforcement learning, and what the judge makes of it (claim 6).
+
+At the first update of a roll-out all ratios are 1. Where nothing else is trained on, one lucky draw would be the bound.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_cell
+
+from conformance.batch import Document, read_batches
+from conformance.inputs.prepare import prepare_inputs
+from conformance.judge.compare import _of_terms
+from conformance.oracle.rl import GrpoFunctions
+from conformance.oracle.run import PolicyName, run_oracle
+from conformance.record.identity import noise_runs
+from conformance.record.tensors import read_record
+from conformance.rl import REFERENCE_KL, Grpo, terms_of
+
+TOKENS = 400
+
+
+def test_the_noise_of_a_loss_is_that_of_its_tokens_where_all_ratios_are_1() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, apart, advantages = (torch.randn(TOKENS, dtype=torch.float64, generator=generator) for _ in range(3))
+    columns = {"old_logprob": old, "reference_logprob": old - apart, "advantage": advantages}
+    document = Document(
+        (0,) * (TOKENS + 1),
+        (False, *(True,) * TOKENS),
+        {name: (0.0, *numbers.tolist()) for name, numbers in columns.items()},
+    )
+    functions = GrpoFunctions(Grpo(kl_loss_coef=0.05, entropy_coeff=0.02))
+    totals = {"token_count": float(TOKENS), "sequence_count": 1.0}
+
+    def losses(off: float) -> tuple[float, torch.Tensor]:
+        """The loss and its terms where log-probs and entropies are ``off``."""
+        noise = off * torch.randn(2, TOKENS, dtype=torch.float64, generator=generator)
+        term = functions.of_policy(old + noise[0], advantages.abs() + noise[1], document, totals)
+        return term.values["loss"], term.rows[terms_of("loss")]
+
+    right, terms = losses(0.0)
+    assert terms.sum().item() == pytest.approx(right, rel=1e-13)
+    wrong = [losses(1e-4) for _ in range(200)]
+    errors = torch.tensor([loss - right for loss, _ in wrong])
+    estimates = torch.tensor([_of_terms({"0": found}, {"0": terms}, unit=1.0) for _, found in wrong])
+    assert 0.7 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 1.4
+    assert estimates.min() > 0.5 * estimates.max(), "no draw is lucky"
+
+
+def test_a_kl_that_is_a_mean_over_tokens_is_judged_by_the_cells_own_tokens() -> None:
+    def kl_of(mode: str) -> tuple[str, str]:
+        objective = Grpo(kl_loss_coef=0.05, loss_agg_mode=mode)  # type: ignore[arg-type]
+        (found,) = (o for o in objective.observables() if o.key == "kl_loss")
+        return found.mean_of, found.sum_of
+
+    assert kl_of("token-mean") == (REFERENCE_KL, "")
+    assert kl_of("seq-mean-token-mean") == ("", terms_of("kl_loss"))
+
+
+def test_of_two_noise_runs_one_rounds_old_log_probs_otherwise_than_its_first_update(tmp_path: Path) -> None:
+    scenario = make_cell("grpo-half", "llama", "dp1", "bf16", steps=1, rows=8, accumulation=1).scenario
+    inputs = prepare_inputs(scenario, tmp_path)
+    batches = read_batches(inputs.batches)
+
+    def off(run: PolicyName) -> float:
+        """How far the ratio that is furthest from 1 is from it."""
+        out = tmp_path / run
+        run_oracle(scenario=scenario, models=inputs.models, batches=batches, out=out, policy_name=run)
+        tensors = read_record(out).steps[0].tensors()
+        return max((tensors[name] - 1).abs().max().item() for name in tensors if name.startswith("ratio/"))
+
+    kernel, formula = noise_runs("bf16")
+    assert off("float64") == off(kernel) == 0.0  # type: ignore[arg-type]
+    assert 1e-3 < off(formula) < 1e-1  # type: ignore[arg-type]
