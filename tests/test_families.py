@@ -35,7 +35,7 @@ ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")  # their cells are in tests/test_
         exhaustive("megatron", "grpo", "phi3", "sp2"),
         exhaustive("megatron", "sft-packed", "qwen2-yarn", "sp2.pp2"),
         ("fsdp2", "sft-packed", "gemma2", "tp2.losspar"),
-        exhaustive("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
+        ("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
         exhaustive("fsdp2", "grpo", "olmo2", "tp2"),
         exhaustive("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
         exhaustive("megatron", "sft-packed", "qwen2", "pp2.vpp2"),

@@ -33,6 +33,8 @@ from impl.lora import NAME, is_adapted
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
+# The projections into heads and into the feed-forward, of layers that do not fuse them
+_APART = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
 def apply_model_plan(
@@ -137,16 +139,10 @@ def vocabulary_shard(logits: Tensor) -> VocabularyShard:
 
 
 def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=stream),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=stream),
-    }
     gathered, cut_again = WHOLE_OUTPUTS.get(kind, ((), ()))
+    apart = () if "self_attn.qkv_proj" in gathered else _APART
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in apart}
+    plan |= {name: RowwiseParallel(output_layouts=stream) for name in ("self_attn.o_proj", "mlp.down_proj")}
     plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in gathered}
     plan |= {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream) for name in cut_again}
     if kind in HEAD_NORMS:
