@@ -11,7 +11,8 @@ WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-LATENT = ("deepseek_v2", "deepseek_v3")  # model types whose values have heads of another size than queries and keys
+# Model types whose attention is latent: values have heads of another size than queries and keys, and no plan cuts it.
+LATENT = ("deepseek_v2", "deepseek_v3")
 
 
 SINKS = "attention sinks"

@@ -21,19 +21,20 @@ class _Model:
     takes_attention: bool
 
 
-def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False) -> Support:
+def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False, without: str = "use tp1") -> Support:
     """Supported, or Unsupported with what the model lacks for this layout.
 
-    ``has_plan``: the backend has a tensor-parallel plan for the model, which then needs none of its own. Code of the
-    model's folder says nothing of its attention; a layer that no ring reaches is found when it runs. Raises
-    UsageError if that code has to be run and is not trusted, and for what is no causal language model.
+    ``has_plan``: the backend takes a tensor-parallel plan of its own, so the model needs none; ``without``: what to do
+    about a model that has none. Code of the model's folder says nothing of its attention; a layer that no ring
+    reaches is found when it runs. Raises UsageError if that code has to be run and is not trusted, and for what is no
+    causal language model.
     """
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
         return Supported()
     model = _model_of(scenario)
     if layout.tp > 1 and not has_plan and not model.plan_styles:
-        return Unsupported(f"{model.name} carries no tensor-parallel plan; use tp1")
+        return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
     if shards_sequence and not model.takes_attention:
         return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
     return Supported()

@@ -26,9 +26,8 @@ from impl.strategy import Context, Trainable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Model types whose experts expert_parallel.py computes
-CUT = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-KINDS = (*CUT, "gpt_oss")  # model types whose routers are known
+# Model types whose routers are known
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from conformance.activations import Cut, TracedModule
 from conformance.batch import Batch, Row
 from impl.collate import MicroBatch
-from impl.families import WHOLE_OUTPUTS
+from impl.families import LATENT, WHOLE_OUTPUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +65,9 @@ def hugging_face_modules(
         TracedModule(name="model.norm", module=modules["model.norm"], input=stream, output=stream),
     ]
     gathered, cut_again = WHOLE_OUTPUTS.get(model.config.model_type, ((), ()))
+    whole = {*gathered, *cut_again}
+    if model.config.model_type in LATENT:  # whose attention no plan cuts
+        whole |= {"self_attn.q_proj", "self_attn.o_proj"}
     head, cut = ("score", WHOLE) if "score" in modules else ("lm_head", Cut(first_feature=vocabulary_start))
     found.append(TracedModule(name=head, module=modules[head], input=stream, output=cut))
     for number in range(model.config.num_hidden_layers):
@@ -76,13 +79,14 @@ def hugging_face_modules(
                 )
         for name in (*CUT_OUTPUTS, *FUSED):
             if prefix + name in modules:
-                first = 0 if name in gathered else tp_rank * _features(model, name) // tp
+                first = 0 if name in whole else tp_rank * _features(model, name) // tp
                 module = modules[prefix + name]
                 found.append(TracedModule(name=prefix + name, module=module, output=Cut(first_feature=first)))
         for name in CUT_INPUTS:
-            first = 0 if name in cut_again else tp_rank * _features(model, name) // tp
-            cut, module = Cut(first_feature=first), modules[prefix + name]
-            found.append(TracedModule(name=prefix + name, module=module, input=cut, output=stream))
+            if prefix + name in modules:  # a mixture of experts has no down_proj of its own
+                first = 0 if name in whole else tp_rank * _features(model, name) // tp
+                cut, module = Cut(first_feature=first), modules[prefix + name]
+                found.append(TracedModule(name=prefix + name, module=module, input=cut, output=stream))
     return tuple(found)
 
 

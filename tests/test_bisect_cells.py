@@ -2,7 +2,7 @@
 
 import pytest
 from bisect_backends import FAMILIES, PLANTED, entry
-from cells import BACKENDS, cell_of
+from cells import BACKENDS, cell_of, exhaustive
 from conftest import make_cell
 
 from conformance import cli
@@ -99,6 +99,24 @@ def test_all_values_of_a_cell_that_conforms_are_right(backend: str, layout: str,
     found = bisect_step(session, cell, 0).found
     assert (found.forward, found.backward, dict(found.parameters)) == (None, None, {})
     assert min(found.compared) >= 29
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout"),
+    [
+        ("fsdp2", "gpt-oss", "tp2.seqpar"),
+        exhaustive("fsdp2", "mixtral", "ep2"),
+        exhaustive("fsdp2", "deepseek-v3", "tp2"),
+        exhaustive("deepspeed", "qwen2-moe", "dp2.zero2"),
+        exhaustive("megatron", "mixtral", "ep2"),
+    ],
+)
+def test_the_experts_of_a_layer_are_one_module(session: Session, backend: str, model: str, layout: str) -> None:
+    conforming = bisect_step(session, cell_of(backend, "sft-packed", model, layout, "exact"), 0).found
+    assert (conforming.forward, conforming.backward, dict(conforming.parameters)) == (None, None, {})
+    defective = entry(BACKENDS[backend], "forward", "model.layers.1.mlp")
+    cell = make_cell("sft-packed", model, layout, "exact", rows=6, backend=defective)
+    assert bisect_step(session, cell, 0).found.where == "model.layers.1.mlp"
 
 
 @pytest.mark.exhaustive

@@ -40,7 +40,12 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
         ("fsdp2", "sft-packed", "gpt-oss", "sp2"),
         ("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2"),
         ("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
-        exhaustive("fsdp2", "sft-packed", "gpt-oss", "dp2"),
+        *(
+            exhaustive("fsdp2", "sft-packed", "gpt-oss", layout)
+            for layout in ("dp2", "tp2.plan", "dp2.ep2", "sp2.tp2.plan")
+        ),
+        *(exhaustive("fsdp2", "grpo", "gpt-oss", layout) for layout in ("tp2.seqpar", "ep2")),
+        exhaustive("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "sp2"),
         *(
             exhaustive("megatron", "sft-packed", "gpt-oss", layout)
@@ -63,7 +68,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
         ("megatron", "sft-packed", "deepseek-v3", "tp2.seqpar"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
-        ("fsdp2", "sft-padded", "gpt-oss", "dp2.ckpt"),
+        ("fsdp2", "sft-padded", "gpt-oss", "ep2.tp2.seqpar.losspar.ckpt"),
         *(exhaustive("fsdp2", "sft-packed", m, layout) for m in DEEPSEEK for layout in ("dp2", "tp2", "sp2", "ep2")),
         *(exhaustive("megatron", "sft-packed", m, layout) for m in DEEPSEEK for layout in ON_MEGATRON),
         *(exhaustive("megatron", "grpo", model, "pp2") for model in DEEPSEEK),
@@ -127,8 +132,8 @@ def test_gpt_oss_in_fp16(session: Session, backend: str, scenario: str, layout: 
     [
         ("fsdp2", "gpt-oss", "sp2.zigzag", "zigzag has no attention sinks; use the default ring"),
         ("deepspeed", "gpt-oss", "ulysses2", "Ulysses has no attention sinks; use the default ring"),
-        ("fsdp2", "gpt-oss", "tp2", "carries no tensor-parallel plan; use tp1"),
-        ("fsdp2", "gpt-oss", "ep2", "experts of 'gpt_oss' are not cut here"),
+        ("fsdp2", "gpt-oss", "tp2", "carries no tensor-parallel plan; use the layout option 'plan', or tp1"),
+        ("fsdp2", "deepseek-v3", "tp2.plan", "plan has no tensor-parallel plan for 'deepseek_v3'; leave it out"),
         ("deepspeed", "gpt-oss", "tp2", "use tp1"),
         ("deepspeed", "deepseek-v3", "ulysses2", "use a ring (sp2)"),
         ("deepspeed", "deepseek-v3", "tp2", "use tp1"),

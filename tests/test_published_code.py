@@ -71,10 +71,13 @@ def test_it_is_code_that_has_to_be_trusted(folder: Path) -> None:
         load_model(folder, dtype=torch.float32, attention="eager")
 
 
+NO_PLAN = "carries no tensor-parallel plan; use the layout option 'plan', or tp1"
+
+
 @pytest.mark.parametrize(
     ("backend", "layout", "answer"),
     [
-        ("fsdp2", "tp2", Unsupported("PanguEmbeddedForCausalLM carries no tensor-parallel plan; use tp1")),
+        ("fsdp2", "tp2", Unsupported(f"PanguEmbeddedForCausalLM {NO_PLAN}")),
         ("fsdp2", "tp2.plan", Supported()),
         ("deepspeed", "tp2", Supported()),
         ("fsdp2", "sp2", Supported()),

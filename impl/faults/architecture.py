@@ -72,9 +72,15 @@ def _without_sinks(model: Any, path: Path) -> None:
         model.config._attn_implementation = "sdpa"
     for module in model.modules():
         if hasattr(module, "sinks"):
-            module.register_forward_hook(lambda own, _, found: (found[0] + 0 * own.sinks.sum(), *found[1:]))
+            module.register_forward_hook(lambda own, _, found: (found[0] + 0 * _local(own.sinks).sum(), *found[1:]))
         if hasattr(module, "softmax_offset"):
             _forget_sinks(module)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """A parameter, or this rank's part of it, if that is a DTensor: whose module imports too much for a controller."""
+    part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
 
 
 def _forget_sinks(attention: Any) -> None:

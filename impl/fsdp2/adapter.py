@@ -14,7 +14,7 @@ from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import adapter_support
 from impl.model_support import model_support
 from impl.ring.support import RING_MODULES, ring_support
-from impl.routing import CUT, KINDS
+from impl.routing import KINDS
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -78,15 +78,16 @@ class Fsdp2Backend(StrategyBackend):
             return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
         if "ownopt" in layout.options:
             return Unsupported("ownopt is not built into this backend; leave it out")
-        if layout.ep > 1 and (kind := model_config(scenario).get("model_type")) not in CUT:
-            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(CUT)}; use ep1")
-        if layout.tp > 1 and layout.ep == 1 and model_config(scenario).get("model_type") in CUT and _is_older(2, 13):
+        kind = model_config(scenario).get("model_type")
+        if layout.ep > 1 and kind not in KINDS:
+            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(KINDS)}; use ep1")
+        if layout.tp > 1 and layout.ep == 1 and _is_packed(kind) and _is_older(2, 13):
             return Unsupported(
                 f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
                 f"2.13, or ep"
             )
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
-        if explicit and (kind := model_config(scenario).get("model_type")) not in LAYER_NORMS:
+        if explicit and kind not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{told}; leave it out, and the model's own is taken")
         if scenario.lora and layout.tp > 1 and not explicit and scenario.lora.names_layers:
@@ -96,19 +97,25 @@ class Fsdp2Backend(StrategyBackend):
             )
         if isinstance(lacking := adapter_support(scenario), Unsupported):
             return lacking
-        lacking = model_support(scenario, layout, has_plan=bool(explicit))
+        without = "use the layout option 'plan', or tp1" if kind in LAYER_NORMS else "use tp1"
+        lacking = model_support(scenario, layout, has_plan=bool(explicit), without=without)
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Whether a checkpoint of one layout can be loaded in the other."""
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
-        if packed and model_config(scenario).get("model_type") in KINDS:
+        if packed and _is_packed(model_config(scenario).get("model_type")):
             return Unsupported(
                 "torch's checkpoints take parts of stacked experts under tp for one region "
                 "(docs/findings/packed-colwise-checkpoint.md); hand over a state, or use ep beside tp"
             )
         return Supported()
+
+
+def _is_packed(kind: str | None) -> bool:
+    """Whether tensor parallelism cuts parts out of stacked experts of a model type. Those of gpt-oss stay whole."""
+    return kind in KINDS and kind not in LAYER_NORMS
 
 
 def _is_older(*version: int) -> bool:

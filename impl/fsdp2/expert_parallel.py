@@ -86,17 +86,28 @@ def _apply(experts: Any, arrived: Tensor, plan: Exchange, divisor: float) -> Ten
 
     An expert without a token takes part, so that all of them have gradients on every rank, divided by ``divisor``.
     """
-    weights = (experts.gate_up_proj, experts.down_proj)
-    into, out = (_Divided.apply(_local(weight), divisor) for weight in weights)  # type: ignore[no-untyped-call]
+    held: dict[str, Tensor] = {
+        name: _Divided.apply(_local(weight), divisor)  # type: ignore[no-untyped-call]
+        for name, weight in experts.named_parameters(recurse=False)
+    }
     pieces = arrived.split(plan.arriving.flatten().tolist())  # source 0: expert 0, 1, ...; source 1: ...
     count = plan.arriving.shape[1]
     found: list[Tensor] = [arrived] * len(pieces)
     for number in range(count):
         mine = pieces[number::count]
-        gate, up = torch.nn.functional.linear(torch.cat(mine), into[number]).chunk(2, dim=-1)
-        result = torch.nn.functional.linear(experts.act_fn(gate) * up, out[number])
+        own = {name: weight[number] for name, weight in held.items()}
+        result = _expert(experts, torch.cat(mine), own)
         found[number::count] = result.split([len(piece) for piece in mine])
     return torch.cat(found)
+
+
+def _expert(experts: Any, tokens: Tensor, own: dict[str, Tensor]) -> Tensor:
+    """One expert, of which the parameters are ``own``, on tokens (N, D) -> (N, D), by the code of its family."""
+    if "gate_up_proj_bias" in own:  # gpt-oss: matrices are (in, out), and gate and up take turns
+        gated: Tensor = experts._apply_gate(tokens @ own["gate_up_proj"] + own["gate_up_proj_bias"])
+        return gated @ own["down_proj"] + own["down_proj_bias"]
+    gate, up = torch.nn.functional.linear(tokens, own["gate_up_proj"]).chunk(2, dim=-1)
+    return torch.nn.functional.linear(experts.act_fn(gate) * up, own["down_proj"])
 
 
 def _local(parameter: Tensor) -> Tensor:

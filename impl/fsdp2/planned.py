@@ -11,6 +11,7 @@ LAYER_NORMS = {
     "qwen3": _LLAMA_NORMS,
     "phi3": _LLAMA_NORMS,
     "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gpt_oss": _LLAMA_NORMS,
     "gemma2": _GEMMA_NORMS,
     "gemma3_text": _GEMMA_NORMS,
 }

@@ -9,15 +9,17 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -29,12 +31,14 @@ from transformers import PreTrainedModel
 from impl.families import WHOLE_OUTPUTS
 from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import NAME, is_adapted
+from impl.routing import KINDS
 
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 # The projections into heads and into the feed-forward, of layers that do not fuse them
-_APART = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def apply_model_plan(
@@ -103,6 +107,8 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     for layer in model.model.layers:
         plan = _layer_plan(kind, stream=stream, sequence=sequence)
         parallelize_module(layer, mesh, _with_adapters(layer, plan, sequence=sequence))
+        if hasattr(layer.self_attn, "sinks"):
+            _cut_sinks(layer.self_attn, mesh)
     if sequence:  # the residual stream is sharded where it enters the first layer
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         parallelize_module(model.model.layers[0], mesh, cut)
@@ -140,9 +146,11 @@ def vocabulary_shard(logits: Tensor) -> VocabularyShard:
 
 def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:
     gathered, cut_again = WHOLE_OUTPUTS.get(kind, ((), ()))
-    apart = () if "self_attn.qkv_proj" in gathered else _APART
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in apart}
-    plan |= {name: RowwiseParallel(output_layouts=stream) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    is_routed, is_fused = kind in KINDS, "self_attn.qkv_proj" in gathered
+    columns = () if is_fused else _HEADS if is_routed else (*_HEADS, *_FEED_FORWARD)
+    rows = ("self_attn.o_proj",) if is_routed else ("self_attn.o_proj", "mlp.down_proj")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel(output_layouts=stream) for name in rows}
     plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in gathered}
     plan |= {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream) for name in cut_again}
     if kind in HEAD_NORMS:
@@ -154,8 +162,34 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
             input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
         )
         plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
+        if is_routed:  # all ranks do the work of whole experts, and each goes on with its slice; with routers' weights
+            plan["mlp"] = PrepareModuleInputOutput(
+                input_layouts=(stream,),
+                desired_input_layouts=(whole,),
+                use_local_input=True,
+                output_layouts=(whole, None),
+                desired_output_layouts=(stream, None),  # type: ignore[arg-type]  # torch takes None for no tensor
+            )
         plan |= {name: SequenceParallel(use_local_output=True) for name in LAYER_NORMS[kind]}
     return plan
+
+
+def _cut_sinks(attention: Any, mesh: DeviceMesh) -> None:
+    """Leave each rank the sinks of its heads, (H / tp,), which the model's code takes as a plain tensor."""
+    # The model has no numbers yet, so none are sent.
+    cut = distribute_tensor(attention.sinks.detach(), mesh, [Shard(0)], src_data_rank=None)
+    attention.register_parameter("sinks", torch.nn.Parameter(cut))
+    inner = attention.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        sinks = attention.sinks
+        attention._parameters["sinks"] = sinks.to_local()
+        try:
+            return inner(*arguments, **options)
+        finally:
+            attention._parameters["sinks"] = sinks
+
+    attention.forward = forward
 
 
 def _with_adapters(
