@@ -39,7 +39,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
 @pytest.mark.parametrize(
     ("name", "layout", "claim"),
     [
-        ("Fsdp2DropsItsOptions", "dp2.ckpt", "activations are recomputed"),
+        ("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
@@ -47,7 +47,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
             "Fsdp2DropsItsOptions", "dp2.tp2.seqpar.lastsync", "gradients are reduced after the last micro-batch"
         ),
         exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
-        exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations are recomputed"),
+        exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),
@@ -58,7 +58,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("Fsdp2ReplicatesItsWeights", "dp2.tp2.seqpar", "no rank holds whole weights"),
         exhaustive("DeepspeedRunsStage3", "dp2.zero1", "weights are whole in the forward pass"),
         exhaustive("DeepspeedRunsStage1", "dp2.zero0", "all ranks update all weights"),
-        ("MegatronDropsItsOptions", "tp2.ckpt", "activations are recomputed"),
+        exhaustive("MegatronDropsItsOptions", "tp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
         ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
@@ -70,6 +70,39 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert f"{layout}: {claim}" in verdict.findings[0].tensor
     assert {finding.stage for finding in verdict.findings} == {"configuration"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "precision", "claim"),
+    [
+        ("Fsdp2RecomputesOneLayer", "llama", "dp2.ckpt", "exact", "activations of all layers are recomputed"),
+        exhaustive("Fsdp2RecomputesOneLayer", "qwen3-moe", "dp2.ckpt", "exact", "activations of all layers"),
+        ("MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"),
+        ("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
+        ("CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"),
+        ("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
+    ],
+)
+def test_a_part_of_what_was_asked_is_not_enough(
+    session: Session, name: str, model: str, layout: str, precision: Precision, claim: str
+) -> None:
+    backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
+    cell = make_cell("sft-packed", model, layout, precision, backend=backend, steps=1, **small("sft-packed"))
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
+
+
+@pytest.mark.parametrize("save", ["checkpoint", exhaustive("state")])
+def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save: Handover) -> None:
+    backend = BackendEntry(name="partial", target="partial_liars:RestoresNoFrozenWeights")
+    scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
+    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in (save, None)]
+    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program=f"by-{save}")).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "weights"), verdict.reason
+    loaded = {finding.tensor for finding in verdict.findings if (finding.stage, finding.step) == ("weights", 2)}
+    assert loaded
+    assert not any("lora" in tensor for tensor in loaded)
 
 
 def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:

@@ -15,13 +15,16 @@ What leaves no trace in these is not proven, and taken from the backend's word: 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge.tolerance import Measurement
 from conformance.layout import Layout
 from conformance.observable import CONFIGURATION
+from conformance.record.identity import second_class
 from conformance.record.sketch import whole_shapes
 from conformance.record.tensors import Record
 from conformance.scenario import Precision, Scenario
@@ -32,6 +35,12 @@ DTYPES: dict[Precision, str] = {"exact": "float64", "fp32": "float32", "bf16": "
 # its own autograd functions, where no graph is recorded; not where forward passes count experts, or look at roll-outs,
 # before the training ones. There a backward pass inside of another tells.
 RECOMPUTED = 2.6
+# Where recomputed products are seen as such: their share of the forward ones, at least. All layers of a dense model
+# give 0.77 and more, and half of that where forward passes count experts before the training ones.
+AGAIN, AGAIN_ROUTED = 0.6, 0.4
+# The share of the products of linear layers that have to be in the half precision that was asked for. Some routers
+# compute in float32; with one expert per token and small models they are a seventh.
+IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4}  # of a number, where all are of one dtype
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
@@ -39,15 +48,18 @@ PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of the models of a cell. vocabulary: rows of the policy's embedding. frozen: how many matrices of linear layers
-    of the policy are not trained. weights, gradients: elements, of all models. experts: of the gradients of experts.
-    columns: of the gradients that have a row for each token of the vocabulary."""
+    of the policy are not trained. layers: of the policy. sums: how often a forward pass through all of its layers is
+    summed over tensor-parallel ranks, at least. weights, gradients: elements, of all models. experts: of the
+    gradients of experts, by layer. columns: of the gradients that have a row for each token of the vocabulary."""
 
     vocabulary: int
     columns: int
     frozen: int
+    layers: int
+    sums: int
     weights: int
     gradients: int
-    experts: int
+    experts: tuple[int, ...]
 
 
 def sizes_of(oracle: Record) -> Sizes:
@@ -57,6 +69,11 @@ def sizes_of(oracle: Record) -> Sizes:
     policy = {name.removeprefix("weight/"): shape for name, shape in loaded.items() if name.startswith("weight/")}
     vocabulary = next((shape[0] for name, shape in policy.items() if name.endswith("embed_tokens.weight")), 0)
     matrices = [shape for name, shape in first.items() if _is_gradient(name) and len(shape) == 2]
+    layers = 1 + max((int(number) for name in policy for number in _LAYER.findall(name)), default=0)
+    experts = Counter[str]()
+    for name, shape in first.items():
+        if _is_gradient(name) and ".experts." in name:
+            experts[name.partition(".experts.")[0]] += math.prod(shape)
     return Sizes(
         vocabulary=vocabulary,
         columns=sum(columns for rows, columns in matrices if rows == vocabulary),
@@ -64,10 +81,24 @@ def sizes_of(oracle: Record) -> Sizes:
             len(shape) == 2 and f"gradient/{name}" not in first and not name.endswith("embed_tokens.weight")
             for name, shape in policy.items()
         ),
+        layers=layers,
+        sums=layers if second_class(oracle.header) else max(layers, _sums(policy)),
         weights=sum(map(math.prod, loaded.values())),
         gradients=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name)),
-        experts=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name) and ".experts." in name),
+        experts=tuple(experts.values()),
     )
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _sums(policy: Collection[str]) -> int:
+    """One for each attention and each MLP that all plans cut: not latent attention, and not experts with biases."""
+    whole = any("kv_a_proj" in name for name in policy)
+    attention = 0 if whole else sum(name.endswith("self_attn.o_proj.weight") for name in policy)
+    biased = any(name.endswith("experts.down_proj_bias") for name in policy)
+    ends = ("mlp.down_proj.weight",) if biased else ("mlp.down_proj.weight", "mlp.experts.down_proj")
+    return attention + sum(name.endswith(ends) for name in policy)
 
 
 def _is_gradient(name: str) -> bool:
@@ -130,9 +161,9 @@ class _Seen:
             return self.products("forward", dtype)
         return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
 
-    def is_nested(self) -> bool:
-        """Whether layers had backward passes of their own inside of those of the whole."""
-        return any(rank.get("nested", 0) > 0 for rank in self._ranks)
+    def nested(self) -> int:
+        """How often layers had a backward pass of their own inside of that of the whole, of all ranks."""
+        return sum(rank.get("nested", 0) for rank in self._ranks)
 
     def reduced(self, size: int) -> int:
         """Elements that were summed over groups of this size, of the rank with the most."""
@@ -181,18 +212,21 @@ def _claims(
     forward = seen.products("forward")
     if forward:
         dtype = DTYPES[scenario.precision]
-        yield f"products in {dtype}", seen.linear(dtype) >= seen.linear() / 3  # some routers compute in float32
+        in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
+        yield f"products in {dtype}", seen.linear(dtype) >= in_half * seen.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
         again = seen.products("recomputed")
         more = seen.products("backward") + left_out > RECOMPUTED * forward
-        recomputed = again > 0 or seen.is_nested() or more
-        yield (
-            ("activations are recomputed" if "ckpt" in layout.options else "activations are kept"),
-            recomputed == ("ckpt" in layout.options),
-        )
+        if "ckpt" in layout.options:
+            passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
+            share = AGAIN_ROUTED if sizes.experts else AGAIN
+            every = again > share * forward or seen.nested() >= share * passes
+            yield "activations of all layers are recomputed", every if again or seen.nested() else more
+        else:
+            yield "activations are kept", not (again or seen.nested() or more)
     yield from _of_data_ranks(layout, seen, stage)
     yield from _of_shares(layout, seen, scenario, sizes, stage=stage)
-    yield from _of_model_ranks(layout, seen, scenario, sizes.vocabulary)
+    yield from _of_model_ranks(layout, seen, scenario, sizes)
     yield from _of_experts(layout, seen, scenario, sizes, stage=stage)
 
 
@@ -268,19 +302,23 @@ def _of_experts(
     steps = 1 if "lastsync" in layout.options or stage in (0, 1) else scenario.accumulation
     # Other collectives of as many ranks would be counted with those of the gradients.
     if shards not in (layout.tp, layout.rep, layout.pp) and sizes.experts:
-        padding = -sizes.vocabulary % (PADDING * layout.tp) * sizes.columns  # a library may reduce it, too
-        most = steps * (sizes.gradients - sizes.experts / 2) + padding
+        # A library may pad the vocabulary, and reduce that, too.
+        is_padded = not seen.is_wide(sizes.vocabulary)
+        padding = -sizes.vocabulary % (PADDING * layout.tp) * sizes.columns if is_padded else 0
+        most = steps * (sizes.gradients - sum(sizes.experts) + min(sizes.experts) / 2 + padding)
         yield "gradients of experts are not reduced over all data ranks", seen.reduced(shards) < most
     same = shards // layout.ep
     if same not in (1, layout.tp, layout.ep, layout.rep):
         yield "gradients of experts are reduced over the ranks that hold them", seen.reduced(same) > 0
 
 
-def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, vocabulary: int) -> Iterator[tuple[str, bool]]:
+def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
     """Tensor, sequence and pipeline parallelism, rings."""
+    vocabulary = sizes.vocabulary
     if layout.tp > 1:
         summed = seen.most(("all_reduce", "reduce_scatter"), layout.tp, _outside)
-        yield "layers are summed over tensor-parallel ranks", summed > 0
+        every = sizes.sums / layout.pp * scenario.accumulation
+        yield "all layers are summed over tensor-parallel ranks", summed >= every
         if "seqpar" in layout.options:
             yield "activations are cut along the sequence", seen.most(("reduce_scatter",), layout.tp, _outside) > 0
         if "losspar" in layout.options:

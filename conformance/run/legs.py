@@ -6,12 +6,13 @@ another cell may be the cause.
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.asking import adapter_of
 from conformance.faults import find_fault
+from conformance.inputs.other_numbers import with_other_numbers
 from conformance.inputs.prepare import FrozenInputs
 from conformance.plan.cell import Cell, Leg
 from conformance.record.bisection import Bisected, bisected_from_json
@@ -74,6 +75,11 @@ def _run_leg(
 ) -> Outcome:
     leg = cell.legs[number]
     saved_before = folder / str(number - 1) / "saved" if number else None
+    if number and cell.legs[number - 1].save in ("checkpoint", "state"):
+        trained = [role.name for role in cell.scenario.objective.roles if role.trained]
+        begun = folder / str(number) / "begun"
+        others = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
+        inputs = replace(inputs, models={**inputs.models, **others})
     return pool.run(
         key=leg.backend.name,
         config=world_config(leg, device),

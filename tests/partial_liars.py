@@ -1,0 +1,100 @@
+"""Backends that do a part of what they are asked for, and say that it is all of it; all numbers are right."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from conformance.layout import Layout
+from conformance.scenario import Scenario
+from impl.fsdp2 import expert_parallel, tensor_parallel, trainable
+from impl.fsdp2.adapter import Fsdp2Backend
+from impl.megatron.adapter import MegatronBackend
+
+
+class RestoresNoFrozenWeights(Fsdp2Backend):
+    """What nothing trains stays as it was when the model was built."""
+
+    def _frozen(self) -> Iterator[torch.Tensor]:
+        for model in self.models.values():
+            parameters = model.model.parameters()  # type: ignore[attr-defined]
+            yield from (p.detach().to_local() for p in parameters if not p.requires_grad)
+
+    def _keeping(self, load: Any, path: Path) -> None:
+        kept = [tensor.clone() for tensor in self._frozen()]
+        load(path)
+        for tensor, before in zip(self._frozen(), kept, strict=True):
+            tensor.copy_(before)
+
+    def load(self, path: Path) -> None:
+        self._keeping(super().load, path)
+
+    def import_state(self, path: Path) -> None:
+        self._keeping(super().import_state, path)
+
+
+class Fsdp2RecomputesOneLayer(Fsdp2Backend):
+    """All but the first layer keep their activations."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for model in self.models.values():
+            for layer in model.model.model.layers[1:]:  # type: ignore[attr-defined]
+                layer.gradient_checkpointing = False
+        return resolved
+
+
+class MegatronRecomputesOneLayer(MegatronBackend):
+    """All but the first layer of a rank keep their activations."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for model in self.models.values():
+            for chunk in model.chunks:  # type: ignore[attr-defined]
+                chunk.config.recompute_method, chunk.config.recompute_num_layers = "block", 1
+        return resolved
+
+
+class CutsOneLayer(Fsdp2Backend):
+    """Tensor-parallel ranks hold all but the first layer whole, and all do the work of these."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        plan, given = tensor_parallel._layer_plan, []
+
+        def first_only(*kind: Any, **options: Any) -> dict[str, Any]:
+            given.append(kind)
+            return plan(*kind, **options) if len(given) == 1 else {}
+
+        with patch.object(tensor_parallel, "_layer_plan", first_only):
+            return super().setup(*arguments)
+
+
+class CutsExpertsOfOneLayer(Fsdp2Backend):
+    """Ranks of ``ep`` share the experts of the last layer, and hold those of the others whole."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        found = expert_parallel.experts_of
+        with (
+            patch.object(trainable, "experts_of", lambda model: found(model)[-1:]),
+            patch.object(expert_parallel, "experts_of", lambda model: found(model)[-1:]),
+        ):
+            return super().setup(*arguments)
+
+
+class ComputesAttentionInFloat32(Fsdp2Backend):
+    """Of a model in half precision, MLPs are in it, and all else is in float32."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        def shard(own: trainable.Fsdp2Trainable, model: Any) -> None:
+            mesh = own.reduction_mesh()
+            for layer in model.model.layers:
+                half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+                fully_shard(layer.mlp, mesh=mesh, mp_policy=half)
+                layer.mlp.register_forward_hook(lambda _, __, output: output.float())
+            fully_shard(model, mesh=mesh)
+
+        with patch.object(trainable.Fsdp2Trainable, "_shard", shard):
+            return super().setup(scenario, layout, *arguments)
