@@ -1,34 +1,51 @@
 """Masks that keep packed documents apart, for code in transformers that makes its masks without their positions.
 
-gpt-oss' and AFMoE's are (docs/findings/gpt-oss-packed-positions.md). Their models take masks that are made already.
+``create_causal_mask`` tells documents apart by their positions, if it is given them. The code of gpt-oss, AFMoE, OPT,
+Falcon and others does not hand them on (docs/findings/gpt-oss-packed-positions.md).
 """
 
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import transformers
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-KINDS = ("gpt_oss", "afmoe")  # model types of such code
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of a forward pass that is on
 
 
 def keep_documents_apart(model: transformers.PreTrainedModel) -> None:
-    """Let ``model`` be given the masks of the positions in ``position_ids``, where no masks come with its inputs."""
-    if model.config.model_type in KINDS:
-        model.base_model.register_forward_pre_hook(_with_masks, with_kwargs=True)
+    """Let the masks that ``model`` makes be those of the ``position_ids`` that it is given.
+
+    The functions that make masks are replaced in the module of the model's code, for all its models; they do as before
+    where they are given positions, or where the model is given none.
+    """
+    code = sys.modules[type(model.base_model).__module__]
+    for name in MAKERS:
+        make = getattr(code, name, None)
+        if make is not None and not hasattr(make, "knows_positions"):
+            setattr(code, name, _with_positions(make))
+    model.register_forward_pre_hook(_begin, with_kwargs=True)
+    model.register_forward_hook(_end, always_call=True)
 
 
-def _with_masks(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The mask has the dtype of the embeddings, so these are looked up here."""
-    positions = options.get("position_ids")
-    given = any(options.get(name) is not None for name in ("attention_mask", "past_key_values", "inputs_embeds"))
-    if positions is None or given or options.get("use_cache", True):
-        return arguments, options
-    embeddings: torch.Tensor = module.embed_tokens(options["input_ids"])
-    wanted = {"config": module.config, "inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
-    wanted["position_ids"] = positions
-    masks = {
-        "full_attention": create_causal_mask(**wanted),
-        "sliding_attention": create_sliding_window_causal_mask(**wanted),
-    }
-    return arguments, options | {"input_ids": None, "inputs_embeds": embeddings, "attention_mask": masks}
+def _begin(_: Any, __: Any, options: dict[str, Any]) -> None:
+    _positions.set(options.get("position_ids"))
+
+
+def _end(*_: Any) -> None:
+    _positions.set(None)
+
+
+def _with_positions(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> Any:
+        if options.get("position_ids") is None:
+            options["position_ids"] = _positions.get()
+        return make(*arguments, **options)
+
+    made.knows_positions = True  # type: ignore[attr-defined]
+    return made

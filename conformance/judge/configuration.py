@@ -302,14 +302,19 @@ def _of_experts(
     steps = 1 if "lastsync" in layout.options or stage in (0, 1) else scenario.accumulation
     # Other collectives of as many ranks would be counted with those of the gradients.
     if shards not in (layout.tp, layout.rep, layout.pp) and sizes.experts:
-        # A library may pad the vocabulary, and reduce that, too.
-        is_padded = not seen.is_wide(sizes.vocabulary)
-        padding = -sizes.vocabulary % (PADDING * layout.tp) * sizes.columns if is_padded else 0
+        # A library that pads the vocabulary reduces that, too.
+        padded = _padded(sizes.vocabulary, layout.tp)
+        is_padded = seen.is_wide(padded) or seen.is_wide(padded // layout.tp)
+        padding = (padded - sizes.vocabulary) * sizes.columns if is_padded else 0
         most = steps * (sizes.gradients - sum(sizes.experts) + min(sizes.experts) / 2 + padding)
         yield "gradients of experts are not reduced over all data ranks", seen.reduced(shards) < most
     same = shards // layout.ep
     if same not in (1, layout.tp, layout.ep, layout.rep):
         yield "gradients of experts are reduced over the ranks that hold them", seen.reduced(same) > 0
+
+
+def _padded(vocabulary: int, tp: int) -> int:
+    return -(-vocabulary // (PADDING * tp)) * PADDING * tp
 
 
 def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
@@ -322,7 +327,7 @@ def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Size
         if "seqpar" in layout.options:
             yield "activations are cut along the sequence", seen.most(("reduce_scatter",), layout.tp, _outside) > 0
         if "losspar" in layout.options:
-            padded = -vocabulary // (PADDING * layout.tp) * -PADDING * layout.tp
+            padded = _padded(vocabulary, layout.tp)
             # Attention's scores are as wide as a row is long, which may be as many as there are tokens to know.
             wide = [width for width in (vocabulary, padded) if seen.is_wide(width) and not seen.is_long(width)]
             yield "no rank holds logits of the whole vocabulary", not wide
