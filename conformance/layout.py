@@ -5,6 +5,7 @@ validation name the numbers that do not fit and suggest a layout that does.
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
@@ -197,7 +198,8 @@ class Layout:
             )
         if rows % (self.data * accumulation):
             whole = max(1, rows // accumulation)
-            better = dataclasses.replace(self, dp=_divisor(max(1, whole // self.ep), self.dp), rep=1)
+            ep = self.ep if whole % self.ep == 0 else _divisor(math.gcd(whole, experts), self.ep)
+            better = dataclasses.replace(self, dp=_divisor(max(1, whole // ep), self.dp), ep=ep, rep=1)
             ranks = f"dp={self.dp}" if self.ep == 1 else f"dp={self.dp} x ep={self.ep}"
             raise UsageError(
                 f"{rows} rows per step cannot be divided over {ranks} x accumulation={accumulation}; "

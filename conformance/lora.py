@@ -46,9 +46,18 @@ class LoraConfig:
     def targets(self, parameters: Iterable[str]) -> tuple[str, ...]:
         """The linear layers that get an adapter, of a model with these parameters, by their names without ``weight``.
 
-        Raises UsageError for a target that the model does not have inside of its layers.
+        Raises UsageError for a target that the model does not have inside of its layers, and for experts that the
+        folder holds one by one: models hold them stacked, and no adapter is built in for them.
         """
-        linear = [n.removesuffix(".weight") for n in parameters if ".layers." in n and n.endswith(LINEAR)]
+        inside = [n.removesuffix(".weight") for n in parameters if ".layers." in n and n.endswith(LINEAR)]
+        linear = [name for name in inside if ".experts." not in name]
+        ends = inside if self.target_modules == ALL_LINEAR else self.target_modules
+        if meant := [name for name in inside if name not in linear and any(_is_meant(name, end) for end in ends)]:
+            known = dict.fromkeys(name.rpartition(".")[2] for name in linear if ".self_attn." in name)
+            raise UsageError(
+                f"lora.target_modules asks for adapters of experts, such as {meant[0]}, which are not built in; name "
+                f"linear layers outside of experts, as {', '.join(known)}"
+            )
         if self.target_modules == ALL_LINEAR:
             return tuple(linear)
         for target in self.target_modules:

@@ -24,6 +24,15 @@ def has_biased_experts(folder: Path) -> bool:
     return bool(config.get("model_type") == "gpt_oss")
 
 
+def needs_loop(folder: Path) -> bool:
+    """Whether transformers' kernels for groups of experts are not for a model: they sum gradients of biases token by
+    token (docs/findings/experts-bias-gradient.md), and in half precision they want rows of whole 16 bytes, under tp2,
+    too."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+    return has_biased_experts(folder) or bool(size % 16 or config.get("hidden_size", 0) % 8)
+
+
 def beyond_kernels(folder: Path) -> str:
     """What a model's attention does that the kernels of torch and of flash-attn do not; empty for most.
 

@@ -15,7 +15,7 @@ from conformance.role import Head
 from conformance.validation import UsageError
 from impl.buffers import published_buffers
 from impl.document_masks import keep_documents_apart
-from impl.families import beyond_kernels, has_biased_experts
+from impl.families import beyond_kernels, needs_loop
 from impl.files import fill
 from impl.published_code import fill_rotary_tables, older_names
 from impl.unread import UnreadWeights, give_memory, reading_headers, take_origins
@@ -43,9 +43,8 @@ def empty_model(
             dtype=dtype,
             attn_implementation=attention or _own_attention(path, config, dtype),
             output_loading_info=True,
-            # transformers' default is a kernel for groups of experts, which knows no float64, and sums the gradients of
-            # experts' biases in half precision, token by token (docs/findings/experts-bias-gradient.md).
-            **({"experts_implementation": "eager"} if dtype == torch.float64 or has_biased_experts(path) else {}),
+            # transformers' default is a kernel for groups of experts, which knows no float64.
+            **({"experts_implementation": "eager"} if dtype == torch.float64 or needs_loop(path) else {}),
             **({} if head == "value" else {"trust_remote_code": code}),
         )
         if are_needed:

@@ -3,16 +3,45 @@
 The sweep over all families, world sizes and scenarios is the full profile; here is one cell of each kind.
 """
 
+import json
+import shutil
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
-from cells import assert_honest, cell_of, exhaustive, record_of
+import torch
+from cells import BACKENDS, assert_honest, cell_of, exhaustive, record_of
+from safetensors.torch import load_file, save_file
 
+from conformance.layout import Layout
+from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell
 from conformance.run.session import Session
 from conformance.scenario import Precision
 
 pytest.importorskip("deepspeed")
+
+
+def larger_vocabulary(model: str, out: Path) -> Path:
+    """A fixture with a token more than its tokenizer has."""
+    source = FIXTURES / "models" / model
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    weights = load_file(source / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], weights[name][-1:] / 2])
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["tp2.zero2", "dp2.tp2.zero1", "tp2.zero3"])
+def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session, tmp_path: Path, layout: str) -> None:
+    folder = larger_vocabulary("llama", tmp_path / "llama")
+    scenario = replace(cell_of("deepspeed", "sft-packed", "llama", layout, "exact").scenario, model=str(folder))
+    assert_honest(session, Cell.single(scenario=scenario, backend=BACKENDS["deepspeed"], layout=Layout.parse(layout)))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from cells import assert_honest, cell_of, exhaustive, record_of
+from cells import BACKENDS, assert_honest, cell_of, exhaustive, record_of
 from test_oracle import BATCH, DOCUMENTS, FLOAT64, LONG, folder, observe_sft, policy_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.backend import Unsupported
+from conformance.layout import Layout
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.decoder import Written
 from conformance.oracle.forward import forward, load_weights
@@ -235,6 +236,41 @@ def test_other_settings_agree_with_transformers_too(tmp_path: Path, family: str,
     architecture = read_architecture(tmp_path)
     found = forward(tokens, load_weights(tmp_path, architecture, torch.float64), architecture, FLOAT64)
     assert float((found - expected).norm() / expected.norm()) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "advice"),
+    [
+        ("qwen3-moe", {"moe_intermediate_size": 13}, "tp2", "tp=2 does not divide the 13 features of an expert; use"),
+        (
+            "gpt-oss",
+            {"intermediate_size": 7},
+            "dp2.ep2",
+            "over the 2 ranks that hold the same ones, which have to divide",
+        ),
+        ("gpt-oss", {"intermediate_size": 7}, "ep2", ""),
+    ],
+)
+def test_experts_that_cannot_be_cut_into_equal_parts_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], layout: str, advice: str
+) -> None:
+    values = json.loads((folder(family) / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    scenario = replace(cell_of("fsdp2", "sft-packed", family, layout, "exact").scenario, model=str(tmp_path))
+    answer = BACKENDS["fsdp2"].load().supports(scenario, Layout.parse(layout))
+    assert isinstance(answer, Unsupported) == bool(advice)
+    assert not isinstance(answer, Unsupported) or advice in answer.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["bf16", "exact"])
+def test_experts_of_odd_sizes_are_computed_one_by_one(session: Session, tmp_path: Path, precision: Precision) -> None:
+    """transformers' kernels for groups of experts want whole 16 bytes."""
+    cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", "dp2", precision)
+    scenario = replace(cell.scenario, model=str(random_model(tmp_path, "qwen3-moe", {"moe_intermediate_size": 12})))
+    scenario = replace(scenario, data=replace(scenario.data, path=scenario.data.path.replace("{model}", "qwen3-moe")))
+    verdict = session.run(replace(cell, scenario=scenario)).verdict
+    assert verdict.state == "conforms", verdict.reason
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}

@@ -93,6 +93,8 @@ def test_an_expert_is_not_cut() -> None:
         Layout.parse("dp2.ep2").validate(**sizes)
     with pytest.raises(UsageError, match=r"24 rows .* dp=5 x ep=2 x accumulation=1; dp4.ep2 would work.*data.rows=30"):
         Layout.parse("dp5.ep2").validate(**sizes, experts=8)
+    with pytest.raises(UsageError, match=r"24 rows .* dp=1 x ep=3 x accumulation=3; ep2 would work, or data.rows=27"):
+        Layout.parse("ep3").validate(**sizes | {"accumulation": 3}, experts=6)
 
 
 def test_rows_have_to_fill_every_micro_batch_of_every_rank() -> None:

@@ -312,6 +312,16 @@ def test_settings_that_no_adapter_has_are_explained(changes: dict[str, Any], mes
             {"target_modules": ["q_proj"]},
             "use some of qkv_proj, o_proj, gate_up_proj, down_proj, or 'all-linear'",
         ),
+        (
+            "qwen3-moe",
+            {"target_modules": ["gate_proj"]},
+            "adapters of experts, .*; name linear layers outside of experts, as k_proj",
+        ),
+        (
+            "qwen2-moe",
+            {"target_modules": "all-linear"},
+            "adapters of experts, such as model.layers.1.mlp.experts.0.down_proj",
+        ),
     ],
 )
 def test_targets_that_a_model_lacks_are_refused_before_anything_runs(

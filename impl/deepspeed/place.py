@@ -51,10 +51,14 @@ class RankPlace:
         cut = cut_of(parameter)
         if not cut:
             return tensor
-        assert len(set(cut["partition_sizes"])) == 1, "parts of different sizes"
-        parts = [torch.empty_like(tensor) for _ in cut["partition_sizes"]]
-        dist.all_gather(parts, tensor.contiguous(), group=self.tensor_group)
-        return torch.cat(parts, dim=cut["partition_dim"])
+        dim, sizes = cut["partition_dim"], cut["partition_sizes"]
+        shape = list(tensor.shape)
+        shape[dim] = max(sizes)  # gloo gathers no parts that differ in size
+        own = tensor.new_zeros(shape)
+        own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        parts = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(parts, own, group=self.tensor_group)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
 
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
         """Set ``own``, flat, to the elements of this rank's part of a parameter that begin at the flat index ``start``.

@@ -1,6 +1,6 @@
 """FSDP2 as a backend of the suite: what it claims to run, and where faults can be planted."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -86,6 +86,8 @@ class Fsdp2Backend(StrategyBackend):
                 f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
                 f"2.13, or ep"
             )
+        if kind in KINDS and (uneven := _uneven_experts(model_config(scenario), layout)):
+            return Unsupported(uneven)
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
         if explicit and kind not in LAYER_NORMS:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
@@ -116,6 +118,21 @@ class Fsdp2Backend(StrategyBackend):
 def _is_packed(kind: str | None) -> bool:
     """Whether tensor parallelism cuts parts out of stacked experts of a model type. Those of gpt-oss stay whole."""
     return kind in KINDS and kind not in LAYER_NORMS
+
+
+def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:
+    """Why experts cannot be cut into equal parts; empty if they can, or are not cut."""
+    hidden, size = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    if layout.tp > 1 and layout.ep == 1 and _is_packed(config["model_type"]) and size % layout.tp:
+        return f"tp={layout.tp} does not divide the {size} features of an expert; use a tp that does, or ep"
+    ranks = layout.dp * layout.sp // layout.rep  # that hold the same experts
+    cut = (hidden, 2 * size, size) if config["model_type"] == "gpt_oss" else (hidden, 2 * size)
+    if layout.ep > 1 and any(features % ranks for features in cut):
+        return (
+            f"FSDP2 cuts experts of {hidden} and {size} features over the {ranks} ranks that hold the same ones, which "
+            f"have to divide both; use fewer ranks of dp and sp beside ep"
+        )
+    return ""
 
 
 def _is_older(*version: int) -> bool:
