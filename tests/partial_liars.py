@@ -1,11 +1,14 @@
 """Backends that do a part of what they are asked for, and say that it is all of it; all numbers are right."""
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.layout import Layout
@@ -98,3 +101,25 @@ class ComputesAttentionInFloat32(Fsdp2Backend):
 
         with patch.object(trainable.Fsdp2Trainable, "_shard", shard):
             return super().setup(scenario, layout, *arguments)
+
+
+class ExportsOtherSettings(Fsdp2Backend):
+    """What it exports has the right weights and other settings, in whose place it reads those of before."""
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        for folder in weights.values():
+            for kept in folder.rglob("*.kept"):
+                if dist.get_rank() == 0:
+                    shutil.copy(kept, kept.with_suffix(""))
+        dist.barrier()
+        return super().setup(scenario, layout, weights, device)
+
+    def export(self, path: Path, model: str) -> None:
+        super().export(path, model)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for name, key in ("config.json", "rms_norm_eps"), ("adapter/adapter_config.json", "lora_alpha"):
+                if (path / name).is_file():
+                    shutil.copy(path / name, path / f"{name}.kept")
+                    settings = json.loads((path / name).read_text())
+                    (path / name).write_text(json.dumps({**settings, key: 100 * settings[key]}))

@@ -105,6 +105,18 @@ def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save
     assert not any("lora" in tensor for tensor in loaded)
 
 
+def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None:
+    backend = BackendEntry(name="partial", target="partial_liars:ExportsOtherSettings")
+    scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
+    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in ("export", None)]
+    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program="by-export")).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert {(finding.tensor, finding.step) for finding in verdict.findings} == {
+        ("exported policy/adapter/adapter_config.json: lora_alpha", 1),
+        ("exported policy/config.json: rms_norm_eps", 1),
+    }
+
+
 def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
     scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, **small("sft-padded")).scenario
     legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)

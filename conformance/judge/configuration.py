@@ -106,8 +106,17 @@ def _is_gradient(name: str) -> bool:
 
 
 def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
-    """A measurement of every claim of every leg: 0 where it holds, else infinite, at the step before its first."""
+    """A measurement of every claim of every leg: 0 where it holds, else infinite, at the step before its first. And one
+    of each setting of an exported folder that is not the model's."""
     for leg in legs:
+        for key in leg.footer.get("changed_settings", []):
+            yield Measurement(
+                stage=CONFIGURATION.stage,
+                tensor=f"exported {key}",
+                step=leg.header["first_step"] + leg.footer["steps"] - 1,
+                error=math.inf,
+                fixed=0.0,
+            )
         ranks = leg.footer.get("evidence", [])
         if not ranks:
             continue

@@ -34,6 +34,7 @@ from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, exact_tier
+from conformance.run.exported import changed_settings
 from conformance.run.generators import generator_digests, seed_generators
 from conformance.run.memory import PeakMemory
 from conformance.run.replicas import Replicas, Source, compare, pieces
@@ -106,21 +107,26 @@ def run_leg(
                         seen = Path(trace[1]) / role.name
                         captured.enter_context(capturing(backend, role.name, batch, rank=rank.rank, folder=seen))
                 observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
+        changed: list[str] = []
         if save:
             rank.beat("save")
-            _save(rank, backend, config, folders, *save)
+            changed = _save(rank, backend, config, folders, *save)
         rank.beat("teardown")
         backend.teardown()
         dp, parts = Layout.parse(layout).data, config.accumulation
         told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
-        observer.finish({"seconds": time.perf_counter() - started, "batches": told}, memory=memory.read())
+        seconds = time.perf_counter() - started
+        observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory.read())
         return dict(calls)
 
 
 def _save(
     rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, folder: str
-) -> None:
+) -> list[str]:
+    """Save what the next leg begins with. Returns, on rank 0, the settings of exported folders that are not those of
+    the models, each as ``ROLE/FILE: KEY``."""
     path = Path(folder)
+    changed: list[str] = []
     if rank.rank == 0:
         path.mkdir()
     dist.barrier()
@@ -132,8 +138,13 @@ def _save(
         for role in scenario.objective.roles:
             merges = what == "merge" and role == POLICY
             (backend.export_merged if merges else backend.export)(path / role.name, role.name)
+            dist.barrier()
+            if rank.rank == 0 and not merges:
+                changed += [f"{role.name}/{key}" for key in changed_settings(path / role.name, models[role.name])]
         if what == "merge" and rank.rank == 0:  # on the new base, the next leg begins with the same adapter again
             shutil.copytree(models[POLICY.name] / ADAPTER, path / POLICY.name / ADAPTER)
+            changed += [f"{POLICY.name}/{key}" for key in changed_settings(path / POLICY.name, models[POLICY.name])]
+    return changed
 
 
 def header(
