@@ -5,7 +5,7 @@ Falcon and others does not hand them on (docs/findings/gpt-oss-packed-positions.
 """
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -20,14 +20,13 @@ _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=No
 def keep_documents_apart(model: transformers.PreTrainedModel) -> None:
     """Let the masks that ``model`` makes be those of the ``position_ids`` that it is given.
 
-    The functions that make masks are replaced in the module of the model's code, for all its models; they do as before
-    where they are given positions, or where the model is given none.
+    The functions that make masks are replaced where the model's code looks for them, for all models of this code; they
+    do as before where they are given positions, or where the model is given none.
     """
-    code = sys.modules[type(model.base_model).__module__]
+    code = inspect.unwrap(type(model.base_model).forward).__globals__
     for name in MAKERS:
-        make = getattr(code, name, None)
-        if make is not None and not hasattr(make, "knows_positions"):
-            setattr(code, name, _with_positions(make))
+        if name in code and not hasattr(code[name], "knows_positions"):
+            code[name] = _with_positions(code[name])
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 

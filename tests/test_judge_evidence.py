@@ -159,15 +159,18 @@ def test_a_precision_is_that_of_linear_layers_however_many_pieces_attention_is_c
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
-@pytest.mark.parametrize(("recomputed", "nested"), [(0, 0), (3, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("recomputed", "nested", "every"), [(0, 0, False), (3, 0, True), (1, 0, False), (0, 1, False), (0, 12, True)]
+)
 def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int, nested: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int, nested: int, every: bool
 ) -> None:
+    """``every``: enough of it for all layers."""
     seen = evidence("exact") | {"nested": nested}
     seen["products"] += [["float64", "recomputed", recomputed]] if recomputed else []
     monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
     verdict = verdict_of(tmp_path, unchanged, layout=layout)
-    assert (verdict.state == "conforms") == (("ckpt" in layout) == (recomputed + nested > 0))
+    assert (verdict.state == "conforms") == (every if "ckpt" in layout else recomputed + nested == 0)
     assert verdict.first_stage in ("", "configuration")
 
 
