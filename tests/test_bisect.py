@@ -28,6 +28,7 @@ from conformance.bisect.reference import Reference, references
 from conformance.bisect.tell import told
 from conformance.bisect.values import compare
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.paths import FIXTURES
 from conformance.record.bisection import Bisected, Bisection, Direction, First, Wrong
 from conformance.run.exact import exact_tier
 from impl.collate import collate
@@ -107,6 +108,16 @@ def test_every_value_and_gradient_of_a_hugging_face_model_is_the_oracles(
     values = 2 * (3 + layers * (13 if family == "gemma3" else 11))  # an input and an output each
     assert found.compared == (values, values - 1)  # tokens have no gradient
     assert found.where == "outside the model"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_experts_are_one_module_and_latent_attention_is_whole_on_tensor_parallel_ranks(family: str) -> None:
+    model = load_model(FIXTURES / "models" / family, dtype=torch.float64, attention="eager")
+    found = {traced.name: traced for traced in hugging_face_modules(model, tp=2, tp_rank=1)}
+    assert {"model.layers.1.mlp", "model.layers.1.self_attn.o_proj"} <= found.keys()
+    assert "model.layers.1.mlp.down_proj" not in found
+    taken = found["model.layers.1.self_attn.o_proj"].input
+    assert (taken.first_feature == 0) == (family == "deepseek-v3")
 
 
 @pytest.mark.parametrize(("kind", "module"), PLANTED)

@@ -48,7 +48,7 @@ def test_fault_is_caught_directly_after_loading(session: Session, backend: str, 
     (fault,) = (fault for fault in HANDOVER_FAULTS if fault.name == name)
     verdict = session.run(cell(backend, name)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", fault.stage), verdict.reason
-    shows = LOADED - 1 if fault.stage == "configuration" else LOADED  # settings are those of the folder that is exported
+    shows = LOADED - 1 if fault.stage == "configuration" else LOADED  # settings are those of the exported folder
     assert verdict.findings[0].step == shows or fault.stage == "weights after N steps"
     (loss,) = (q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", LOADED))
     assert (loss.ratio <= 1) == fault.loss_blind

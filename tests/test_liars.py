@@ -39,7 +39,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
 @pytest.mark.parametrize(
     ("name", "layout", "claim"),
     [
-        ("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
+        exhaustive("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
