@@ -247,6 +247,22 @@ def test_a_further_noise_run_decides_only_where_a_cell_differs_by_the_first(
     assert verdict.state == state, verdict.reason
 
 
+def test_a_further_noise_run_that_is_too_noisy_in_one_quantity_still_tells_of_the_others(tmp_path: Path) -> None:
+    def further(step: int, values: Values, tensors: Tensors) -> None:
+        scale("gradient/a", 1 + 1e-2)(step, values, tensors)
+        scale("loss", 1 + 1e-3)(step, values, tensors)
+
+    write(tmp_path / "oracle" / "float64", oracle="float64")
+    first, second = noise_runs("fp32")
+    write(tmp_path / "oracle" / first, precision="fp32", oracle=first)
+    write(tmp_path / "oracle" / second, further, precision="fp32", oracle=second)
+    for key, factor, stage in (("loss", 1.002, ""), ("loss", 1.004, "loss"), ("gradient/a", 1.002, "gradients")):
+        cell = tmp_path / f"{key.replace('/', '-')} {factor}"
+        write(cell, scale(key, factor), precision="fp32")
+        verdict = judge_folders("x/m/b/dp2.tp2/fp32", [cell], tmp_path / "oracle")
+        assert verdict.first_stage == stage, verdict.reason
+
+
 def test_a_critics_loss_may_be_as_far_off_as_values_that_are_all_off_in_one_direction() -> None:
     """With a mean of ``n`` independent errors its bound would be the root of n times narrower."""
     (loss,) = (o for o in all_observables(Ppo()) if o.key == "critic.loss")

@@ -12,9 +12,11 @@ import pytest
 import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
-from conformance.judge.grain import grains
+from conformance.batch import Batch, Document, Row, expert_column
+from conformance.judge.grain import expert_summands, grains
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
+from conformance.layout import Layout
 from conformance.record.format import RecordError
 from conformance.scenario import parse_scenario
 
@@ -102,22 +104,38 @@ def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: 
     assert name in {quantity.tensor for quantity in honest.quantities}
 
 
-def test_experts_that_ranks_share_are_sums_of_fewer_numbers() -> None:
-    """One product has the tokens of both ranks, so that twice as many elements have few digits."""
+def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> None:
+    """Of six rows that are a micro-batch each, expert 0 has a token in all, and expert 1 in the first three. Half of
+    the elements of expert 1 are coarse: of three numbers an honest sum may have 0.4, of six 0.2."""
+
+    def batch_of(*chosen: float, targets: tuple[bool, ...] = (False, True)) -> Batch:
+        columns = [{expert_column(0, 0): (expert, 2.0), expert_column(0, 1): (0.0, 2.0)} for expert in chosen]
+        documents = [Document((5, 6), targets, column) for column in columns]
+        return Batch(0, 2, tuple(Row(index, (document,)) for index, document in enumerate(documents)))
+
+    batch = batch_of(1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    asked: Any = {"key": "routing", "router": 0, "is_last": False, "accumulation": 3}
+    assert expert_summands(batch, layout=Layout.parse("dp2"), **asked) == {0: 6, 1: 3}
+    assert expert_summands(batch, layout=Layout.parse("ep2"), **asked) == {0: 3, 1: 3}  # one product for both ranks
+    assert not expert_summands(batch_of(1.0, 1.0, 1.0, targets=(False, False)), layout=Layout(), **asked)
+
     optimizer = {"name": "sgd", "lr": 0.1}
     told = {"name": "x", "model": "m", "precision": "bf16", "optimizer": optimizer, "accumulation": 3}
-    scenario = parse_scenario(told)
     gradient = next(o for o in OBSERVABLES if o.key == "gradient")
-    few = torch.tensor([1.0, 1.5, 1 + 2**-12, 1 + 2**-11])
+    fine, coarse = 1 + 2**-12, 1.5
 
-    def found(name: str) -> float:
-        step = SimpleNamespace(tensors=lambda: {f"gradient/{name}": few})
-        leg: Any = SimpleNamespace(header={"layout": "ep2", "first_step": 0}, steps=[step])
-        (measurement,) = grains([leg], scenario, [gradient])
+    def found(name: str, *, elements: list[float]) -> float:
+        stacked = torch.tensor([elements, [coarse, coarse, fine, fine], [fine] * 4])
+        step = SimpleNamespace(step=0, tensors=lambda: {f"gradient/{name}": stacked})
+        loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
+        leg: Any = SimpleNamespace(header={"layout": "dp2", "first_step": 0}, steps=[step], loaded=loaded)
+        (measurement,) = grains([leg], parse_scenario(told), [gradient], [batch])
         return measurement.error
 
-    assert found("layers.0.mlp.gate.weight") == 0.5
-    assert found("layers.0.mlp.experts.down_proj") == 0.25
+    experts = "model.layers.3.mlp.experts.down_proj"
+    assert found(experts, elements=[fine] * 4) == 0.5 * 3 / 2  # the median of 0 of 6 and a half of 3
+    assert found(experts, elements=[coarse] * 4) == (6 + 0.5 * 3) / 2  # above 1.2
+    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4) == 0.5  # of all elements
 
 
 def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import conformance.oracle
@@ -21,6 +23,7 @@ from conformance.oracle.architecture import read_architecture
 from conformance.oracle.decoder import Written
 from conformance.oracle.forward import Weights, is_buffer, load_weights
 from conformance.oracle.parts import Attention
+from conformance.oracle.policy import Policy
 from conformance.oracle.positions import frequencies
 from conformance.oracle.run import POLICIES, PolicyName
 from conformance.oracle.step import Model, Observed, observe
@@ -83,8 +86,8 @@ def policy_model(family: str, *, precision: PolicyName = "float64") -> Model:
     return Model(role=POLICY, decoder=Written(architecture=architecture), weights=weights, trained=frozenset(trained))
 
 
-def observe_sft(batch: Batch, family: str) -> Observed:
-    return observe(batch, [policy_model(family)], Sft(), FLOAT64)
+def observe_sft(batch: Batch, family: str, *, policy: Policy = FLOAT64) -> Observed:
+    return observe(batch, [policy_model(family)], Sft(), policy)
 
 
 @cache
@@ -203,6 +206,21 @@ def test_a_packed_row_equals_its_documents_alone() -> None:
     assert together[0].shape == (BATCH.target_count,)
     assert worst(packed.gradients["policy"], alone.gradients["policy"]) < 1e-15
     assert 3 not in apart, "a row without targets has no log-probs"
+
+
+@pytest.mark.parametrize("family", ["pangu", "phi3", "qwen2-moe", "deepseek-v3"])
+def test_products_of_more_tokens_are_the_same_but_for_rounding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sizes = observe_sft(BATCH, family), []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr("conformance.oracle.linear.F", SimpleNamespace(linear=linear, pad=F.pad))
+    padded = observe_sft(BATCH, family, policy=replace(FLOAT64, tokens=64))
+    assert set(sizes) == {64}
+    assert padded.values["loss"] == pytest.approx(plain.values["loss"], rel=1e-15)
+    assert worst(padded.gradients["policy"], plain.gradients["policy"]) < 1e-14
 
 
 def test_a_step_without_targets_is_an_error() -> None:

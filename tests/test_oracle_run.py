@@ -18,7 +18,7 @@ from conformance.objective import Objective, Sft
 from conformance.oracle.architecture import read_architecture
 from conformance.oracle.forward import Weights, forward, load_weights, parameter_shapes
 from conformance.oracle.objectives import target_logprobs, target_positions
-from conformance.oracle.run import POLICIES, PolicyName, run_oracle
+from conformance.oracle.run import POLICIES, PolicyName, policy_of, run_oracle
 from conformance.oracle.training import global_norm
 from conformance.paths import FIXTURES
 from conformance.record.identity import noise_runs
@@ -147,6 +147,16 @@ def test_the_formula_of_attention_rounds_otherwise_than_the_kernel(records: dict
         one, other = relative(fused[key], reference[key]), relative(plain[key], reference[key])
         assert one != other
         assert 1 / 4 < one / other < 4
+
+
+def test_on_a_gpu_the_further_noise_run_has_products_as_large_as_a_backends() -> None:
+    """Of one of two data-parallel ranks: four rows of 64 tokens, two micro-batches."""
+    scenario = replace(SCENARIO, accumulation=2)
+    of_four_rows = [replace(batch, rows=(*batch.rows, batch.rows[0])) for batch in BATCHES]
+    names: tuple[PolicyName, ...] = ("float64", "fp32", "fp32-plain", "bf16-plain")
+    sizes = {name: policy_of(name, scenario, of_four_rows, "cuda").tokens for name in names}
+    assert sizes == {"float64": 0, "fp32": 0, "fp32-plain": 64, "bf16-plain": 64}
+    assert policy_of("fp32-plain", scenario, of_four_rows, "cpu") == POLICIES["fp32-plain"]
 
 
 def test_too_few_batches_and_the_exact_tier_are_refused(tmp_path: Path) -> None:

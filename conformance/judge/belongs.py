@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+from conformance.batch import Batch, read_batches
 from conformance.defect import Defect
 from conformance.judge.compare import is_lost
 from conformance.layout import Layout
@@ -21,7 +23,7 @@ from conformance.objective import all_observables
 from conformance.observable import ROUTING, Observable
 from conformance.plan.cell import TO
 from conformance.record.format import AGAIN, RecordError
-from conformance.record.identity import FLOAT64, check_cell, check_oracle, noise_runs, second_class
+from conformance.record.identity import CHOICES, FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.record.sketch import is_projected, key_of
 from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.scenario import Scenario, parse_scenario
@@ -33,11 +35,14 @@ PROJECTED_ALIKE = 1e-12  # relative difference of two projections of the same te
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a cell is judged by. ``noise`` are the oracle's runs in the cell's precision; none in the exact tier."""
+    """What a cell is judged by. ``noise`` are the oracle's runs in the cell's precision; none in the exact tier.
+    ``batches``: below it, of a mixture of experts, the frozen batches with the choices that ranks were given; or none.
+    """
 
     legs: tuple[Record, ...]
     oracle: Record
     noise: tuple[Record, ...]
+    batches: tuple[Batch, ...]
 
 
 def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Records:
@@ -68,6 +73,7 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
         legs=records,
         oracle=reference,
         noise=_read_noise(oracle, scenarios[0], reference, defects),
+        batches=_read_choices(reference, scenarios[0]),
     )
 
 
@@ -76,7 +82,7 @@ def _scenario(record: Record) -> Scenario:
     try:
         scenario = parse_scenario(record.header["scenario"])
         # Which model it was is in no header, but read_records holds the cell's observables against the oracle's.
-        routed = any(o.key.rpartition(".")[2] == ROUTING for o in record.observables)
+        routed = any(map(_is_routing, record.observables))
         declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed)
     except Exception as error:  # the objective may be a class of somebody else, and a header may name anything
         raise RecordError(f"the scenario of {record.path} cannot be read ({error}); {AGAIN}") from None
@@ -163,6 +169,24 @@ def _read_oracle(folder: Path, precision: str, scenario: Scenario, defects: tupl
         if lacking := next(_lacking(step, record.observables), ""):
             raise RecordError(f"{record.path} has {lacking} at step {step.step}; {AGAIN}")
     return record
+
+
+def _read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
+    """The batches with the choices of the oracle's routers, where cells are given these."""
+    if scenario.precision == "exact" or not any(_is_routing(o) for o in oracle.observables):
+        return ()
+    file = oracle.path / CHOICES
+    try:
+        batches = tuple(read_batches(file))
+    except (OSError, SafetensorError, KeyError, ValueError, AssertionError) as error:
+        raise RecordError(f"{file} cannot be read ({error!r}), and ranks were given its choices; {AGAIN}") from None
+    if [batch.step for batch in batches] != [step.step for step in oracle.steps]:
+        raise RecordError(f"{file} has other steps than {oracle.path}; {AGAIN}")
+    return batches
+
+
+def _is_routing(observable: Observable) -> bool:
+    return observable.key.rpartition(".")[2] == ROUTING
 
 
 def _same(scenario: Scenario) -> Scenario:

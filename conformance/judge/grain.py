@@ -3,53 +3,130 @@
 Serves claim 4. Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16
 itself. But it leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum
 of several bf16 numbers mostly is none; measured over three backends, of n numbers about 0.8 / n of the elements are.
+
+Experts are judged by themselves, because each has summands of its own: a micro-batch that sends it no token adds none.
 """
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from conformance.batch import Batch, Document, expert_column
 from conformance.judge.seen import elementwise
 from conformance.judge.tolerance import Measurement
 from conformance.layout import Layout
-from conformance.observable import Observable
+from conformance.observable import ROUTING, Observable
 from conformance.record.tensors import Record
 from conformance.scenario import Precision, Scenario
 
 SIGNIFICANT: Mapping[Precision, int] = {"bf16": 8, "fp16": 11}  # bits of a number, the implicit one included
 COARSE = 1.2  # divided by the number of summands: the fraction of coarse elements that is allowed
+FEWEST = 3  # summands; a sum of two has too many coarse elements to tell
+STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...): the routed experts of one layer
 
 
-def grains(legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable]) -> Iterator[Measurement]:
-    """For each leg: the fraction of elements that the half precision has, the median over tensors and steps.
+def grains(
+    legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
+) -> Iterator[Measurement]:
+    """For each leg and model: the fraction of elements that the half precision has, the median over tensors and steps.
+    Of routed experts, this fraction times their summands, the median over experts, too.
 
-    Only where an element has three summands or more: micro-batches, times ranks that see different tokens. Experts that
-    ranks of ``ep`` share have fewer, because one product has the tokens of all these ranks; their fraction is that much
-    smaller as it is counted.
+    Only where an element has FEWEST summands: micro-batches, times ranks that see different tokens. ``batches`` have
+    the choices of the routers (conformance.oracle.choices); there are none of a model without experts.
     """
     if scenario.precision not in SIGNIFICANT:
         return
     for leg in legs:
         layout = Layout.parse(leg.header["layout"])
         summands = scenario.accumulation * layout.data * layout.sp * layout.ulysses
-        if summands < 3:
+        if summands < FEWEST:
             continue
         for o in gradients:
-            fractions = [
-                coarse_fraction(tensor, scenario.precision) / (layout.ep if ".experts." in name else 1)
+            dense = [
+                coarse_fraction(tensor, scenario.precision)
                 for step in leg.steps
                 for name, tensor in elementwise(step.tensors(), o.key).items()
-                if tensor.any()
+                if tensor.any() and not STACKED.search(name)
             ]
-            if fractions:
-                yield Measurement(
-                    stage=o.stage,
-                    tensor=f"{o.key}: elements that are {scenario.precision} numbers, so added up in it",
-                    step=leg.header["first_step"],
-                    error=statistics.median(fractions),
-                    fixed=COARSE / summands,
+            routed = _of_experts(leg, o, layout, scenario, batches)
+            digits = f"elements that are {scenario.precision} numbers, so added up in it"
+            for fractions, what, allowed in (
+                (dense, f"{o.key}: {digits}", COARSE / summands),
+                (routed, f"{o.key} of experts: {digits}, times summands", COARSE),
+            ):
+                if fractions:
+                    first = leg.header["first_step"]
+                    yield Measurement(
+                        stage=o.stage, tensor=what, step=first, error=statistics.median(fractions), fixed=allowed
+                    )
+
+
+def _of_experts(
+    leg: Record, gradient: Observable, layout: Layout, scenario: Scenario, batches: Sequence[Batch]
+) -> list[float]:
+    """Of each expert with FEWEST summands, at each step: its fraction of coarse elements times its summands. Sketches
+    have none, because their sample is of all experts."""
+    layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
+    fractions = []
+    for step in leg.steps:
+        for name, stacked in elementwise(step.tensors(), gradient.key).items():
+            if (found := STACKED.search(name)) and len(stacked) > 1:
+                batch = next(b for b in batches if b.step == step.step)
+                router = layers.index(int(found[1]))
+                counts = expert_summands(
+                    batch,
+                    key=gradient.key.replace("gradient", ROUTING),
+                    router=router,
+                    is_last=router == len(layers) - 1,
+                    layout=layout,
+                    accumulation=scenario.accumulation,
                 )
+                fractions += [
+                    coarse_fraction(stacked[expert], scenario.precision) * count
+                    for expert, count in counts.items()
+                    if count >= FEWEST and stacked[expert].any()
+                ]
+    return fractions
+
+
+def expert_summands(
+    batch: Batch, *, key: str, router: int, is_last: bool, layout: Layout, accumulation: int
+) -> Counter[int]:
+    """How many numbers the gradient of each expert of a router is at least the sum of, by the expert's number.
+
+    One for each micro-batch of each data-parallel rank in which a token that the loss depends on goes to the expert;
+    with ``ep``, one product may have the tokens of all ranks. Rings cut these further, which only adds summands.
+    ``key``: of the routing, as it is observed. ``is_last``: the loss depends on no token of this router but through
+    its own prediction.
+    """
+    summands: Counter[int] = Counter()
+    parts = [
+        batch.micro_batches(dp_rank=rank, dp_size=layout.data, accumulation=accumulation) for rank in range(layout.data)
+    ]
+    for of_ranks in zip(*parts, strict=True):
+        chosen = [
+            {
+                expert
+                for row in rows
+                for document in row.documents
+                for expert in _chosen(document, key=key, router=router, is_last=is_last)
+            }
+            for rows in of_ranks
+        ]
+        summands.update(set().union(*chosen) if layout.ep > 1 else [expert for part in chosen for expert in part])
+    return summands
+
+
+def _chosen(document: Document, *, key: str, router: int, is_last: bool) -> Iterator[int]:
+    """The experts that a router chooses for the tokens of a document that the loss depends on."""
+    slot = 0
+    last = max((i for i, target in enumerate(document.targets) if target), default=0)  # predicted from those before it
+    while isinstance(column := document.columns.get(expert_column(router, slot, key)), tuple):
+        yield from (int(column[i]) for i in range(last) if document.targets[i + 1] or not is_last)
+        slot += 1
 
 
 def coarse_fraction(tensor: torch.Tensor, precision: Precision) -> float:

@@ -15,9 +15,8 @@ of its parts make of it. A norm has a narrower bound beside this one: it is rebu
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from conformance.observable import Observable
 from conformance.record.format import RecordError
@@ -39,6 +38,8 @@ TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute 
 FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
 OF_ROWS = "(worst row)"  # ends the name of a measurement of one row
 ROW_FLOOR = 0.25  # of the RMS norm of a tensor's rows
+
+Key = tuple[str, str, int]  # of a measurement: stage, tensor, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Measurement:
     strip: Strip | None = None
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> Key:
         return self.stage, self.tensor, self.step
 
     def left_without(self, factor: float) -> float:
@@ -87,13 +88,33 @@ def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:
     return frozenset(o.stage for o in observables if o.kind == "tensors" and o.when == "every")
 
 
-def noisiest(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """Of every quantity the larger error of the single-process runs, and what their parts make of it at most."""
-    found: dict[tuple[str, str, int], Measurement] = {}
-    for q in chain.from_iterable(runs):
-        largest = max(found.get(q.key, q), q, key=lambda m: m.error)
-        found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))
+def noisiest(
+    runs: Sequence[Sequence[Measurement]], *, precision: Precision, gradients: frozenset[str], amplified: Set[Key]
+) -> list[Measurement]:
+    """Of every quantity the larger error of the single-process runs, and what their parts make of it at most.
+
+    A quantity that a further run is too noisy in to judge by is that of the first run alone. ``gradients`` and
+    ``amplified``: see allowed_errors.
+    """
+    found: dict[Key, Measurement] = {}
+    for number, run in enumerate(runs):
+        for q in run:
+            if number and _too_noisy(q, precision, gradients, amplified):
+                continue
+            largest = max(found.get(q.key, q), q, key=lambda m: m.error)
+            found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))
     return list(found.values())
+
+
+def _limit(q: Measurement, precision: Precision, gradients: frozenset[str]) -> float:
+    """What the noise of a quantity may be to make a bound of it."""
+    return NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL
+
+
+def _too_noisy(q: Measurement, precision: Precision, gradients: frozenset[str], amplified: Set[Key]) -> bool:
+    """Whether a single-process run is too far off to judge by. An amplified update is judged by being rebuilt."""
+    limit = NOISE_LIMIT_OF_ROWS if q.of_row else _limit(q, precision, gradients)
+    return not q.error <= limit and not (q.key in amplified and math.isfinite(q.error))
 
 
 def allowed_errors(
@@ -102,9 +123,9 @@ def allowed_errors(
     precision: Precision,
     noise: Sequence[Measurement],
     gradients: frozenset[str],
-    amplified: Mapping[tuple[str, str, int], float],
+    amplified: Mapping[Key, float],
     drift: Mapping[int, float],
-) -> dict[tuple[str, str, int], float]:
+) -> dict[Key, float]:
     """The bound of every measurement, by its key. ``noise`` are the same of the single-process run, ``gradients`` the
     stages that NOISE_LIMIT is about. ``amplified`` and ``drift``: what an optimizer may make of noise, and how much
     larger it makes the noise of later steps (judge/amplified.py). An amplified update has no limit, because it is
@@ -118,14 +139,12 @@ def allowed_errors(
             q.key: max(EXACT, NOISE_FACTOR * amplified.get(q.key, 0.0)) if q.fixed is None else min(EXACT, q.fixed)
             for q in quantities
         }
-    limits = {
-        q.key: NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL for q in noise
-    }
+    limits = {q.key: _limit(q, precision, gradients) for q in noise}
     for q in noise:
-        limit = NOISE_LIMIT_OF_ROWS if q.of_row else limits[q.key]
-        if not q.error <= limit and not (q.key in amplified and math.isfinite(q.error)):
+        if _too_noisy(q, precision, gradients, amplified.keys()):
             # No optimizer has touched what precedes the first update.
             less = "" if q.stage in gradients and q.step == 0 else "raise eps or lower the learning rate, or "
+            limit = NOISE_LIMIT_OF_ROWS if q.of_row else limits[q.key]
             raise RecordError(
                 f"the single-process run in {precision} is {q.error:.1e} off in {q.tensor} ({q.stage}, step {q.step}), "
                 f"more than can be judged by ({limit:.1e}); {less}run the cell in fp32 and the exact tier"

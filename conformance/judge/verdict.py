@@ -4,13 +4,13 @@ Needs no GPU, no backend and no ranks, so old records can be judged again. A com
 record, a missing stage) is never a pass (claim 8).
 """
 
-import contextlib
 import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from conformance.batch import Batch
 from conformance.defect import Defect
 from conformance.judge.amplified import amplified_noise
 from conformance.judge.belongs import read_records, second_class_of
@@ -41,12 +41,10 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
     """
     try:
         records = read_records(cell, legs, oracle, defects=defects)
-        verdict = judge(records.legs, oracle=records.oracle, noise=records.noise[:1])
+        verdict = judge(records.legs, oracle=records.oracle, noise=records.noise[:1], batches=records.batches)
         if verdict.state != "differs" or len(records.noise) < 2:
             return verdict
-        with contextlib.suppress(RecordError):  # a further run that is too noisy to judge by excuses nothing
-            verdict = judge(records.legs, oracle=records.oracle, noise=records.noise)
-        return verdict
+        return judge(records.legs, oracle=records.oracle, noise=records.noise, batches=records.batches)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
     except Exception as error:  # a defect of the judge must not keep the other cells from being judged
@@ -55,11 +53,11 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
         return Verdict(state="infrastructure", reason=reason)
 
 
-def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) -> Verdict:
+def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], batches: Sequence[Batch] = ()) -> Verdict:
     """Compare the complete records of all legs with the float64 oracle; they belong together (read_records).
 
-    ``noise``: the single-process runs in the cell's precision, none in the exact tier. Raises RecordError if they are
-    none that this precision can have.
+    ``noise``: the single-process runs in the cell's precision, none in the exact tier. ``batches``: with the choices of
+    routers, below it. Raises RecordError if the noise is none that this precision can have.
     """
     scenario = parse_scenario(legs[0].header["scenario"])
     observables, precision = oracle.observables, scenario.precision
@@ -68,16 +66,21 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record]) ->
         *measure(legs, oracle),
         *configurations(legs, scenario, sizes_of(oracle)),
         *rebuilt_updates(legs, oracle, scenario),
-        *grains(legs, scenario, [o for o in observables if o.stage in gradients]),
+        *grains(legs, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
-    rounding = noisiest([measure([run], oracle) for run in noise])
+    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else [run.steps for run in noise]
+    amplified = amplified_noise(steps, oracle, scenario)
+    rounding = noisiest(
+        [measure([run], oracle) for run in noise],
+        precision=precision,
+        gradients=gradients,
+        amplified=amplified.updates.keys(),
+    )
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)
         found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
     found += _leaks(legs, observables)
-    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else [run.steps for run in noise]
-    amplified = amplified_noise(steps, oracle, scenario)
     bounds = allowed_errors(
         found,
         precision=precision,

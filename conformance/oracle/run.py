@@ -8,6 +8,7 @@ backend is held against documents that cannot see each other.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.tap import Tap
 from conformance.oracle.training import clip_factor, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
+from conformance.record.identity import CHOICES
 from conformance.record.sketch import kept, sketched_above
 from conformance.record.tensors import RecordWriter
 from conformance.role import POLICY, Role
@@ -39,7 +41,6 @@ from conformance.run.exact import exact_tier
 from conformance.scenario import Scenario
 from conformance.world.heartbeat import mark
 
-CHOICES = "choices.safetensors"  # in the folder of the float64 record
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
 
 POLICIES: dict[PolicyName, Policy] = {
@@ -81,7 +82,7 @@ def run_oracle(
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
     """
-    policy = POLICIES[policy_name]
+    policy = policy_of(policy_name, scenario, batches, device)
     probe = torch.zeros(1, dtype=policy.compute)
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
@@ -114,6 +115,16 @@ def run_oracle(
         if policy_name == "float64" and choices.routers:
             choices.write(out / CHOICES)
         writer.finish({"seconds": time.perf_counter() - started})
+
+
+def policy_of(name: PolicyName, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
+    """Of a run of the oracle. On a GPU, the further noise run has products of as many tokens as a micro-batch of one of
+    two data-parallel ranks: there, rounding depends on the size of a product (docs/tolerances.md)."""
+    policy = POLICIES[name]
+    if device == "cpu" or policy.fused or policy.compute == torch.float64:
+        return policy
+    rows = max(1, len(batches[0].rows) // (2 * scenario.accumulation))
+    return replace(policy, tokens=rows * max(batch.max_len for batch in batches))
 
 
 def observe_step(

@@ -13,6 +13,7 @@ from conformance.validation import shown
 
 ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
 FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
+CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches with the choices of its routers
 
 
 def noise_runs(precision: str) -> tuple[str, ...]:

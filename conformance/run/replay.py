@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.inputs.prepare import FrozenInputs
 from conformance.oracle.decoder import is_routed
-from conformance.oracle.run import CHOICES
+from conformance.record.identity import CHOICES
 from conformance.role import POLICY
 from conformance.scenario import Scenario
 
