@@ -98,7 +98,7 @@ def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
     wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=[noise])
     honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=[noise])
-    name = f"gradient: elements that are {precision} numbers, so added up in it"
+    name = f"gradient: elements that are {precision} numbers, so added up in it, times summands"
     assert name in {finding.tensor for finding in wrong.findings}
     assert name not in {finding.tensor for finding in honest.findings}
     assert name in {quantity.tensor for quantity in honest.quantities}
@@ -124,18 +124,21 @@ def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> N
     gradient = next(o for o in OBSERVABLES if o.key == "gradient")
     fine, coarse = 1 + 2**-12, 1.5
 
-    def found(name: str, *, elements: list[float]) -> float:
+    def found(name: str, *, elements: list[float], targets: int = 1) -> float:
+        """``targets``: of the last micro-batch of the second rank."""
         stacked = torch.tensor([elements, [coarse, coarse, fine, fine], [fine] * 4])
         step = SimpleNamespace(step=0, tensors=lambda: {f"gradient/{name}": stacked})
         loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
-        leg: Any = SimpleNamespace(header={"layout": "dp2", "first_step": 0}, steps=[step], loaded=loaded)
+        header, given = {"layout": "dp2", "first_step": 0}, {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
+        leg: Any = SimpleNamespace(header=header, steps=[step], loaded=loaded, footer={"batches": [given]})
         (measurement,) = grains([leg], parse_scenario(told), [gradient], [batch])
         return measurement.error
 
     experts = "model.layers.3.mlp.experts.down_proj"
     assert found(experts, elements=[fine] * 4) == 0.5 * 3 / 2  # the median of 0 of 6 and a half of 3
     assert found(experts, elements=[coarse] * 4) == (6 + 0.5 * 3) / 2  # above 1.2
-    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4) == 0.5  # of all elements
+    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4) == 6 * 0.5  # a half of all elements
+    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4, targets=0) == 5 * 0.5
 
 
 def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ Serves claim 4. Adding up micro-batches and ranks in bf16 costs a gradient 1e-3,
 itself. But it leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum
 of several bf16 numbers mostly is none; measured over three backends, of n numbers about 0.8 / n of the elements are.
 
-Experts are judged by themselves, because each has summands of its own: a micro-batch that sends it no token adds none.
+A micro-batch without targets adds nothing. Experts are judged by themselves, because each has summands of its own: a
+micro-batch that sends it no token adds none to it.
 """
 
 import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ from conformance.record.tensors import Record
 from conformance.scenario import Precision, Scenario
 
 SIGNIFICANT: Mapping[Precision, int] = {"bf16": 8, "fp16": 11}  # bits of a number, the implicit one included
-COARSE = 1.2  # divided by the number of summands: the fraction of coarse elements that is allowed
+COARSE = 1.2  # what is allowed of the fraction of coarse elements, times the summands
 FEWEST = 3  # summands; a sum of two has too many coarse elements to tell
 STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...): the routed experts of one layer
 
@@ -31,44 +33,56 @@ STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...
 def grains(
     legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
 ) -> Iterator[Measurement]:
-    """For each leg and model: the fraction of elements that the half precision has, the median over tensors and steps.
-    Of routed experts, this fraction times their summands, the median over experts, too.
+    """For each leg and model: the fraction of elements that the half precision has, times the summands of a gradient;
+    the median over tensors and steps, and that over routed experts by itself.
 
-    Only where an element has FEWEST summands: micro-batches, times ranks that see different tokens. ``batches`` have
-    the choices of the routers (conformance.oracle.choices); there are none of a model without experts.
+    Only where there are FEWEST summands. ``batches`` have the choices of the routers (conformance.oracle.choices);
+    there are none of a model without experts.
     """
     if scenario.precision not in SIGNIFICANT:
         return
     for leg in legs:
         layout = Layout.parse(leg.header["layout"])
-        summands = scenario.accumulation * layout.data * layout.sp * layout.ulysses
-        if summands < FEWEST:
-            continue
+        summands = summands_of_steps(leg, layout, scenario.accumulation)
         for o in gradients:
             dense = [
-                coarse_fraction(tensor, scenario.precision)
+                coarse_fraction(tensor, scenario.precision) * summands[step.step]
                 for step in leg.steps
+                if summands[step.step] >= FEWEST
                 for name, tensor in elementwise(step.tensors(), o.key).items()
                 if tensor.any() and not STACKED.search(name)
             ]
             routed = _of_experts(leg, o, layout, scenario, batches)
-            digits = f"elements that are {scenario.precision} numbers, so added up in it"
-            for fractions, what, allowed in (
-                (dense, f"{o.key}: {digits}", COARSE / summands),
-                (routed, f"{o.key} of experts: {digits}, times summands", COARSE),
-            ):
-                if fractions:
-                    first = leg.header["first_step"]
+            for found, of in ((dense, ""), (routed, " of experts")):
+                if found:
                     yield Measurement(
-                        stage=o.stage, tensor=what, step=first, error=statistics.median(fractions), fixed=allowed
+                        stage=o.stage,
+                        tensor=f"{o.key}{of}: elements that are {scenario.precision} numbers, so added up in it, times "
+                        "summands",
+                        step=leg.header["first_step"],
+                        error=statistics.median(found),
+                        fixed=COARSE,
                     )
+
+
+def summands_of_steps(leg: Record, layout: Layout, accumulation: int) -> Mapping[int, int]:
+    """How many numbers a gradient is the sum of, by step: one for each micro-batch with targets of each data-parallel
+    rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
+    told = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
+    ranks = layout.sp * layout.ulysses
+    return {step.step: ranks * told.get(step.step, accumulation * layout.data) for step in leg.steps}
+
+
+def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
+    given: Sequence[Mapping[str, Any]] = leg.footer.get("batches", ())
+    return given
 
 
 def _of_experts(
     leg: Record, gradient: Observable, layout: Layout, scenario: Scenario, batches: Sequence[Batch]
 ) -> list[float]:
-    """Of each expert with FEWEST summands, at each step: its fraction of coarse elements times its summands. Sketches
-    have none, because their sample is of all experts."""
+    """Of each expert with FEWEST summands, at each step: its fraction of coarse elements, times its summands. Sketches
+    tell nothing, because their sample is of all experts."""
     layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
     fractions = []
     for step in leg.steps:
