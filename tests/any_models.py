@@ -31,7 +31,7 @@ SIZES = {
 # Nothing here is a family of the oracle. GPT-NeoX: parallel residuals, LayerNorm with biases, q, k and v in one matrix,
 # rotary positions on a quarter of a head, other names. StableLM: attention of its own, no tensor-parallel plan.
 # OLMoE: a mixture of experts. AFMoE (Trinity): another, with windows, whose code makes masks without positions.
-# GLM-4-MoE: routers with a bias that is a buffer.
+# GLM-4-MoE: routers with a bias that is a buffer. GPT-2: learned positions, a configuration with other names, tied.
 KINDS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "rotary_pct": 0.25},
     "StableLm": {"hidden_size": 64, "num_key_value_heads": 2, "use_qkv_bias": True},
@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1},
         **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
     },
+    "GPT2": {"hidden_size": 64, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "Glm4Moe": {
         **{"num_key_value_heads": 2, "head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},

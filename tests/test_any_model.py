@@ -29,6 +29,7 @@ from conformance.plan.cell import Cell
 from conformance.record.results import Run, cell_summary, read_entry, summary_of
 from conformance.record.summary import summary_lines
 from conformance.role import POLICY
+from conformance.run.environment import model_sizes
 from conformance.run.exact import exact_tier
 from conformance.run.session import Session
 from conformance.scenario import Precision
@@ -146,6 +147,13 @@ def test_a_model_that_no_oracle_can_compute_is_refused(
         read_decoder(edited(models("GPTNeoX"), tmp_path / "edited", **changes))
 
 
+def test_sizes_are_read_under_the_names_that_gpt2_has_for_them(models: Any, tmp_path: Path) -> None:
+    assert model_sizes(models("GPT2")) == {"heads": 4, "kv_heads": 4, "layers": 2, "experts": 0}
+    for missing in ("n_head", "n_layer"):
+        with pytest.raises(UsageError, match=r"config.json does not say num_(attention_heads|hidden_layers); add it"):
+            model_sizes(edited(models("GPT2"), tmp_path / missing, **{missing: None}))
+
+
 def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> None:
     larger = edited(models("GPTNeoX"), tmp_path / "larger", num_hidden_layers=3)
     with pytest.raises(UsageError, match=r"do not fit its config.json: missing keys \['gpt_neox.layers.2"):
@@ -222,6 +230,7 @@ def test_a_defect_of_the_model_on_the_ranks_alone_is_caught(session: Session, mo
         *(("GPTNeoX", "deepspeed", layout) for layout in ("dp2.zero2", "dp2.zero3", "tp2", "sp2", "ulysses2")),
         *(("StableLm", *rest) for rest in (("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"), ("deepspeed", "dp2.zero3"))),
         *(("Olmoe", *rest) for rest in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))),
+        *(("GPT2", *rest) for rest in (("fsdp2", "dp2"), ("fsdp2", "sp2"), ("deepspeed", "dp2.zero3"))),
         *(("Glm4Moe", "fsdp2", layout) for layout in ("tp2", "sp2")),
         *(("Glm4Moe", "deepspeed", layout) for layout in ("dp2.zero2", "dp2.zero3", "sp2")),
     ],

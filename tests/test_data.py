@@ -314,6 +314,9 @@ def test_a_tokenizer_with_neither_template_nor_end_token_is_explained(tmp_path: 
         load_documents(DataConfig(path=write(tmp_path / "d.jsonl", SAMPLES)), tokenizer)
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [None, "gpt2", "qwen2"])  # of the last two, transformers makes up a tokenizer
+def test_a_folder_without_a_tokenizer_is_named(family: str | None, tmp_path: Path) -> None:
+    if family:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 512}))
     with pytest.raises(UsageError, match="has no tokenizer that transformers can load"):
         load_tokenizer(tmp_path)

@@ -191,6 +191,19 @@ def test_one_process_group_that_lives_on_is_a_leak(run: Runner, caplog: pytest.L
     assert set(run.pids()).isdisjoint(before)
 
 
+def test_a_world_that_keeps_much_memory_is_retired_as_planned(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled kernels of half precision would fill a machine in a run of hundreds of cells."""
+    before = run.pids(fresh=True)
+    with caplog.at_level(logging.DEBUG):
+        results(run("keep_memory", rank=1, mib=300))
+        assert run.pids() == before
+        results(run("keep_memory", rank=1, mib=300))
+    (record,) = [record for record in caplog.records if "retired" in record.message]
+    assert re.search(r"a rank keeps \d{3} MiB between tasks, in caches of libraries", record.message)
+    assert record.levelno == logging.DEBUG
+    assert set(run.pids()).isdisjoint(before)
+
+
 def test_a_world_whose_idle_rank_died_is_replaced_before_the_next_task(run: Runner) -> None:
     before = run.pids()
     os.kill(before[1], signal.SIGKILL)

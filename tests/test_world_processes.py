@@ -125,7 +125,7 @@ def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
     try:
         world = zygote.start_world(WorldConfig(size=2, device="cpu", preload=("world_tasks",)))
         for value in (1.0, 2.0):
-            summed, leaks = run_task(
+            summed, leaks, _ = run_task(
                 world, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=BUDGET_S
             )
             assert [result["sum"] for result in summed] == [2 * value + 1] * 2

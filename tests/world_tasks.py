@@ -19,7 +19,7 @@ from conformance.world import RankContext, beat, cleanup, mark
 
 _remembered: list[str] = []
 _pools: set[str] = set()
-_kept: list[dist.ProcessGroup] = []
+_kept: list[dist.ProcessGroup | bytearray] = []
 
 
 def nothing(context: RankContext) -> None:
@@ -115,6 +115,12 @@ def keep_a_group(context: RankContext) -> None:
     group = dist.new_group()
     dist.all_reduce(torch.ones(1), group=group)
     _kept.append(group)
+
+
+def keep_memory(context: RankContext, *, rank: int, mib: int) -> None:
+    """What a library's cache does: memory of one rank that no clean-up gives back."""
+    if context.rank == rank:
+        _kept.append(bytearray(b"1" * mib * 2**20))
 
 
 def signal_self(context: RankContext, *, rank: int, number: int) -> None:

@@ -41,12 +41,16 @@ def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
     except Exception as error:  # transformers raises errors of many types for unexpected values
         raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
     try:
-        return AutoTokenizer.from_pretrained(model, config=config, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model, config=config, **options)
+        # Without files, transformers makes up tokenizers that know their special tokens and drop all of a text.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("one without files has no vocabulary")
     except Exception as error:  # the tokenizers library, for example, raises a bare Exception
         raise UsageError(
             f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
             f"model into the folder (tokenizer.json, tokenizer_config.json)"
         ) from None
+    return tokenizer
 
 
 def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from conformance.record.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.validation import UsageError
 
 PACKAGE = Path(conformance.__file__).parent
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configurations call the number of experts
+# How configurations call the numbers of these: first as most do, then GPT-2, GPT-Neo, MPT and others.
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Prefixes of the variables that change what libraries compute or how ranks communicate.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
@@ -65,12 +69,18 @@ def model_sizes(model: Path) -> dict[str, int]:
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
-    if "num_attention_heads" not in config:
-        raise UsageError(f"{model}/config.json does not say num_attention_heads; this is no model that the suite knows")
-    heads = config["num_attention_heads"]
+    heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
+    for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
+        if not size:
+            raise UsageError(f"{model}/config.json does not say {keys[0]}; add it, if this is a transformer")
     return {
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
-        "layers": config["num_hidden_layers"],
-        "experts": next((config[key] for key in _EXPERTS if config.get(key)), 0),
+        "layers": layers,
+        "experts": experts,
     }
+
+
+def _first(config: dict[str, Any], keys: Sequence[str]) -> int:
+    """What a configuration says under one of some names; 0 if nothing."""
+    return next((config[key] for key in keys if config.get(key)), 0)

@@ -20,6 +20,8 @@ from conformance.world.watch import TaskFailed, run_task
 
 logger = logging.getLogger(__name__)
 
+KEPT_BYTES = 512 * 2**20  # memory that a rank may keep between tasks; some twenty ranks are alive in a run
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -89,7 +91,9 @@ class Lane:
             used = world.number in self._used
             self._used.add(world.number)
             self._running = world
-            results, leaks = run_task(world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held)
+            results, leaks, kept = run_task(
+                world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held
+            )
         except StartError as error:
             return failed(str(error), kind="raised", began=began)
         except TaskFailed as failure:
@@ -102,6 +106,9 @@ class Lane:
             self._running = None
         if leaks:
             self._retire(key, config, why=f"it leaks: {leaks}")
+        elif kept > KEPT_BYTES:
+            why = f"a rank keeps {kept // 2**20} MiB between tasks, in caches of libraries"
+            self._retire(key, config, why=why, level=logging.DEBUG)
         seconds = time.monotonic() - began
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
 

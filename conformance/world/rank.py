@@ -92,7 +92,7 @@ def serve(spec: RankSpec) -> None:
             leaks = cleaner.clean_up()
         for fd in held:  # until now, also if the controller has died meanwhile
             os.close(fd)
-        wire.send({"type": "clean", "leaks": leaks})
+        wire.send({"type": "clean", "leaks": leaks, "kept": cleaner.kept_memory()})
 
 
 def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire) -> Message:

@@ -45,8 +45,9 @@ class TaskFailed(Exception):
 
 def run_task(
     world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float, held: Sequence[int] = ()
-) -> tuple[list[Any], str]:
-    """Run a task on all ranks. Returns the results by rank, and in words what leaked ("" if nothing did).
+) -> tuple[list[Any], str, int]:
+    """Run a task on all ranks. Returns the results by rank, in words what leaked ("" if nothing did), and of the rank
+    that keeps most memory between tasks how many bytes it does.
 
     ``budget_s``: seconds that may pass without progress (conformance.world.patience), from when all ranks have started
     the task to the end of the clean-up. ``held``: descriptors that ranks hold open until then. Raises TaskFailed.
@@ -62,7 +63,7 @@ def run_task(
         wire.send({"do": "clean"})
     clean = watch.expect("clean", patience)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
-    return [message["result"] for message in done], "; ".join(leaks)
+    return [message["result"] for message in done], "; ".join(leaks), max(message["kept"] for message in clean)
 
 
 class _Watch:
