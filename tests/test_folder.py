@@ -20,7 +20,7 @@ from conformance.plan.cell import Cell
 from conformance.run.session import Session
 from conformance.scenario import Scenario, parse_scenario
 from conformance.validation import UsageError
-from impl.models import load_model
+from impl.models import load_model, read_config
 
 MODELS = FIXTURES / "models"
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
@@ -157,7 +157,8 @@ def test_code_is_refused_before_any_of_it_runs_wherever_it_would(
     for load in (
         lambda: prepare_inputs(scenario(folder), tmp_path / "out"),  # the controller
         lambda: load_tokenizer(folder),
-        lambda: load_model(folder, dtype=torch.float32, attention="eager"),  # the ranks
+        lambda: read_config(folder),  # the ranks
+        lambda: load_model(folder, dtype=torch.float32, attention="eager"),
         lambda: load_model(folder, dtype=torch.float32, attention="eager", head="value"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -4,6 +4,8 @@ At the first update of a roll-out all ratios are 1. Where nothing else is traine
 """
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from conftest import make_cell
 
 from conformance.batch import Document, read_batches
 from conformance.inputs.prepare import prepare_inputs
-from conformance.judge.compare import _of_terms
+from conformance.judge.compare import _of_terms, _Start, _step
+from conformance.layout import Layout
 from conformance.oracle.rl import GrpoFunctions
 from conformance.oracle.run import PolicyName, run_oracle
 from conformance.record.identity import noise_runs
@@ -56,6 +59,27 @@ def test_a_kl_that_is_a_mean_over_tokens_is_judged_by_the_cells_own_tokens() -> 
 
     assert kl_of("token-mean") == (REFERENCE_KL, "")
     assert kl_of("seq-mean-token-mean") == ("", terms_of("kl_loss"))
+
+
+@pytest.mark.parametrize("key", ["ratio_mean", "ratio_max"])
+def test_a_metric_is_held_against_the_cells_own_rows_and_not_against_the_oracles(key: str) -> None:
+    """Rounding may move ratios, and the metrics with them; what a backend tells has to be what its rows make of it."""
+    (metric,) = (o for o in Grpo().observables() if o.key == key)
+
+    def step(told: float, *ratios: float) -> Any:
+        tensors = {f"ratio/{row}": torch.tensor([ratio]) for row, ratio in enumerate(ratios)}
+        return SimpleNamespace(step=0, tensors=lambda: tensors, value={key: told}.get, line={})
+
+    def error(told: float) -> float:
+        (measurement,) = _step(
+            step(told, 1.5, 1.5), step(1.0, 1.0, 1.0), [metric], _Start(own={}, reference={}), Layout()
+        )
+        assert measurement.fixed is not None
+        return measurement.error / measurement.fixed
+
+    assert error(1.5) == 0
+    assert error(1.0) > 1
+    assert error(1.50001) > 1
 
 
 def test_of_two_noise_runs_one_rounds_old_log_probs_otherwise_than_its_first_update(tmp_path: Path) -> None:
