@@ -32,7 +32,7 @@ from impl.fsdp2.adapter import Fsdp2Backend
         exhaustive("sft-packed", "gemma3", "dp2.sp2.ckpt.offload"),
         exhaustive("sft-packed", "qwen3", "dp2.sp2.zigzag"),
         ("sft-padded", "llama", "sp2.torchcp"),
-        ("sft-sgd", "pangu", "sp2.ring"),
+        ("sft-sgd", "pangu", "sp2.ring.ckpt"),
         exhaustive("sft-uneven", "gemma3", "dp3"),
         ("sft-frozen", "qwen3", "dp2.ckpt"),
         exhaustive("sft-frozen", "qwen3", "dp2.tp2"),

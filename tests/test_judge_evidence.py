@@ -195,6 +195,20 @@ def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputat
     assert verdict.first_stage in ("", "configuration")
 
 
+@pytest.mark.parametrize(("again", "honest"), [(3, True), (2, False)])
+def test_layers_are_recomputed_where_their_linear_parts_are_whatever_attention_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int, honest: bool
+) -> None:
+    """Of a ring, attention is recomputed inside of an autograd function, which records no graph; of eager attention, in
+    two products, which a part of the layers may have as well."""
+    seen = evidence("exact") | {"linear": [["float64", 4]], "again": again}
+    seen["products"] = [["float64", "forward", 12], ["float64", "backward", 28], ["float64", "recomputed", 8 - again]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.ckpt")
+    claim = "dp2.tp2.ckpt: activations of all layers are recomputed"
+    assert [finding.tensor for finding in verdict.findings] == ([] if honest else [claim])
+
+
 @pytest.mark.parametrize("last", [4, 6])
 def test_reducing_after_the_last_micro_batch_only_adds_to_the_collectives_of_its_backward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int

@@ -83,6 +83,7 @@ class Watch(EagerMode):
         attention has them, whose number is that of the pieces that a kernel cuts its work into.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
+    again: number of those products of linear layers that are recomputed.
     nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
         again with a graph of its own.
     reduced: number of elements that were summed over a group, by size of the group.
@@ -100,6 +101,7 @@ class Watch(EagerMode):
         self.linear: Counter[str] = Counter()
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
+        self.again = 0
         self.nested = 0
         self.reduced: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
@@ -164,8 +166,9 @@ class Watch(EagerMode):
             again = "recomputed" if torch.is_grad_enabled() else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
-            if phase == "forward" and operator in _LINEAR:
-                self.linear[_name(result.dtype)] += 1
+            if operator in _LINEAR:
+                self.linear[_name(result.dtype)] += phase == "forward"
+                self.again += phase == "recomputed"
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
             self.lengths.add(result.shape[-2])
@@ -184,7 +187,8 @@ class Watch(EagerMode):
         return {
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
-            "linear": [[*entry] for entry in sorted(self.linear.items())],
+            "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
+            "again": self.again,
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
             "nested": self.nested,
