@@ -149,8 +149,11 @@ def test_a_model_that_no_oracle_can_compute_is_refused(
 
 def test_sizes_are_read_under_the_names_that_gpt2_has_for_them(models: Any, tmp_path: Path) -> None:
     assert model_sizes(models("GPT2")) == {"heads": 4, "kv_heads": 4, "layers": 2, "experts": 0}
+    assert model_sizes(edited(models("GPT2"), tmp_path / "one", multi_query=True))["kv_heads"] == 1
     for missing in ("n_head", "n_layer"):
-        with pytest.raises(UsageError, match=r"config.json does not say num_(attention_heads|hidden_layers); add it"):
+        with pytest.raises(
+            UsageError, match=r"config.json says none of num_(attention_heads|hidden_layers), .*; add one"
+        ):
             model_sizes(edited(models("GPT2"), tmp_path / missing, **{missing: None}))
 
 

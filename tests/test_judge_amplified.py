@@ -26,11 +26,18 @@ def as_it_is(step: int, tensors: Tensors) -> None:
     """Leave them."""
 
 
-def run(path: Path, seed: int, *, wrong_gradient: Wrong = as_it_is, wrong_weight: Wrong = as_it_is) -> Record:
+def run(
+    path: Path,
+    seed: int,
+    *,
+    wrong_gradient: Wrong = as_it_is,
+    wrong_weight: Wrong = as_it_is,
+    precision: str = "exact",
+) -> Record:
     """A run with a matrix, and with a bias whose gradient is nothing but the rounding that ``seed`` draws. Seed 0 is
     the oracle's, which is observed at every step."""
-    values = {"name": "x", "model": "m", "precision": "exact", "optimizer": ADAMW, "steps": STEPS, "accumulation": 3}
-    scenario = parse_scenario(values)
+    values = {"name": "x", "model": "m", "precision": precision, "optimizer": ADAMW}
+    scenario = parse_scenario({**values, "steps": STEPS, "accumulation": 3})
     header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
     header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None}}
     writer = RecordWriter(path, header, observables=OBSERVABLES)
@@ -53,7 +60,7 @@ def run(path: Path, seed: int, *, wrong_gradient: Wrong = as_it_is, wrong_weight
         replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no"}
         tensors["logprob/0"] = torch.ones(5, dtype=torch.float64)
         writer.step(numbers, tensors, replicas=replicas, seconds=0.0)
-    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence("exact")] * 4})
+    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(precision)] * 4})
     return read_record(path)
 
 
@@ -99,3 +106,12 @@ def test_a_wrong_gradient_is_no_rounding_and_gives_no_allowance(tmp_path: Path, 
     assert verdict.first_stage == "gradients"
     first = next(q for q in verdict.quantities if (q.stage, q.tensor) == ("clipped update", "bias"))
     assert first.allowed == EXACT < first.observed
+
+
+def test_a_further_run_that_is_too_noisy_gives_no_allowance(tmp_path: Path) -> None:
+    oracle, cell = run(tmp_path / "oracle", 0), run(tmp_path / "cell", 1, precision="fp32")
+    first, further = (
+        run(tmp_path / f"{off}", 0, wrong_gradient=wrong("matrix", off, at=0), precision="fp32") for off in (1e-7, 10.0)
+    )
+    alone, both = (judge([cell], oracle=oracle, noise=noise).quantities for noise in ([first], [first, further]))
+    assert [q.allowed for q in both] == [q.allowed for q in alone]

@@ -98,7 +98,7 @@ def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: 
     oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
     wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=[noise])
     honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=[noise])
-    name = f"gradient: elements that are {precision} numbers, so added up in it, times summands"
+    name = f"gradient: elements that are {precision} numbers, so added up in it"
     assert name in {finding.tensor for finding in wrong.findings}
     assert name not in {finding.tensor for finding in honest.findings}
     assert name in {quantity.tensor for quantity in honest.quantities}
@@ -124,19 +124,26 @@ def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> N
     gradient = next(o for o in OBSERVABLES if o.key == "gradient")
     fine, coarse = 1 + 2**-12, 1.5
 
-    def found(name: str, *, elements: list[float], targets: int = 1) -> float:
+    def measured(name: str, *, elements: list[float], targets: int = 1, batches: Any = (batch,)) -> list[float]:
         """``targets``: of the last micro-batch of the second rank."""
         stacked = torch.tensor([elements, [coarse, coarse, fine, fine], [fine] * 4])
         step = SimpleNamespace(step=0, tensors=lambda: {f"gradient/{name}": stacked})
         loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
         header, given = {"layout": "dp2", "first_step": 0}, {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
         leg: Any = SimpleNamespace(header=header, steps=[step], loaded=loaded, footer={"batches": [given]})
-        (measurement,) = grains([leg], parse_scenario(told), [gradient], [batch])
-        return measurement.error
+        return [measurement.error for measurement in grains([leg], parse_scenario(told), [gradient], batches)]
+
+    def found(name: str, *, elements: list[float], targets: int = 1) -> float:
+        (error,) = measured(name, elements=elements, targets=targets)
+        return error
 
     experts = "model.layers.3.mlp.experts.down_proj"
     assert found(experts, elements=[fine] * 4) == 0.5 * 3 / 2  # the median of 0 of 6 and a half of 3
     assert found(experts, elements=[coarse] * 4) == (6 + 0.5 * 3) / 2  # above 1.2
+    assert measured(experts, elements=[coarse] * 4, batches=()) == []  # of a model whose routers nobody knows
+    unsaid = Batch(0, 2, tuple(Row(row.index, (Document((5, 6), (False, True)),)) for row in batch.rows))
+    with pytest.raises(RecordError, match="do not say which experts router 0 chooses"):
+        measured(experts, elements=[coarse] * 4, batches=(unsaid,))
     assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4) == 6 * 0.5  # a half of all elements
     assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4, targets=0) == 5 * 0.5
 

@@ -260,7 +260,7 @@ def test_the_backward_pass_goes_from_the_head_through_layers_to_the_embedding() 
         "model.layers.2.mlp.down_proj.weight (worst row)",
         "model.layers.0.input_layernorm.weight",
         "model.embed_tokens.weight",
-        "gradient: elements that are bf16 numbers, so added up in it, times summands",
+        "gradient: elements that are bf16 numbers, so added up in it",
     ]
     shuffled = random.Random(0).sample(order, len(order))
     assert sorted(shuffled, key=backward_place) == order

@@ -42,14 +42,18 @@ def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
         raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, config=config, **options)
-        # Without files, transformers makes up tokenizers that know their special tokens and drop all of a text.
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-            raise ValueError("one without files has no vocabulary")
     except Exception as error:  # the tokenizers library, for example, raises a bare Exception
         raise UsageError(
             f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
             f"model into the folder (tokenizer.json, tokenizer_config.json)"
         ) from None
+    with contextlib.suppress(NotImplementedError):  # a tokenizer of the folder's own need not list its vocabulary
+        # Without files, transformers makes up tokenizers that know their special tokens and drop all of a text.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise UsageError(
+                f"{model} has no tokenizer files, so transformers makes up one that knows special tokens alone; copy "
+                f"those of the model into the folder (tokenizer.json, tokenizer_config.json)"
+            )
     return tokenizer
 
 

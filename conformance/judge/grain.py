@@ -21,6 +21,7 @@ from conformance.judge.seen import elementwise
 from conformance.judge.tolerance import Measurement
 from conformance.layout import Layout
 from conformance.observable import ROUTING, Observable
+from conformance.record.format import AGAIN, RecordError
 from conformance.record.tensors import Record
 from conformance.scenario import Precision, Scenario
 
@@ -37,7 +38,9 @@ def grains(
     the median over tensors and steps, and that over routed experts by itself.
 
     Only where there are FEWEST summands. ``batches`` have the choices of the routers (conformance.oracle.choices);
-    there are none of a model without experts.
+    there are none of a model whose routers the oracle does not know, and no expert of it is looked at. Nor is one in
+    reinforcement learning, where a token may have a target and no gradient: an advantage of 0, a ratio that is clipped.
+    Raises RecordError for batches without choices of a router.
     """
     if scenario.precision not in SIGNIFICANT:
         return
@@ -52,13 +55,13 @@ def grains(
                 for name, tensor in elementwise(step.tensors(), o.key).items()
                 if tensor.any() and not STACKED.search(name)
             ]
-            routed = _of_experts(leg, o, layout, scenario, batches)
-            for found, of in ((dense, ""), (routed, " of experts")):
+            is_known = batches and scenario.objective.kind == "sft"
+            routed = _of_experts(leg, o, layout, scenario, batches) if is_known else []
+            for found, whose in ((dense, ""), (routed, "experts' ")):
                 if found:
                     yield Measurement(
                         stage=o.stage,
-                        tensor=f"{o.key}{of}: elements that are {scenario.precision} numbers, so added up in it, times "
-                        "summands",
+                        tensor=f"{whose}{o.key}: elements that are {scenario.precision} numbers, so added up in it",
                         step=leg.header["first_step"],
                         error=statistics.median(found),
                         fixed=COARSE,
@@ -136,6 +139,8 @@ def expert_summands(
 
 def _chosen(document: Document, *, key: str, router: int, is_last: bool) -> Iterator[int]:
     """The experts that a router chooses for the tokens of a document that the loss depends on."""
+    if document.columns.get(expert_column(router, 0, key)) is None:
+        raise RecordError(f"the batches do not say which experts router {router} chooses ({key}); {AGAIN}")
     slot = 0
     last = max((i for i, target in enumerate(document.targets) if target), default=0)  # predicted from those before it
     while isinstance(column := document.columns.get(expert_column(router, slot, key)), tuple):

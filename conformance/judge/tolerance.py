@@ -98,8 +98,9 @@ def noisiest(
     """
     found: dict[Key, Measurement] = {}
     for number, run in enumerate(runs):
+        exempt = amplified if may_be_judged_by(run, precision, gradients) else frozenset()
         for q in run:
-            if number and _too_noisy(q, precision, gradients, amplified):
+            if number and _too_noisy(q, precision, gradients, exempt):
                 continue
             largest = max(found.get(q.key, q), q, key=lambda m: m.error)
             found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))
@@ -115,6 +116,11 @@ def _too_noisy(q: Measurement, precision: Precision, gradients: frozenset[str], 
     """Whether a single-process run is too far off to judge by. An amplified update is judged by being rebuilt."""
     limit = NOISE_LIMIT_OF_ROWS if q.of_row else _limit(q, precision, gradients)
     return not q.error <= limit and not (q.key in amplified and math.isfinite(q.error))
+
+
+def may_be_judged_by(run: Sequence[Measurement], precision: Precision, gradients: frozenset[str]) -> bool:
+    """Whether no gradient of a single-process run is too far off."""
+    return not any(_too_noisy(q, precision, gradients, frozenset()) for q in run if q.stage in gradients)
 
 
 def allowed_errors(

@@ -19,7 +19,14 @@ from conformance.judge.configuration import configurations, sizes_of
 from conformance.judge.grain import grains
 from conformance.judge.hints import Facts, backward_place, circumstances, facts_of_steps, hint
 from conformance.judge.rebuild import rebuilt_updates
-from conformance.judge.tolerance import Measurement, allowed_errors, gradient_stages, is_too_exact, noisiest
+from conformance.judge.tolerance import (
+    Measurement,
+    allowed_errors,
+    gradient_stages,
+    is_too_exact,
+    may_be_judged_by,
+    noisiest,
+)
 from conformance.judge.unobserved import unobserved
 from conformance.observable import Observable, stages
 from conformance.record.format import RecordError
@@ -68,14 +75,12 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
         *rebuilt_updates(legs, oracle, scenario),
         *grains(legs, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
-    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else [run.steps for run in noise]
+    runs = [measure([run], oracle) for run in noise]
+    # What an optimizer makes of noise is that of runs whose gradients can all be judged by.
+    usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
+    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else usable
     amplified = amplified_noise(steps, oracle, scenario)
-    rounding = noisiest(
-        [measure([run], oracle) for run in noise],
-        precision=precision,
-        gradients=gradients,
-        amplified=amplified.updates.keys(),
-    )
+    rounding = noisiest(runs, precision=precision, gradients=gradients, amplified=amplified.updates.keys())
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)

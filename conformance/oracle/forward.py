@@ -24,7 +24,7 @@ from conformance.oracle.attention import hidden_keys
 from conformance.oracle.experts import stacked, stacked_shapes
 from conformance.oracle.feed_forward import CORRECTION
 from conformance.oracle.layer import decoder_layer, layer_shapes
-from conformance.oracle.linear import in_products_of, linear
+from conformance.oracle.linear import in_products_of
 from conformance.oracle.lora import adapted
 from conformance.oracle.norm import rms_norm
 from conformance.oracle.parts import Architecture
@@ -168,9 +168,7 @@ def forward(
     if a.value_head:
         return tap.module("score", lambda x: x @ w["score.weight"].T, x).to(tokens.device)
     head_VD = variant.head(embeddings_VD if a.tied else w["lm_head.weight"], w)
-    head = {"lm_head.weight": head_VD}
-    module = in_products_of(policy.tokens, tap.module, head)
-    logits_TV = linear(x.to(head_VD.device), head, "lm_head", module).to(tokens.device)
+    logits_TV = tap.module("lm_head", lambda x: x @ head_VD.T, x.to(head_VD.device)).to(tokens.device)
     if a.final_softcap is not None:
         logits_TV = torch.tanh(logits_TV / a.final_softcap) * a.final_softcap
     return logits_TV

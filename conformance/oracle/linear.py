@@ -17,7 +17,8 @@ def linear(x: Tensor, w: Weights, name: str, module: Module) -> Tensor:
 def in_products_of(tokens: int, module: Module, w: Weights) -> Module:
     """``module`` with zeros in the place of further tokens wherever a matrix in ``w`` is multiplied by fewer than
     ``tokens`` of them. The result is the same but for its rounding: a GPU's library chooses a kernel by the size of a
-    product, and kernels add up in different orders."""
+    product, and kernels add up in different orders. Stacked experts and the head are left as they are, the head because
+    its outputs would take gigabytes."""
 
     def run(name: str, function: Function, x: Tensor) -> Tensor:
         weight, count = w.get(f"{name}.weight"), len(x)

@@ -11,8 +11,8 @@ class Policy:
 
     compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, and also the master
     weights, gradients and optimizer. fused: attention by torch's kernel, which is what most backends run below the
-    exact tier and which rounds otherwise than the plain formula. tokens: of which a matrix is multiplied by so many at
-    least, some of them zeros (in_products_of).
+    exact tier and which rounds otherwise than the plain formula. tokens: a matrix of a layer is multiplied by as many
+    at least, some of them zeros (in_products_of).
     """
 
     compute: torch.dtype

@@ -18,6 +18,7 @@ from conformance.validation import UsageError
 PACKAGE = Path(conformance.__file__).parent
 # How configurations call the numbers of these: first as most do, then GPT-2, GPT-Neo, MPT and others.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Prefixes of the variables that change what libraries compute or how ranks communicate.
@@ -72,10 +73,10 @@ def model_sizes(model: Path) -> dict[str, int]:
     heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
     for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
         if not size:
-            raise UsageError(f"{model}/config.json does not say {keys[0]}; add it, if this is a transformer")
+            raise UsageError(f"{model}/config.json says none of {', '.join(keys)}; add one, if this is a transformer")
     return {
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "kv_heads": _first(config, _KV_HEADS) or (1 if config.get("multi_query") else heads),
         "layers": layers,
         "experts": experts,
     }

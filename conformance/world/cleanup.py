@@ -74,7 +74,7 @@ class Cleaner:
         self._count = 0
         self._first: Holdings | None = None
         self._has_pool = False
-        self._memory_before = _memory()
+        self._memory_before = _memory() if device == "cpu" else 0
 
     def kept_memory(self) -> int:
         """How many more bytes of memory this process has than at its start; 0 on a GPU, whose driver takes some at its
@@ -125,9 +125,10 @@ def _give_back_memory() -> None:
 
 
 def _memory() -> int:
-    """Bytes in memory that this process has of its own, or shares with the one that it was forked from; no files."""
+    """Bytes in memory that this process has of its own, or shares with the one that it was forked from; no files. 0
+    where the kernel does not say."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def _current_holdings() -> Holdings:

@@ -63,7 +63,7 @@ def run_task(
         wire.send({"do": "clean"})
     clean = watch.expect("clean", patience)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
-    return [message["result"] for message in done], "; ".join(leaks), max(message["kept"] for message in clean)
+    return [message["result"] for message in done], "; ".join(leaks), max(message.get("kept", 0) for message in clean)
 
 
 class _Watch:

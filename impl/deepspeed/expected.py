@@ -7,7 +7,7 @@ from impl.ring.expected import RING_DIFFERENCES
 # The error is smaller than the noise of half precision, so no number is judged wrong. What shows is that all elements
 # of the gradients are half-precision numbers (conformance/judge/grain.py).
 HALF_PRECISION_SUMS = Unmodelled(
-    stage="gradients", tensors=("*gradient*: elements that are * numbers, so added up in it, times summands",)
+    stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",)
 )
 
 EXPECTED = (
