@@ -147,7 +147,7 @@ def environment(*, is_other: bool = False) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
-        # and the documents of an oracle's run have more shapes (the fixtures' mixtures: 2,500), of up to 0.7 MiB each.
+        # and the documents of an oracle's run have more shapes than that; a kernel takes up to 0.7 MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # the same results twice
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
