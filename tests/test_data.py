@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from conformance.batch import Batch, Document
 from conformance.inputs.documents import build_batches, load_documents, load_tokenizer, pack, read_samples
+from conformance.inputs.tokenizer import _loaded
 from conformance.paths import FIXTURES
 from conformance.scenario import DataConfig, OptimizerConfig, Scenario
 from conformance.validation import UsageError
@@ -323,3 +324,12 @@ def test_a_folder_without_a_tokenizer_is_named(family: str | None, tmp_path: Pat
     )
     with pytest.raises(UsageError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_does_not_list_its_vocabulary_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_vocab(_: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(load_tokenizer(MODEL)), "get_vocab", get_vocab)
+    _loaded.cache_clear()
+    assert load_tokenizer(MODEL).encode("2")
