@@ -29,8 +29,8 @@ TWO_GPUS = (
     ("fsdp2", "dp2.ckpt", "plain_fsdp2.py", "dp2"),
     ("deepspeed", "dp2.zero2.ckpt", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
-    ("megatron", "dp2.zero1.ckpt", "plain_fsdp2.py", "dp2"),
-    ("megatron", "dp2.zero1.ckpt", "plain_megatron.py", "dp2.zero1"),
+    ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
+    ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
 )
 PAIRS = {1: ONE_GPU, 2: TWO_GPUS}

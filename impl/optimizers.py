@@ -48,10 +48,17 @@ def torch_optimizer(
     """torch's SGD or AdamW over the groups of ``parameter_groups``; on GPUs AdamW in one kernel, which saves memory."""
     if config.name == "sgd":  # whose fused kernel takes no DTensor
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    # In fp16 the fused kernel would skip updates itself, by numbers that a loss scaler hands it. It reads the number of
-    # steps as float32, whatever dtype it has, and the exact tier makes that float64.
-    fused = device != "cpu" and precision in ("fp32", "bf16")
+    fused = updates_in_one_kernel(device=device, precision=precision)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def updates_in_one_kernel(*, device: str, precision: Precision) -> bool:
+    """Whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
+
+    In fp16 the kernel would skip updates itself, by numbers that a loss scaler hands it. It reads the number of steps
+    as float32, whatever dtype it has, and the exact tier makes that float64.
+    """
+    return device != "cpu" and precision in ("fp32", "bf16")
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:

@@ -101,7 +101,8 @@ def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) 
 
     Rows without targets are left out.
     """
-    return {row.index: numbers[r][inputs.targets[r]].cpu() for r, row in enumerate(rows) if row.target_count}
+    numbers, targets = numbers.cpu(), inputs.targets.cpu()  # at once, because each copy waits for the device
+    return {row.index: numbers[r][targets[r]] for r, row in enumerate(rows) if row.target_count}
 
 
 def _run(

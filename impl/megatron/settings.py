@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.dtypes import COMPUTE_DTYPES
+from impl.optimizers import updates_in_one_kernel
 from impl.strategy import ContextConfig
 
 
@@ -71,6 +72,19 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),
         **kind,
     )
+
+
+def update_in_one_kernel(made: Any, config: ContextConfig) -> None:
+    """Let torch's AdamW run as its fused kernel where that is right; megatron-core makes it without.
+
+    ``made``: megatron-core's chain of optimizers, which have made no update yet.
+    """
+    if not updates_in_one_kernel(device=config.device, precision=config.precision):
+        return
+    for one in made.chained_optimizers:
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            for group in one.optimizer.param_groups:
+                group["fused"] = True
 
 
 class SharedScale:

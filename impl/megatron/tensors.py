@@ -182,13 +182,16 @@ class ModelTensors:
             inner = self._inner(own.parameter) if own.parameter.requires_grad else None
             if inner is None:
                 continue
+            optimizer = self._optimizer(own.parameter).optimizer
             if kind == "step":
                 state = self._read_step(own.name, read)
+                if optimizer.param_groups[0]["fused"]:  # which counts on the device
+                    state = state.to(inner.device)
             else:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 load_parameter(full, own.name, self._shape, read)
                 state = self._part_of(own.parameter, full).clone()
-            self._optimizer(own.parameter).optimizer.state[inner][kind] = state
+            optimizer.state[inner][kind] = state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
         """The number of updates of a parameter, as a new tensor, because AdamW counts in place.

@@ -43,6 +43,7 @@ from impl.megatron.settings import (
     set_progress,
     share_scale,
     undecayed,
+    update_in_one_kernel,
 )
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
@@ -73,6 +74,7 @@ class MegatronTrainable:
     def __init__(self, context: "MegatronContext", head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
+        self.half = context.config.precision in ("bf16", "fp16")
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
         """This rank's chunks of the model, with weights; the rank reads only what it holds.
@@ -100,11 +102,10 @@ class MegatronTrainable:
         return torch.nn.ModuleList(chunks).train()
 
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
-        half = self.context.config.precision in ("bf16", "fp16")
         self.optimizer = None
         trained = [] if optimizer is None else self._freeze(model, optimizer)
         with self.context.placed():
-            self.chunks = [Float16Module(self.model_config, chunk) if half else chunk for chunk in model]
+            self.chunks = [Float16Module(self.model_config, chunk) if self.half else chunk for chunk in model]
             if optimizer is None:
                 model.eval().requires_grad_(False)
             else:
@@ -113,7 +114,7 @@ class MegatronTrainable:
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
         optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
         self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
-        if optimizer and half and "shipped" not in self.options:
+        if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
             with SliceReader(weight_files(self.source)) as read, torch.no_grad():
                 self.tensors.write_masters(read)
@@ -142,11 +143,11 @@ class MegatronTrainable:
         overrides = undecayed() if self.context.config.whole_experts else None
         made = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
         share_scale(made)
+        update_in_one_kernel(made, self.context.config)
         return made
 
     def _inner_optimizer(self) -> Any:
-        """The optimizer of megatron-core's chain that has all but the experts of expert parallelism; None if the model
-        is frozen."""
+        """The optimizer in the chain that has all but experts of expert parallelism; None if the model is frozen."""
         return None if self.optimizer is None else self.optimizer.chained_optimizers[0]
 
     def _configure_schedule(self) -> None:
@@ -181,10 +182,12 @@ class MegatronTrainable:
         for chunk in self.chunks:
             chunk.train(loss is not None)
         found: dict[int, Outputs] = {}
+        # megatron-core would make float32 of half-precision logits, all at once.
+        options = {"fp32_output": False} if self.half else {}
 
         def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:
             part = next(iterator)
-            result = chunk(part.own.tokens, part.own.positions, None, packed_seq_params=part.documents)
+            result = chunk(part.own.tokens, part.own.positions, None, packed_seq_params=part.documents, **options)
             return result, partial(finish, part)
 
         def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -284,8 +287,7 @@ class MegatronTrainable:
             return Outputs()
         names = sorted(want)
         if outputs is None:
-            shape, device = (len(names), *inputs.labels.shape), inputs.labels.device
-            numbers = torch.empty(shape, dtype=torch.get_default_dtype(), device=device)
+            numbers = inputs.labels.new_empty((len(names), *inputs.labels.shape), dtype=torch.get_default_dtype())
         else:
             numbers = torch.stack([getattr(outputs, name) for name in names])
         group = parallel_state.get_pipeline_model_parallel_group()
