@@ -1,6 +1,6 @@
 """Speed and memory of the reference backends beside plain programs of the same library, on the GPUs of one host.
 
-python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--seq 4096] [--rows 4] [--rounds 3] [--only fsdp2]
+python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--seq 4096] [--rows 4] [--rounds 3] [--only fsdp2 ...]
 
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
@@ -46,9 +46,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of a data rank; ranks that share rows get as many")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a program in a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="pairs of this backend, or of this layout")
+    parser.add_argument("--only", action="append", help="pairs with this in their names, such as a backend or a layout")
     options = parser.parse_args()
-    pairs = [pair for pair in PAIRS[options.gpus] if options.only in f"{pair[0]} {pair[1]}"]
+    pairs = [pair for pair in PAIRS[options.gpus] if any(name in " ".join(pair) for name in options.only or [""])]
     programs = dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair)))
     seen: dict[Program, list[dict[str, Any]]] = {program: [] for program in programs}
     for number in range(options.rounds):
