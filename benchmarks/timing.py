@@ -1,6 +1,7 @@
 """What every program of benchmarks/throughput.py measures of its training steps, and the tokens that it trains on."""
 
 import argparse
+import gc
 import json
 import resource
 import time
@@ -44,6 +45,8 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
     """
     for number in range(WARM_UP):
         step(number)
+    gc.collect()
+    gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
     torch.cuda.reset_peak_memory_stats()
     _wait()
     began = time.perf_counter()

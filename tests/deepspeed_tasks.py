@@ -73,6 +73,28 @@ def train(
     }
 
 
+def kept_weights(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> int:
+    """How many views of weights a step keeps for its backward passes. Each keeps a weight that ZeRO-3 has gathered."""
+    views = 0
+
+    def noted(kept: torch.Tensor) -> torch.Tensor:
+        nonlocal views
+        views += kept.ndim == 2 and not kept.is_contiguous() and kept.untyped_storage().data_ptr() in gathered()
+        return kept
+
+    with set_up(context, scenario, layout, models) as backend:
+        module = backend.models["policy"].engine.module  # type: ignore[attr-defined]
+
+        def gathered() -> set[int]:
+            return {weight.untyped_storage().data_ptr() for weight in module.parameters() if weight.ndim == 2}
+
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda kept: kept):
+            backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+    return views
+
+
 def holdings(context: RankContext) -> dict[str, int]:
     """What the rank holds between two tasks."""
     things = gc.get_objects()

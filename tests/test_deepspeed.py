@@ -74,6 +74,15 @@ def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) ->
         assert left == {"changed": [], "attention": False, "groups": [], "autotp": False, "model_alive": False}
 
 
+@pytest.mark.parametrize("layout", ["dp2.zero3", "dp2.zero3.ckpt"])
+def test_zero3_keeps_no_weight_that_it_has_gathered_for_the_backward_pass(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    """With recomputation one remains: that of the head, which is not recomputed."""
+    for kept in in_ranks(pool, tmp_path, "kept_weights", layout):
+        assert kept == ("ckpt" in layout)
+
+
 @pytest.mark.parametrize(
     "layouts",
     [("tp2.zero3", "ulysses2.zero3.ckpt"), exhaustive(("dp2.zero2.offload", "tp2.zero3", "ulysses2.zero3.ckpt"))],
