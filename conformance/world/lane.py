@@ -98,6 +98,9 @@ class Lane:
             return failed(str(error), kind="raised", began=began)
         except TaskFailed as failure:
             self._retire(key, config, why=str(failure.cause))
+            if failure.cause.kind == "out of memory":  # the next attempt needs what idle worlds have
+                for other in list(self.worlds):
+                    self._retire(*other, why="another world here ran out of memory")
             return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
         except BaseException:
             self._retire(key, config, why="interrupted")
