@@ -1,16 +1,19 @@
 """Replay: below the exact tier each forward pass of a step is given the oracle's choices for it, and no other's."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from conformance.batch import EXPERTS, Batch, Document, Row, expert_column, read_batches
+from conformance.batch import EXPERTS, Batch, Document, Row, expert_column, read_batches, write_batches
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
+from conformance.judge.belongs import read_choices
 from conformance.oracle.choices import NO_PASS
 from conformance.oracle.run import CHOICES, run_oracle
 from conformance.paths import FIXTURES
+from conformance.record.format import RecordError
 from conformance.record.tensors import Record, read_record
 from conformance.scenario import Scenario, load_scenario
 from impl.collate import collate
@@ -69,6 +72,20 @@ def test_what_was_chosen_is_what_is_recorded_of_the_pass(record: Record) -> None
                     numbers = [x for d in row.documents for x in d.columns[expert_column(layer, slot, key)]]  # type: ignore[union-attr]
                     given = torch.tensor(numbers).long()
                     assert bool((weights[torch.arange(row.length), layer, given] > 0).all())
+
+
+def test_choices_that_were_changed_after_the_run_are_not_judged_by(record: Record, tmp_path: Path) -> None:
+    """Ranks were given others then, and would be held against sums of tokens that their experts never had."""
+    half = replace(grpo(3), precision="bf16")
+    copy = read_record(Path(shutil.copytree(record.path, tmp_path / "float64")))
+    assert [batch.step for batch in read_choices(copy, half)] == [0, 1, 2]
+    first, *others = read_batches(copy.path / CHOICES)
+    write_batches(copy.path / CHOICES, [replace(first, rows=first.rows[::-1]), *others])
+    with pytest.raises(RecordError, match="was changed after the run, and ranks were given its choices"):
+        read_choices(copy, half)
+    (copy.path / CHOICES).unlink()
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_choices(copy, half)
 
 
 def test_given_its_own_choices_the_oracle_computes_the_same(

@@ -25,7 +25,7 @@ from conformance.plan.cell import TO
 from conformance.record.format import AGAIN, RecordError
 from conformance.record.identity import CHOICES, FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.record.sketch import is_projected, key_of
-from conformance.record.tensors import Record, StepRecord, read_record
+from conformance.record.tensors import Record, StepRecord, file_sha256, read_record
 from conformance.scenario import Scenario, parse_scenario
 
 LAYOUT = "dp1"  # of the oracle, which is one process
@@ -73,7 +73,7 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
         legs=records,
         oracle=reference,
         noise=_read_noise(oracle, scenarios[0], reference, defects),
-        batches=_read_choices(reference, scenarios[0]),
+        batches=read_choices(reference, scenarios[0]),
     )
 
 
@@ -171,12 +171,14 @@ def _read_oracle(folder: Path, precision: str, scenario: Scenario, defects: tupl
     return record
 
 
-def _read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
+def read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
     """The batches with the choices of the oracle's routers, where cells are given these."""
     if scenario.precision == "exact" or not any(_is_routing(o) for o in oracle.observables):
         return ()
     file = oracle.path / CHOICES
     try:
+        if file_sha256(file) != oracle.lines.footer.get("choices"):
+            raise RecordError(f"{file} was changed after the run, and ranks were given its choices; {AGAIN}")
         batches = tuple(read_batches(file))
     except (OSError, SafetensorError, KeyError, ValueError, AssertionError) as error:
         raise RecordError(f"{file} cannot be read ({error!r}), and ranks were given its choices; {AGAIN}") from None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from conformance.oracle.training import clip_factor, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
 from conformance.record.identity import CHOICES
 from conformance.record.sketch import kept, sketched_above
-from conformance.record.tensors import RecordWriter
+from conformance.record.tensors import RecordWriter, file_sha256
 from conformance.role import POLICY, Role
 from conformance.run.exact import exact_tier
 from conformance.scenario import Scenario
@@ -112,9 +112,11 @@ def run_oracle(
         )
         started = time.perf_counter()
         choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above)
+        told: dict[str, Any] = {"seconds": time.perf_counter() - started}
         if policy_name == "float64" and choices.routers:
             choices.write(out / CHOICES)
-        writer.finish({"seconds": time.perf_counter() - started})
+            told["choices"] = file_sha256(out / CHOICES)
+        writer.finish(told)
 
 
 def policy_of(name: PolicyName, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:

@@ -94,6 +94,7 @@ class _Footer:
     batches: tuple[_Batch, ...] = ()  # older records have neither this field nor the next two
     memory: tuple[Count, ...] = ()  # by rank, the peak in bytes; 0 where it is not known
     pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)  # by name and region, the ranks
+    choices: str = ""  # the oracle's of a mixture of experts: SHA-256 of the batches with its routers' choices
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

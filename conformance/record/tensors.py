@@ -139,7 +139,7 @@ class RecordWriter:
     def _entry(self, name: str, line: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         # Tensors are written first, so that a line never names a file that is not complete.
         save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, self._path / name)
-        file = {"file": name, "sha256": _sha256(self._path / name)}
+        file = {"file": name, "sha256": file_sha256(self._path / name)}
         self._line({"type": "step", "step": self._next, **line, "tensors": file})
         self._next += 1
 
@@ -175,7 +175,7 @@ def _read_step(folder: Path, line: Line) -> StepRecord:
     try:
         file_size(file)  # raises for anything but a regular file
         _check_dtypes(file)  # raises for a file that is not safetensors, before the whole file is read
-        if _sha256(file) != named["sha256"]:
+        if file_sha256(file) != named["sha256"]:
             raise DigestMismatch(f"{file} was changed after the run; {AGAIN}")
     except FileNotFoundError:
         raise DigestMismatch(f"{file} is missing; copy the whole record folder, or {AGAIN}") from None
@@ -193,6 +193,7 @@ def _check_dtypes(file: Path) -> None:
                 raise DigestMismatch(f"{file} holds {name} in {dtype}, and no backend computes that; {AGAIN}")
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hexadecimal) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
