@@ -61,6 +61,15 @@ def updates_in_one_kernel(*, device: str, precision: Precision) -> bool:
     return device != "cpu" and precision in ("fp32", "bf16")
 
 
+def update_count(count: torch.Tensor, optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> torch.Tensor:
+    """The number of updates of the tensor ``updated`` as the state of torch's AdamW holds it, in a tensor of its own.
+
+    AdamW counts in place, and on the CPU; its fused kernel reads the number on the device.
+    """
+    device = updated.device if optimizer.param_groups[0]["fused"] else torch.device("cpu")
+    return count.to(device, torch.get_default_dtype(), copy=True)
+
+
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
     """transformers' learning-rate schedule for ``optimizer``."""
     import transformers  # not earlier, because it takes seconds

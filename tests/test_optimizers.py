@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from conformance.scenario import OptimizerConfig, Precision
-from impl.optimizers import parameter_groups, torch_optimizer
+from impl.optimizers import parameter_groups, torch_optimizer, update_count
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,14 @@ def test_the_kernel_for_gpus_updates_shards_as_it_updates_whole_tensors(
             optimizer.step()
     assert isinstance(cut.data, DTensor)
     torch.testing.assert_close(cut.data.full_tensor(), whole.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
+def test_updates_are_counted_where_the_kernel_reads_the_number(fused: bool, device: str) -> None:
+    """A fused kernel on a GPU would read a number on the CPU by an address that is not its own."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.param_groups[0]["fused"] = fused
+    read = torch.tensor(3.0, dtype=torch.float64)
+    count = update_count(read, optimizer, torch.empty(2, device="meta"))
+    assert (count.device.type, count.dtype) == (device, torch.float32)
+    assert count is not read

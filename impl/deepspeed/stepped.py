@@ -11,6 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from impl.deepspeed.place import RankPlace
+from impl.optimizers import update_count
 
 
 class SteppedTensors:
@@ -59,7 +60,7 @@ class SteppedTensors:
         stepped = self.tensor(parameter)
         # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
         counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
-        step = torch.tensor(count, dtype=torch.get_default_dtype()) if counts_in_tensor else int(count)
+        step = update_count(torch.tensor(count), self._optimizer, stepped) if counts_in_tensor else int(count)
         self._optimizer.state[stepped]["step"] = step
 
     def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -44,6 +44,7 @@ from impl.optimizers import (
     set_schedule,
     torch_optimizer,
     trained_parameters,
+    update_count,
 )
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.ring.attention import NAME
@@ -320,8 +321,7 @@ class Fsdp2Trainable:
             if kind == "weight":
                 write_region(cast(DTensor, parameter), name, read)
             elif parameter.requires_grad and kind == "step":
-                # Each parameter needs its own tensor, because AdamW counts in place.
-                self.optimizer.state[parameter][kind] = read.whole(name).to(torch.get_default_dtype(), copy=True)
+                self.optimizer.state[parameter][kind] = update_count(read.whole(name), self.optimizer, parameter)
             elif parameter.requires_grad:
                 state = torch.empty_like(parameter)
                 write_region(cast(DTensor, state), name, read)

@@ -32,6 +32,7 @@ from impl.megatron.convert import (
 from impl.megatron.shape import ModelShape
 from impl.megatron.spans import Part, Rank, copy_to_full, load_part, reader
 from impl.megatron.stages import Stages
+from impl.optimizers import update_count
 from impl.training_state import WrittenKind
 
 _LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
@@ -184,9 +185,7 @@ class ModelTensors:
                 continue
             optimizer = self._optimizer(own.parameter).optimizer
             if kind == "step":
-                state = self._read_step(own.name, read)
-                if optimizer.param_groups[0]["fused"]:  # which counts on the device
-                    state = state.to(inner.device)
+                state = update_count(self._read_step(own.name, read), optimizer, inner)
             else:
                 full = torch.empty_like(own.parameter, dtype=inner.dtype)
                 load_parameter(full, own.name, self._shape, read)
@@ -194,7 +193,7 @@ class ModelTensors:
             optimizer.state[inner][kind] = state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
-        """The number of updates of a parameter, as a new tensor, because AdamW counts in place.
+        """The number of updates of a parameter.
 
         Raises UsageError if the numbers of its parts differ.
         """
@@ -205,7 +204,7 @@ class ModelTensors:
                 f"{', '.join(names)} are one parameter in Megatron, and their optimizer has counted other numbers of "
                 f"updates for each; go on with another backend"
             )
-        return first.to(torch.get_default_dtype(), copy=True)
+        return first
 
     def _moments(self, key: str) -> NamedTensors:
         """Yield the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
