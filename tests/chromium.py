@@ -29,7 +29,7 @@ class Browser:
 
     def __init__(self, chromium: Any) -> None:
         self._chromium = chromium
-        self._contexts: dict[tuple[bool, bool], Any] = {}
+        self._pages: dict[tuple[bool, bool], Any] = {}
         self.page: Any = None
         self.problems: list[str] = []
         self.requests: list[str] = []
@@ -37,16 +37,13 @@ class Browser:
     def open(
         self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True
     ) -> None:
-        """Load ``address`` in a new window of that size, offline, and wait until it has been read."""
-        self.problems.clear()
+        """Load ``address`` anew in a window of that size, offline, and wait until it has been read."""
         if self.page:
-            self.page.close()
-        self.page = self._context(touch=width < PHONE, scripts=scripts).new_page()
+            self.page.goto("about:blank")  # of an address that differs after its "#" alone, nothing would be loaded
+        self.problems.clear()
+        self.page = self._page(touch=width < PHONE, scripts=scripts)
         self.page.set_viewport_size({"width": width, "height": height})
-        self.page.emulate_media(color_scheme="dark" if dark else "light")
-        self.page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.emulate_media(media="screen", color_scheme="dark" if dark else "light")
         self.page.goto(address)
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:
@@ -82,13 +79,17 @@ class Browser:
         """Write a PNG of the window, or of the whole page."""
         self.page.screenshot(path=file, full_page=whole)
 
-    def _context(self, *, touch: bool, scripts: bool) -> Any:
-        if (touch, scripts) not in self._contexts:
+    def _page(self, *, touch: bool, scripts: bool) -> Any:
+        """The window of this kind, which is kept, because a new one takes longer than reading an address."""
+        if (touch, scripts) not in self._pages:
             context = self._chromium.new_context(
                 offline=True, has_touch=touch, is_mobile=touch, java_script_enabled=scripts
             )
-            self._contexts[touch, scripts] = context
-        return self._contexts[touch, scripts]
+            page = self._pages[touch, scripts] = context.new_page()
+            page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: self.problems.append(str(error)))
+            page.on("request", lambda request: self.requests.append(request.url))
+        return self._pages[touch, scripts]
 
     def _middle(self, selector: str) -> tuple[float, float]:
         find = f"document.querySelector({json.dumps(selector)})"
