@@ -291,12 +291,10 @@ def read_entry(file: Path) -> Entry:
     table = _validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
         raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
-    # One row at a time: as many dictionaries as a large cell has rows keep the garbage collector busy.
-    rows: Iterator[dict[str, Any]] = (dict(zip(_COLUMNS, row, strict=True)) for row in table.data)
     known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
     if isinstance(other := known.get("other"), dict):
         known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
-    verdict = _verdict(values, tuple(Quantity(**row) for row in rows), values.get("strips", ()), file)
+    verdict = _verdict(values, tuple(_quantities(table)), values.get("strips", ()), file)
     entry = _validated(_ENTRY, {**known, "verdict": verdict}, file)
     if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
         raise UsageError(
@@ -310,6 +308,21 @@ def read_entry(file: Path) -> Entry:
         )
     _check_strips(verdict, file)
     return entry
+
+
+def _quantities(table: _Table) -> Iterator[Quantity]:
+    """The rows of a table with ``_COLUMNS``. By name and without dictionaries, because a run has a million of them."""
+    for stage, tensor, step, observed, allowed, max_abs, where, hint in table.data:
+        yield Quantity(
+            stage=stage,
+            tensor=tensor,
+            step=step,
+            observed=observed,
+            allowed=allowed,
+            max_abs=max_abs,
+            where=where,
+            hint=hint,
+        )
 
 
 def _check_strips(verdict: Verdict, file: Path) -> None:

@@ -10,7 +10,7 @@ BINS = 48  # most bins of a strip
 NOT_SEEN = "errors that transformers itself makes are not seen"  # by a second-class oracle
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity:
     """One judged number: its error against the reference, and the bound of this error.
 
