@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from world_helpers import is_dead_soon
 
+from conformance.gpus.busy import Busy
 from conformance.gpus.inventory import visible_gpus
 from conformance.gpus.lease import Ticket, blocks, holders, lease_folder
 from conformance.gpus.shares import gpu_of, network_of, seats_of, shares_of, visible_to
@@ -320,6 +321,25 @@ def test_shares_are_leased_side_by_side_and_each_by_one(folder: Path, holders_of
     assert holders(SHARES, folder) == f"GPU-a#0 by process {other.process.pid}, GPU-a#1 by process {os.getpid()}"
     other.is_killed()
     assert served(third).block == ("GPU-a#0",)
+
+
+def test_many_places_of_one_process_are_counted_and_not_listed(folder: Path) -> None:
+    many = shares_of(GPUS[:2], 8)
+    lease = served(Ticket(many, 16, folder=folder))
+    assert holders(many, folder) == f"16 of them by process {os.getpid()}"
+    assert holders(many[:2], folder) == f"GPU-a#0 and GPU-b#0 by process {os.getpid()}"
+    lease.release()
+
+
+def test_of_a_gpu_with_many_places_the_mean_of_their_leases_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("conformance.gpus.busy.time.monotonic", lambda: now[0])
+    busy = Busy([*SHARES, "GPU-b"])
+    now[0] = 110.0
+    busy.add(SHARES, 4.0)
+    busy.add(SHARES[:1], 6.0)
+    assert busy.shares() == {"GPU-a#0": 1.0, "GPU-a#1": 0.4, "GPU-b": 0.0}
+    assert str(busy) == "GPU-a 70%, GPU-b 0% of 10 s"
 
 
 def test_a_run_that_shares_a_gpu_and_one_that_does_not_wait_for_each_other(folder: Path) -> None:

@@ -4,6 +4,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from statistics import fmean
+
+from conformance.gpus.shares import gpu_of
 
 
 class Busy:
@@ -26,5 +29,8 @@ class Busy:
             return {gpu: seconds / passed for gpu, seconds in self._seconds.items()}
 
     def __str__(self) -> str:
-        passed = time.monotonic() - self._began
-        return ", ".join(f"{gpu} {share:.0%}" for gpu, share in self.shares().items()) + f" of {passed:.0f} s"
+        """In words; of a GPU that ranks may share, the mean over its places."""
+        passed, of_gpus = time.monotonic() - self._began, defaultdict[str, list[float]](list)
+        for place, share in self.shares().items():
+            of_gpus[gpu_of(place)].append(share)
+        return ", ".join(f"{gpu} {fmean(shares):.0%}" for gpu, shares in of_gpus.items()) + f" of {passed:.0f} s"

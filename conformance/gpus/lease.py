@@ -29,6 +29,7 @@ from conformance.gpus.shares import gpu_of
 from conformance.validation import UsageError
 from conformance.world.places import Block, Lease
 
+_NAMED = 2  # places of one process that are named; more are counted
 _LONGEST_TICKET = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no pipe that is waited for
 
@@ -48,14 +49,19 @@ def holders(gpus: Sequence[str], folder: Path) -> str:
     """Who has which of the GPUs, in words; empty if nobody has any. The kernel says nothing of other containers."""
     files = {name: _lock_of(name, folder) for gpu in gpus for name in (gpu, gpu_of(gpu))}
     inodes = {path.stat().st_ino: name for name, path in files.items() if path.is_file()}
-    told = set()
+    had: dict[str, set[str]] = {}
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         fields = line.split()  # proc_locks(5): number, FLOCK, ADVISORY, WRITE, pid, device:inode, 0, EOF
         if fields[1] != "FLOCK" or (name := inodes.get(int(fields[5].rpartition(":")[2]))) is None:
             continue
         if name in gpus or fields[3] == "WRITE":  # who shares a GPU is in nobody's way who wants a share of it
-            told.add(f"{name} by process {fields[4]}")
+            had.setdefault(fields[4], set()).add(name)
+    told = (f"{_named(sorted(names))} by process {process}" for process, names in had.items())
     return ", ".join(sorted(told))
+
+
+def _named(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) <= _NAMED else f"{len(names)} of them"
 
 
 class Ticket:
