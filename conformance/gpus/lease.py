@@ -46,7 +46,8 @@ def blocks(gpus: Sequence[str], size: int) -> list[Block]:
 
 
 def holders(gpus: Sequence[str], folder: Path) -> str:
-    """Who has which of the GPUs, in words; empty if nobody has any. The kernel says nothing of other containers."""
+    """Who has which of the GPUs, or how many, in words; empty if nobody has any. The kernel does not tell of other
+    containers."""
     files = {name: _lock_of(name, folder) for gpu in gpus for name in (gpu, gpu_of(gpu))}
     inodes = {path.stat().st_ino: name for name, path in files.items() if path.is_file()}
     had: dict[str, set[str]] = {}
