@@ -16,6 +16,7 @@ def parameter_groups(
     parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
+    No group is empty.
 
     ``parameters``: the trained parameters. ``dims``: gives a parameter's number of dimensions; libraries that flatten
     the parameters that they shard need their own function.
@@ -23,10 +24,11 @@ def parameter_groups(
     parameters = list(parameters)
     if config.name == "sgd":
         return [{"params": parameters}]
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if dims(p) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if dims(p) < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:

@@ -72,8 +72,13 @@ def train_step(
 
 def of_all_ranks(context: Context, sums: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
     """The numbers of the whole step: ``sums`` added up over data ranks, and the largest of ``highest`` on any rank."""
-    together = {key: context.all_reduce(value) for key, value in sums.items()}
-    return together | {key: largest(context.all_gather(value)) for key, value in highest.items()}
+    return _summed(context, sums) | {key: largest(context.all_gather(value)) for key, value in highest.items()}
+
+
+def _summed(context: Context, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Each number added up over data ranks, all in one collective, because each waits for the device."""
+    own = torch.tensor([*numbers.values()], dtype=torch.float64, device=context.config.device)
+    return dict(zip(numbers, context.all_reduce_tensor(own).tolist(), strict=True))
 
 
 def largest(values: Sequence[float]) -> float:
@@ -92,8 +97,7 @@ def step_totals(
     context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
 ) -> dict[str, float]:
     """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss."""
-    own = functions.totals([row for rows in micro_batches for row in rows])
-    return {key: context.all_reduce(value) for key, value in own.items()}
+    return _summed(context, functions.totals([row for rows in micro_batches for row in rows]))
 
 
 def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -33,7 +33,7 @@ from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import SliceReader
 from impl.lora import load_adapter
-from impl.micro_batches import Loss, one_after_another
+from impl.micro_batches import Loss, one_after_another, set_mode
 from impl.model_folder import Dtype, write_merged, write_model
 from impl.models import empty_model
 from impl.optimizers import (
@@ -174,7 +174,10 @@ class DeepspeedTrainable:
         def dims(parameter: torch.nn.Parameter) -> int:
             return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
 
-        return parameter_groups(trained_parameters(model, config), config, dims=dims)
+        groups = parameter_groups(trained_parameters(model, config), config, dims=dims)
+        # The small group first: the engine waits for the device before it updates a group, and after the last update it
+        # goes through the parameters of all groups, while the device is still busy only if that update is a large one.
+        return groups[::-1]
 
     def forward_backward(
         self,
@@ -185,7 +188,7 @@ class DeepspeedTrainable:
         loss: Loss | None,
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
-        self.engine.train(loss is not None)
+        set_mode(self.engine, training=loss is not None)
         loss = with_router_terms(loss, terms, inputs)
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 

@@ -32,7 +32,7 @@ from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.gather import full_tensors, write_region
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.lora import load_adapter, named_parameters
-from impl.micro_batches import Loss, one_after_another
+from impl.micro_batches import Loss, one_after_another, set_mode
 from impl.model_folder import Dtype, write_merged, write_model
 from impl.models import empty_model
 from impl.optimizers import (
@@ -190,7 +190,7 @@ class Fsdp2Trainable:
         loss: Loss | None,
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
-        self.model.train(loss is not None)
+        set_mode(self.model, training=loss is not None)
         loss = with_router_terms(loss, terms, inputs)
         outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
         if loss is None:

@@ -49,7 +49,7 @@ from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
 from impl.megatron.tensors import ModelTensors, held_by, load_parameter, parameter_names
 from impl.megatron.traced import traced_chunks
-from impl.micro_batches import Loss
+from impl.micro_batches import Loss, set_mode
 from impl.model_folder import Dtype, write_model
 from impl.outputs import Outputs, Wanted, outputs_of
 from impl.routing import RouterTerms
@@ -180,7 +180,7 @@ class MegatronTrainable:
     ) -> list[Outputs]:
         micro_batches = self._shard(inputs, terms)
         for chunk in self.chunks:
-            chunk.train(loss is not None)
+            set_mode(chunk, training=loss is not None)
         found: dict[int, Outputs] = {}
         # megatron-core would make float32 of half-precision logits, all at once.
         options = {"fp32_output": False} if self.half else {}
