@@ -31,6 +31,7 @@ OPTIONS = {
     "torchcp": "PyTorch's own context parallel",
     "lastsync": "gradients reduced at the last micro-batch only",
     "ckpt": "activation checkpointing",
+    "compile": "layers compiled by torch.compile",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
     "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",
     "ownopt": "the optimizer that the backend builds itself from its configuration, instead of torch's",

@@ -5,10 +5,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from conformance.backend import Support, Supported, Unsupported
+from conformance.expectation import model_config
 from conformance.inputs.folder import Files, files_of
 from conformance.layout import Layout
 from conformance.paths import resolve
 from conformance.scenario import Scenario
+from impl.routing import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,22 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
         return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
     if shards_sequence and not model.takes_attention:
         return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
+    return Supported()
+
+
+def compile_support(scenario: Scenario, layout: Layout) -> Support:
+    """Supported, or Unsupported with what keeps torch.compile from the layers of this model in this layout."""
+    if "compile" not in layout.options:
+        return Supported()
+    if layout.sp * layout.ulysses > 1:
+        return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
+    if (kind := model_config(scenario).get("model_type")) in KINDS:
+        return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
+    if "ckpt" in layout.options and scenario.precision == "exact":
+        return Unsupported(
+            "a compiled layer that a backward pass runs again is beyond the exact tier (conformance/run/exact.py); use "
+            "fp32 or bf16, or leave one of ckpt and compile out"
+        )
     return Supported()
 
 

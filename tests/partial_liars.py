@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from impl.compiling import forget_compiled
 from impl.fsdp2 import expert_parallel, tensor_parallel, trainable
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
@@ -48,6 +49,32 @@ class Fsdp2RecomputesOneLayer(Fsdp2Backend):
             for layer in model.model.model.layers[1:]:  # type: ignore[attr-defined]
                 layer.gradient_checkpointing = False
         return resolved
+
+
+class CompilesOneLayer(Fsdp2Backend):
+    """All but the first layer run as they are written."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for model in self.models.values():
+            for layer in model.model.model.layers[1:]:  # type: ignore[attr-defined]
+                layer._compiled_call_impl = None
+        return resolved
+
+
+class CompilesUnasked(Fsdp2Backend):
+    """What compiles without being asked for it may be as fast as it says, but another cell shows it."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for model in self.models.values():
+            for layer in model.model.model.layers:  # type: ignore[attr-defined]
+                layer.compile()
+        return resolved
+
+    def teardown(self) -> None:
+        super().teardown()
+        forget_compiled()
 
 
 class MegatronRecomputesOneLayer(MegatronBackend):

@@ -45,6 +45,8 @@ DOWNCASTS: dict[str, Callable[[], Tensor]] = {
     "Module.float()": lambda: _parameter_module().float().weight.detach(),
     "Module.to(dtype)": lambda: _parameter_module().to(torch.bfloat16).weight.detach(),
 }
+NAMED_OTHERWISE = {".to(other)", ".type(constructor)", ".type(name)", ".type_as(other)"}  # than by a dtype
+NOT_COMPILED = NAMED_OTHERWISE | {"Module.float()", "Module.to(dtype)"}  # these make a module
 FACTORIES: dict[str, Callable[[], Tensor]] = {
     "torch.tensor(number)": lambda: torch.tensor(THIRD),
     "torch.tensor(dtype=)": lambda: torch.tensor([THIRD], dtype=torch.float32),
@@ -320,9 +322,14 @@ def test_leak_watch_sees_what_the_tier_cannot_lift(outside: bool) -> None:
     assert [leak.op for leak in watch.leaks] == ["aten.mul.Tensor", "aten.lift_fresh.default"]
 
 
-def test_the_modes_are_no_code_that_torch_compiles() -> None:
+@pytest.mark.parametrize("asks", [asks for asks in DOWNCASTS if asks not in NOT_COMPILED])
+def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None:
+    """The modes are no part of it, and do not keep torch from it."""
     counter = CompileCounter()
-    with exact_tier(), LeakWatch():
-        found = torch.compile(lambda x: x.float().sum(), backend=counter)(X)
-    assert found.dtype == torch.float64
-    assert counter.frame_count == 0
+    compiled = torch.compile(lambda x: DOWNCASTS[asks]() + 0 * x, backend=counter)
+    with exact_tier(), LeakWatch() as watch:
+        found = compiled(X)
+    torch.testing.assert_close(found, X, rtol=1e-15, atol=0)
+    assert not watch.leaks
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

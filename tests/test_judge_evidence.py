@@ -216,6 +216,27 @@ def test_layers_are_recomputed_where_their_linear_parts_are_whatever_attention_d
     assert [finding.tensor for finding in verdict.findings] == ([] if honest else [claim])
 
 
+@pytest.mark.parametrize(
+    ("layout", "compiled", "claim"),
+    [
+        ("dp2.tp2.compile", 27, ""),  # all but the head, for each of three micro-batches
+        ("dp2.tp2.compile", 30, ""),
+        ("dp2.tp2.compile", 26, "layers are compiled"),
+        ("dp2.tp2.compile", 0, "layers are compiled"),
+        ("dp2.tp2", 0, ""),
+        ("dp2.tp2", 1, "layers run as they are written"),
+    ],
+)
+def test_all_layers_are_compiled_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, compiled: int, claim: str
+) -> None:
+    seen = evidence("exact") | {"linear": [["float64", 30]], "compiled": compiled}
+    seen["products"] = [["float64", "forward", 30], ["float64", "backward", 60]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout=layout)
+    assert [finding.tensor for finding in verdict.findings] == ([f"{layout}: {claim}"] if claim else [])
+
+
 @pytest.mark.parametrize("last", [4, 6])
 def test_reducing_after_the_last_micro_batch_only_adds_to_the_collectives_of_its_backward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int

@@ -40,6 +40,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
     ("name", "layout", "claim"),
     [
         exhaustive("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
+        exhaustive("Fsdp2DropsItsOptions", "dp2.compile", "layers are compiled"),
         exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
@@ -77,6 +78,8 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     [
         ("Fsdp2RecomputesOneLayer", "llama", "dp2.ckpt", "exact", "activations of all layers are recomputed"),
         exhaustive("Fsdp2RecomputesOneLayer", "qwen3-moe", "dp2.ckpt", "exact", "activations of all layers"),
+        exhaustive("CompilesOneLayer", "llama", "dp2.compile", "exact", "layers are compiled"),
+        exhaustive("CompilesUnasked", "llama", "dp2", "exact", "layers run as they are written"),
         ("MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"),
         ("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
         ("CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"),

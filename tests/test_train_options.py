@@ -43,6 +43,7 @@ def layout_of(backend: str, *said: str) -> str:
         ("fsdp2", "--tensor_model_parallel_size 2 --sequence_parallel", "tp2.seqpar"),
         ("fsdp2", "--nproc_per_node 4 --ring_attn_size 2 --ring_head_stride 2", "dp2.sp2.stride2"),
         ("fsdp2", "--gradient_checkpointing --offload", "dp1.ckpt.offload"),
+        ("deepspeed", "--torch_compile --gradient_checkpointing --zero_stage 1", "dp1.zero1.ckpt.compile"),
         ("deepspeed", "--nproc_per_node 2 --zero_stage 2 --offload", "dp2.zero2.offload"),
         ("deepspeed", "--nproc_per_node 2 --zero_stage 3", "dp2"),
         ("deepspeed", "--tensor_model_parallel_size 2", "tp2"),

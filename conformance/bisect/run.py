@@ -166,6 +166,8 @@ def not_bisected(session: Session, cell: Cell) -> str:
     (leg,) = cell.legs
     if "ckpt" in leg.layout.options:
         return "recomputation (ckpt) runs modules more than once; bisect the layout without it"
+    if "compile" in leg.layout.options:
+        return "compiled layers (compile) do not show their modules; bisect the layout without it"
     if "traced" not in adapter_of(leg.backend).traits.methods:
         return f"{leg.backend.name} does not say which modules it runs; its adapter needs the method traced()"
     return ""

@@ -172,6 +172,10 @@ class _Seen:
             return self.products("forward", dtype)
         return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
 
+    def compiled(self) -> int:
+        """Those of them that compiled code makes, of all ranks."""
+        return sum(rank.get("compiled", 0) for rank in self._ranks)
+
     def recomputed(self) -> float:
         """Products of linear layers that are recomputed, by those of forward passes, of all ranks; of a record that
         does not tell them apart, all products."""
@@ -233,6 +237,11 @@ def _claims(
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
         yield f"products in {dtype}", seen.linear(dtype) >= in_half * seen.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
+        heads = sum(role.trained for role in scenario.objective.roles) * scenario.accumulation * layout.world_size
+        if "compile" in layout.options:
+            yield "layers are compiled", seen.linear() - seen.compiled() <= heads // layout.pp
+        else:
+            yield "layers run as they are written", seen.compiled() == 0
         again = seen.products("recomputed")
         more = seen.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:

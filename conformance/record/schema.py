@@ -76,6 +76,7 @@ class _Evidence:
     lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held: tuple[tuple[Count, Count], ...] = ()
+    compiled: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

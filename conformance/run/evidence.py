@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
 from conformance.run.exact import PLAIN, EagerMode, LeakWatch
@@ -52,7 +53,9 @@ class Collective:
 
 @functools.cache
 def _name_of(func: Any) -> tuple[str, str]:
-    """The namespace and the name of an operator."""
+    """The namespace and the name of an operator; both are empty of one of higher order, which calls another one."""
+    if isinstance(func, HigherOrderOperator):
+        return "", ""
     space, _, operator = func._schema.name.partition("::")
     return space, operator
 
@@ -81,6 +84,8 @@ class Watch(EagerMode):
         forward pass inside a backward pass, recognised by the autograd graph that it records.
     linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
         attention has them, whose number is that of the pieces that a kernel cuts its work into.
+    compiled: number of those of forward passes that code of torch.compile makes, which has them write their results
+        into tensors that it has made.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
     again: number of those products of linear layers that are recomputed.
@@ -99,6 +104,7 @@ class Watch(EagerMode):
         self.collectives: Counter[tuple[str, int, str, str]] = Counter()
         self.products: Counter[tuple[str, str]] = Counter()
         self.linear: Counter[str] = Counter()
+        self.compiled = 0
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
         self.again = 0
@@ -139,7 +145,7 @@ class Watch(EagerMode):
                 if found := collective_of(func, args):
                     self._collective(found)
             elif isinstance(result, Tensor):
-                self._tensor(operator, result)
+                self._tensor(func, operator, result)
             self._remember_storages([*args, *kwargs.values(), result])
         return result
 
@@ -158,7 +164,7 @@ class Watch(EagerMode):
             # The input, which is summed, is at least as large as the output.
             self.reduced[found.size] += found.elements
 
-    def _tensor(self, operator: str, result: Tensor) -> None:
+    def _tensor(self, func: Any, operator: str, result: Tensor) -> None:
         if result.is_meta or isinstance(result, FakeTensor):
             return  # DTensor asks for the shape of a whole tensor so; no rank holds it
         where = self._pass()
@@ -168,6 +174,7 @@ class Watch(EagerMode):
             self.products[_name(result.dtype), phase] += 1
             if operator in _LINEAR:
                 self.linear[_name(result.dtype)] += phase == "forward"
+                self.compiled += phase == "forward" and func._overloadname == "out"
                 self.again += phase == "recomputed"
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
@@ -188,6 +195,7 @@ class Watch(EagerMode):
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
+            "compiled": self.compiled,
             "again": self.again,
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),

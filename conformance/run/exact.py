@@ -10,7 +10,8 @@ What is replaced, for arguments that are float64, integer or bool, and for facto
   ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end. This
   reaches backward too, where the other mode is not active (on CUDA's backward threads as well);
 * in Python (a TorchFunctionMode): ``dtype`` arguments of all torch functions, before numbers are rounded on their way
-  in (``torch.tensor([...], dtype=)``, ``new_tensor``);
+  in (``torch.tensor([...], dtype=)``, ``new_tensor``), and the casts ``.float()``, ``.half()`` and ``.bfloat16()``. All
+  that torch.compile compiles is lifted here, because the other mode takes no part in it;
 * the old constructors (``torch.FloatTensor([...])``), replaced as attributes of torch;
 * the default dtype is float64, so that factories without a dtype make float64.
 
@@ -18,9 +19,10 @@ What is not changed: integer and bool results; tensors that already are float32,
 from a file, whose digits are lost already; reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
 
 What is not detected: kernels that compute in lower precision inside; values that reach torch as float32 (numpy arrays,
-``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode; complex64; other Python
-threads (modes belong to a thread); code that sets the default dtype itself; types imported by name beforehand
-(``from torch import FloatTensor``). LeakWatch shows most of these.
+``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode and in compiled code; all of
+compiled code that a backward pass runs again, where the second mode is not active; complex64; other Python threads
+(modes belong to a thread); code that sets the default dtype itself; types imported by name beforehand (``from torch
+import FloatTensor``). LeakWatch shows most of these, but not what compiled code does in one kernel.
 """
 
 import sys
@@ -45,6 +47,8 @@ _REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype)
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
 # DTensor computes shapes and dtypes with fake tensors, which therefore have to be treated like plain tensors.
 PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+# Below autograd they are casts like others; code of torch.compile is made of what Python calls.
+_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _PASS_OVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 Args = tuple[Any, ...]
@@ -78,17 +82,26 @@ class _LiftInPython(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _CASTS and args[0].dtype not in LOW:
+            return args[0].double()
         args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
         return func(*args, **kwargs)
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode whose ``__torch_dispatch__`` torch.compile skips.
+    """A dispatch mode that torch.compile does as if it were not there: it compiles nothing of the mode, and what runs
+    inside of it is compiled where it would be outside, so that a step that is watched runs the same code as any other.
+    Of compiled code, the mode sees the operators that are left, such as matrix products.
+
+    ``__torch_dispatch__`` gets operators of higher order, too, such as the one that makes compiled code draw the same
+    random numbers again; what these call, it does not get.
 
     By default, torch wraps every call of a mode for this purpose. The wrapper costs as much time as the mode itself,
     and imports torch._dynamo, which takes a second. Here the code object is marked to be skipped instead, including
     everything that it calls.
     """
+
+    supports_higher_order_operators = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
@@ -97,6 +110,10 @@ class EagerMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 class _LiftBelowAutograd(EagerMode):

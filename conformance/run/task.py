@@ -83,7 +83,7 @@ def run_leg(
         if config.precision == "exact":
             stack.enter_context(exact_tier())
         started, memory = time.perf_counter(), PeakMemory(rank.device)
-        stack.callback(register_module_forward_pre_hook(lambda *_: mark()).remove)
+        stack.callback(register_module_forward_pre_hook(_mark_module).remove)
         rank.beat("setup")
         backend = adapter()
         resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
@@ -145,6 +145,11 @@ def _save(
             shutil.copytree(models[POLICY.name] / ADAPTER, path / POLICY.name / ADAPTER)
             changed += [f"{POLICY.name}/{key}" for key in changed_settings(path / POLICY.name, models[POLICY.name])]
     return changed
+
+
+def _mark_module(*_: Any) -> None:
+    if not torch.compiler.is_compiling():  # torch.compile would take it for a part of the model
+        mark()
 
 
 def header(

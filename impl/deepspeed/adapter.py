@@ -13,7 +13,7 @@ from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import adapter_support
-from impl.model_support import model_support, plan_styles
+from impl.model_support import compile_support, model_support, plan_styles
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
 
@@ -31,7 +31,7 @@ STYLES = frozenset(
         "embedding_rowwise",
     )
 )
-_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "offload", "ownopt", "shipped")
+_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "offload", "ownopt", "shipped")
 
 
 class DeepspeedBackend(StrategyBackend):
@@ -108,8 +108,9 @@ class DeepspeedBackend(StrategyBackend):
             )
         if scenario.lora and scenario.precision == "fp16":
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
-        if isinstance(lacking := adapter_support(scenario), Unsupported):
-            return lacking
+        for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
+            if isinstance(lacking, Unsupported):
+                return lacking
         if scenario.optimizer.frozen and not scenario.lora and scenario.precision in ("bf16", "fp16"):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in WHOLE_OUTPUTS:

@@ -24,6 +24,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.buffers import published_buffers
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
+from impl.compiling import compile_layers, forget_compiled
 from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut
 from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
@@ -94,6 +95,8 @@ class DeepspeedTrainable:
         # DeepSpeed casts the parameters to half precision, and leaves buffers in float32.
         compute = HALF_DTYPES.get(self.context.config.precision)
         give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
+        if "compile" in self.options:
+            compile_layers(model)
         if optimizer is None:
             self._prepare_frozen(model)
             return
@@ -310,6 +313,7 @@ class DeepspeedTrainable:
             "zero_stage": self.engine.zero_optimization_stage(),
             "offloads_parameters": self.engine.zero_offload_param() is not None,
             "checkpointing": bool(model.is_gradient_checkpointing),
+            "compiled": "compile" in self.options,
             "cut_by_tensor_parallelism": cut_count(model),
             "compute_dtype": str(compute),
             "deepspeed": self.settings,
@@ -347,6 +351,8 @@ class DeepspeedTrainable:
 
     def teardown(self) -> None:
         self.engine.destroy()
+        if "compile" in self.options:
+            forget_compiled()
         process.forget_model(self.model)
         for name in ("model", "engine", "optimizer", "tensors"):
             self.__dict__.pop(name, None)

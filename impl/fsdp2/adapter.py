@@ -12,7 +12,7 @@ from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAM
 from impl.fsdp2.expected import EXPECTED
 from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import adapter_support
-from impl.model_support import model_support
+from impl.model_support import compile_support, model_support
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
 
@@ -97,8 +97,9 @@ class Fsdp2Backend(StrategyBackend):
                 "the model's own tensor-parallel plan is one for all layers, and only some of them have adapters; add "
                 "the layout option 'plan'"
             )
-        if isinstance(lacking := adapter_support(scenario), Unsupported):
-            return lacking
+        for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
+            if isinstance(lacking, Unsupported):
+                return lacking
         without = "use the layout option 'plan', or tp1" if kind in LAYER_NORMS else "use tp1"
         lacking = model_support(scenario, layout, has_plan=bool(explicit), without=without)
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)

@@ -26,6 +26,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.buffers import published_buffers
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
+from impl.compiling import compile_layers, forget_compiled, layers_of
 from impl.files import SliceReader
 from impl.fsdp2 import distributed_checkpoint, norm
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
@@ -141,8 +142,9 @@ class Fsdp2Trainable:
             options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
             for experts in experts_of(model):
                 fully_shard(experts, mesh=self.expert_mesh(), shard_placement_fn=_second, **options)
-        blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-        for block in blocks:
+        if "compile" in self.options:
+            compile_layers(model)
+        for block in layers_of(model):
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
@@ -343,6 +345,7 @@ class Fsdp2Trainable:
             "master_dtype": str(master),
             "compute_dtype": str(compute),
             "accumulation": config.accumulation,
+            "compiled": "compile" in self.options,
             **(self._resolved_optimizer() if self.trained else {"optimizer": None}),
         }
 
@@ -382,5 +385,7 @@ class Fsdp2Trainable:
         write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
+        if "compile" in self.options:
+            forget_compiled()
         for name in ("model", "optimizer", "scheduler"):
             self.__dict__.pop(name, None)

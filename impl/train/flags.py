@@ -209,6 +209,13 @@ FLAGS = (
     Flag(name="ring_head_stride", kind=int, least=1, default=1, help="key-value heads that a ring gathers at a time"),
     Flag(name="pipeline_model_parallel_size", kind=int, least=1, default=1, help="pipeline stages"),
     Flag(name="gradient_checkpointing", kind=bool, default=False, help="compute activations again in the backward"),
+    Flag(
+        name="torch_compile",
+        kind=bool,
+        default=False,
+        refused={"megatron": "megatron-core's layers are not compiled here; leave it out"},
+        help="compile each layer by torch.compile",
+    ),
     Flag(name="offload", kind=bool, default=False, help="parameters, gradients and optimizer state on the CPU"),
     # Roll-outs
     Flag(name="rollout_batch_size", kind=int, least=1, default=8, commands=ROLLOUT, help="prompts of a roll-out"),

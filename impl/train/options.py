@@ -120,6 +120,7 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
         "plan": explicit and not read.flag("sequence_parallel"),
         "seqpar": read.flag("sequence_parallel"),
         "ckpt": read.flag("gradient_checkpointing"),
+        "compile": read.flag("torch_compile"),
         "offload": read.flag("offload"),
     }
     return dataclasses.replace(

@@ -1,0 +1,26 @@
+"""The layout option ``compile``: the layers of a Hugging Face model, compiled by torch.compile.
+
+Each layer is compiled by itself, so that layers of one kind share their code, and what shards or recomputes a layer
+stays outside of it. Embedding, last norm and head run as they are written.
+"""
+
+import torch
+import transformers
+
+
+def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model, which its class names: those that no device may split."""
+    kinds = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def compile_layers(model: transformers.PreTrainedModel) -> None:
+    """Let each layer be compiled at its first call, and again for other lengths; before anything wraps the layers."""
+    for layer in layers_of(model):
+        layer.compile()
+
+
+def forget_compiled() -> None:
+    """Drop what was compiled in this process. Else it would count for the next model of the same code, until torch
+    refuses to compile the code once more (``torch._dynamo.config.recompile_limit``) and runs it as it is written."""
+    torch._dynamo.reset()
