@@ -11,6 +11,7 @@ from conformance.validation import UsageError
 from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
 from impl.deepspeed.cut import Cut, check, engine_cut
 from impl.deepspeed.expected import EXPECTED
+from impl.deepspeed.settings import zero_stage
 from impl.families import WHOLE_OUTPUTS
 from impl.lora import adapter_support
 from impl.model_support import compile_support, model_support, plan_styles
@@ -105,6 +106,11 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported(
                 "around its own fused AdamW DeepSpeed puts another wrapper at zero0 in half precision, whose state is "
                 "not read here; use zero1, zero2 or zero3, or leave ownopt out"
+            )
+        if "compile" in layout.options and zero_stage(layout) == 3:
+            return Unsupported(
+                "ZeRO-3 fetches weights in hooks inside of a layer, so that torch.compile takes it in pieces, and runs "
+                "some of them as they are written; use zero0, zero1 or zero2, or fsdp2"
             )
         if scenario.lora and scenario.precision == "fp16":
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
