@@ -52,8 +52,8 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
     if explicit := [option for option in ("plan", "seqpar", "losspar") if option in layout.options]:
         return Unsupported(
-            f"with an explicit tensor-parallel plan, openPangu's embedding gets no gradient behind compiled layers (seen "
-            f"with torch 2.13, cause not known); leave compile out, or {', '.join(explicit)}"
+            f"with an explicit tensor-parallel plan, openPangu's embedding gets no gradient behind compiled layers "
+            f"(torch 2.13, cause not known); leave compile out, or {', '.join(explicit)}"
         )
     if "ckpt" in layout.options and scenario.precision == "exact":
         return Unsupported(
