@@ -191,7 +191,7 @@ class DeepspeedTrainable:
         loss: Loss | None,
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
-        set_mode(self.engine, training=loss is not None)
+        set_mode(self.engine.module, training=loss is not None)  # the engine keeps no mode of its own
         loss = with_router_terms(loss, terms, inputs)
         return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
 
