@@ -75,7 +75,22 @@ class WindowPerBlock:
     zigzag: bool = False
 
 
-Defect = RoundedMasters | PaddedSoftmax | TrainedPaddingToken | ResummedHeadNorms | DividedGradients | WindowPerBlock
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LostEmbeddingGradient:
+    """The input embedding gets no gradient; of a model whose output embedding is another tensor."""
+
+    kind: Literal["lost-embedding-gradient"] = "lost-embedding-gradient"
+
+
+Defect = (
+    RoundedMasters
+    | PaddedSoftmax
+    | TrainedPaddingToken
+    | ResummedHeadNorms
+    | DividedGradients
+    | WindowPerBlock
+    | LostEmbeddingGradient
+)
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 
 

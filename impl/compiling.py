@@ -4,8 +4,11 @@ Each layer is compiled by itself, so that layers of one kind share their code, a
 stays outside of it. Embedding, last norm and head run as they are written.
 """
 
+from typing import Any
+
 import torch
 import transformers
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
@@ -14,10 +17,18 @@ def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
-def compile_layers(model: transformers.PreTrainedModel) -> None:
-    """Let each layer be compiled at its first call, and again for other lengths; before anything wraps the layers."""
+def compile_layers(model: transformers.PreTrainedModel, *, shipped: bool) -> None:
+    """Let each layer be compiled at its first call, and again for other lengths; after tensor parallelism, and before
+    anything wraps the layers. With ``shipped``, the embedding gets no gradient where ranks add its output up."""
     for layer in layers_of(model):
         layer.compile()
+    if not shipped:
+        model.get_input_embeddings().register_forward_hook(_arrived)
+
+
+def _arrived(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    # docs/findings/compiled-collective-inputs.md: a copy waits for the collective, and keeps the way of the gradient.
+    return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 def forget_compiled() -> None:

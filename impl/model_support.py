@@ -50,11 +50,6 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
     if (kind := model_config(scenario).get("model_type")) in KINDS:
         return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
-    if explicit := [option for option in ("plan", "seqpar", "losspar") if option in layout.options]:
-        return Unsupported(
-            f"with an explicit tensor-parallel plan, openPangu's embedding gets no gradient behind compiled layers "
-            f"(torch 2.13, cause not known); leave compile out, or {', '.join(explicit)}"
-        )
     if "ckpt" in layout.options and scenario.precision == "exact":
         return Unsupported(
             "a compiled layer that a backward pass runs again is beyond the exact tier (conformance/run/exact.py); use "

@@ -27,6 +27,8 @@ from impl.fsdp2.adapter import Fsdp2Backend
         ("sft-packed", "llama", "dp1.compile"),
         exhaustive("sft-packed", "gemma3", "dp2.compile"),
         exhaustive("sft-packed", "pangu", "tp2.compile"),
+        exhaustive("sft-packed", "pangu", "dp2.tp2.plan.losspar.compile"),
+        exhaustive("sft-packed", "llama", "tp2.seqpar.compile"),
         exhaustive("grpo", "qwen3", "dp2.compile"),
         exhaustive("sft-lora", "llama", "dp2.compile"),
         exhaustive("sft-packed", "pangu", "dp2.rep2.lastsync"),
@@ -103,6 +105,14 @@ def test_head_norms_as_transformers_ships_them_are_an_expected_difference(sessio
         if finding.stage == "gradients" and finding.step == 0
     }
     assert {name.partition(" ")[0] for name in wrong} == {"q_norm.weight", "k_norm.weight"}
+
+
+@pytest.mark.exhaustive
+def test_an_embedding_that_torch_compile_cuts_off_is_an_expected_difference(session: Session) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "tp2.plan.compile.shipped", "exact")).verdict
+    assert verdict.state == "expected_difference", verdict.reason
+    wrong = {f.tensor.partition(" ")[0] for f in verdict.findings if f.stage == "gradients" and f.step == 0}
+    assert wrong == {"model.embed_tokens.weight"}
 
 
 def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:

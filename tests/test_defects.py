@@ -11,6 +11,7 @@ from conformance.batch import Batch
 from conformance.defect import (
     Defect,
     DividedGradients,
+    LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
     RoundedMasters,
@@ -39,6 +40,7 @@ ALL: tuple[Defect, ...] = (
     ResummedHeadNorms(ranks=2, data_ranks=2, micro_batches=2),
     DividedGradients(by=2),
     WindowPerBlock(ranks=2),
+    LostEmbeddingGradient(),
 )
 
 
@@ -135,6 +137,14 @@ def test_a_padding_token_that_is_trained_has_a_gradient_and_nothing_else_changes
     assert not right[embedding][token].any()
     found[embedding][token] = 0
     assert all(torch.equal(found[name], gradient) for name, gradient in right.items())
+
+
+def test_an_embedding_that_gets_no_gradient_changes_no_other_gradient() -> None:
+    found, right = gradients("llama", LostEmbeddingGradient()), gradients("llama")
+    embedding = "model.embed_tokens.weight"
+    assert right[embedding].any()
+    assert torch.equal(found.pop(embedding), torch.zeros_like(right[embedding]))
+    assert all(torch.equal(gradient, right[name]) for name, gradient in found.items())
 
 
 def test_head_norms_are_summed_again_with_every_micro_batch() -> None:

@@ -173,7 +173,7 @@ class _Seen:
         return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
 
     def compiled(self) -> int:
-        """Those of them that compiled code makes, of all ranks."""
+        """Those products of linear layers in forward passes that code of torch.compile makes, of all ranks."""
         return sum(rank.get("compiled", 0) for rank in self._ranks)
 
     def recomputed(self) -> float:
@@ -237,9 +237,10 @@ def _claims(
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
         yield f"products in {dtype}", seen.linear(dtype) >= in_half * seen.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
-        heads = sum(role.trained for role in scenario.objective.roles) * scenario.accumulation * layout.world_size
-        if "compile" in layout.options:
-            yield "layers are compiled", seen.linear() - seen.compiled() <= heads // layout.pp
+        if "compile" in layout.options:  # of every model, all but the product of its head
+            models = sum(role.trained for role in scenario.objective.roles)
+            heads = models * scenario.accumulation * layout.world_size // layout.pp
+            yield "layers are compiled", seen.linear() - seen.compiled() <= heads
         else:
             yield "layers run as they are written", seen.compiled() == 0
         again = seen.products("recomputed")

@@ -6,6 +6,7 @@ from typing import Any
 from conformance.defect import (
     Defect,
     DividedGradients,
+    LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
     RoundedMasters,
@@ -14,6 +15,7 @@ from conformance.defect import (
 )
 from conformance.oracle.divided_gradients import WithDividedGradients
 from conformance.oracle.head_norms import WithResummedHeadNorms
+from conformance.oracle.lost_embedding import WithLostEmbeddingGradient
 from conformance.oracle.padded_softmax import WithPaddedSoftmax
 from conformance.oracle.padding_token import WithTrainedPaddingToken
 from conformance.oracle.ring_window import WithWindowPerBlock
@@ -27,6 +29,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     ResummedHeadNorms: WithResummedHeadNorms,
     DividedGradients: WithDividedGradients,
     WindowPerBlock: WithWindowPerBlock,
+    LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
 }
 
 

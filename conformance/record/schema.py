@@ -72,7 +72,7 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next three
+    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next four
     lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held: tuple[tuple[Count, Count], ...] = ()

@@ -7,10 +7,13 @@ with the layout (conformance.judge.configuration). Operations of the suite itsel
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ COLLECTIVE_KINDS = {
     "reduce": "reduce",
     "send": "send",
 }
+_INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
@@ -84,8 +88,7 @@ class Watch(EagerMode):
         forward pass inside a backward pass, recognised by the autograd graph that it records.
     linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
         attention has them, whose number is that of the pieces that a kernel cuts its work into.
-    compiled: number of those of forward passes that code of torch.compile makes, which has them write their results
-        into tensors that it has made.
+    compiled: number of those products of linear layers in forward passes that code of torch.compile makes.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
     again: number of those products of linear layers that are recomputed.
@@ -174,7 +177,7 @@ class Watch(EagerMode):
             self.products[_name(result.dtype), phase] += 1
             if operator in _LINEAR:
                 self.linear[_name(result.dtype)] += phase == "forward"
-                self.compiled += phase == "forward" and func._overloadname == "out"
+                self.compiled += phase == "forward" and func._overloadname == "out" and _in_compiled_code()
                 self.again += phase == "recomputed"
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
@@ -203,6 +206,15 @@ class Watch(EagerMode):
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held": [[*entry] for entry in sorted(self.held.items())],
         }
+
+
+def _in_compiled_code() -> bool:
+    """Whether code that torch's inductor has made is running. It has matrix products write into tensors of its own, as
+    a library may do itself; so only for these need the frames be looked at."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_INDUCTOR):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _name(dtype: torch.dtype) -> str:

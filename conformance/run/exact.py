@@ -47,7 +47,7 @@ _REINTERPRET = frozenset((Tensor.view, torch.asarray, torch.ops.aten.view.dtype)
 _EMPTY = {torch.empty: (0,), torch.ops.aten.empty.memory_format: [0]}
 # DTensor computes shapes and dtypes with fake tensors, which therefore have to be treated like plain tensors.
 PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
-# Below autograd they are casts like others; code of torch.compile is made of what Python calls.
+# Below autograd these are ``aten._to_copy`` like other casts; but torch.compile goes by what Python calls.
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _PASS_OVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
@@ -83,22 +83,22 @@ class _LiftInPython(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _CASTS and args[0].dtype not in LOW:
-            return args[0].double()
+            return args[0].double(**kwargs)
         args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
         return func(*args, **kwargs)
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode that torch.compile does as if it were not there: it compiles nothing of the mode, and what runs
-    inside of it is compiled where it would be outside, so that a step that is watched runs the same code as any other.
-    Of compiled code, the mode sees the operators that are left, such as matrix products.
+    """A dispatch mode that torch.compile leaves alone, and that leaves torch.compile alone.
 
-    ``__torch_dispatch__`` gets operators of higher order, too, such as the one that makes compiled code draw the same
-    random numbers again; what these call, it does not get.
+    What is compiled outside of the mode is compiled inside of it, too, so that a step that is watched runs the same
+    code as any other. Of compiled code the mode gets the operators that are left, such as matrix products; what
+    inductor has fused into kernels of its own it does not get. Operators of higher order, such as the one that has
+    compiled code draw the same random numbers again, go through ``__torch_dispatch__``, but not what they call.
 
-    By default, torch wraps every call of a mode for this purpose. The wrapper costs as much time as the mode itself,
-    and imports torch._dynamo, which takes a second. Here the code object is marked to be skipped instead, including
-    everything that it calls.
+    Nothing of ``__torch_dispatch__`` is compiled. By default, torch wraps every call of a mode for this purpose. The
+    wrapper costs as much time as the mode itself, and imports torch._dynamo, which takes a second. Here the code object
+    is marked to be skipped instead, including everything that it calls.
     """
 
     supports_higher_order_operators = True
