@@ -3,6 +3,7 @@
 Masters and moments that nobody handed over show in half precision only, where what is computed with is not the master.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,7 +21,7 @@ from conformance.run.session import Session
 from conformance.scenario import Precision
 from conformance.validation import UsageError
 from conformance.world import Pool
-from impl.deepspeed.cut import check, engine_cut
+from impl.deepspeed.cut import Cut, check, engine_cut
 
 pytest.importorskip("deepspeed")
 
@@ -229,6 +230,15 @@ def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
 ) -> None:
     with pytest.raises(UsageError, match=f"{message}.*hand over a state instead"):
         check(cut(before, optimizer, precision), cut(after, optimizer, precision))
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(0, False), (1, True), (2, True), (3, False)])
+def test_a_checkpoint_that_does_not_say_the_order_of_its_groups_has_that_of_before(stage: int, refused: bool) -> None:
+    own = cut(f"dp2.zero{stage}", "adamw", "fp32")
+    before = Cut(**{name: value for name, value in vars(own).items() if name != "groups"})
+    message = "groups with the largest first.*hand over a state"
+    with pytest.raises(UsageError, match=message) if refused else nullcontext():
+        check(before, own)
 
 
 @pytest.mark.parametrize(("before", "after", "optimizer", "precision"), ALLOWED)

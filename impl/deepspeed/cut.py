@@ -12,7 +12,10 @@ from conformance.scenario import Precision
 from conformance.validation import UsageError
 from impl.deepspeed.settings import zero_stage
 
-WAY_ON = 'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell)'
+WAY_ON = (
+    'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell; '
+    "parity convert makes one of a checkpoint)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class Cut:
 
     stage: the ZeRO stage, or the two stages that share an optimizer class. ranks: the number of ranks that ZeRO
     partitions over, which are those of data parallelism, ring and Ulysses together. optimizer: the class name of the
-    base optimizer.
+    base optimizer. groups: the order of its parameter groups; checkpoints of before 2026-11-25 do not say it.
     """
 
     stage: str
@@ -30,6 +33,12 @@ class Cut:
     ulysses: int
     ranks: int
     optimizer: str
+    groups: str = "with the largest first"
+
+
+def largest_group_last(stage: int) -> bool:
+    """Whether the engine gets the largest of its parameter groups last."""
+    return stage in (1, 2)
 
 
 def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
@@ -43,6 +52,7 @@ def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
         ulysses=layout.ulysses,
         ranks=layout.world_size // layout.tp,
         optimizer=optimizer,
+        groups="with the largest last" if largest_group_last(stage) and "Adam" in optimizer else Cut.groups,
     )
 
 
@@ -53,7 +63,7 @@ def fits(saved: Cut, own: Cut) -> bool:
 
 def check(saved: Cut, own: Cut) -> None:
     """Raise UsageError if an engine partitioned as ``own`` cannot load a checkpoint partitioned as ``saved``."""
-    for name in ("stage", "precision", "optimizer"):
+    for name in ("stage", "precision", "optimizer", "groups"):
         before, now = getattr(saved, name), getattr(own, name)
         if before != now:
             raise UsageError(f"DeepSpeed reads a checkpoint of {name} {before} into the same only, not {now}; {WAY_ON}")

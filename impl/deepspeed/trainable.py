@@ -26,7 +26,7 @@ from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
 from impl.compiling import compile_layers, forget_compiled
 from impl.deepspeed import checkpoint, process
-from impl.deepspeed.cut import Cut, engine_cut
+from impl.deepspeed.cut import Cut, engine_cut, largest_group_last
 from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import frozen_settings, training_settings, zero_stage
@@ -178,9 +178,9 @@ class DeepspeedTrainable:
             return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
 
         groups = parameter_groups(trained_parameters(model, config), config, dims=dims)
-        # The small group first: the engine waits for the device before it updates a group, and after the last update it
-        # goes through the parameters of all groups, while the device is still busy only if that update is a large one.
-        return groups[::-1]
+        # ZeRO-1 and 2 wait for the device before they update a group, and after the last update go through the
+        # parameters of all groups. So the large group comes last: the device is busy with it meanwhile.
+        return groups[::-1] if largest_group_last(self.stage) else groups
 
     def forward_backward(
         self,
