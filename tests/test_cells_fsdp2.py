@@ -7,6 +7,7 @@ import re
 from itertools import product
 
 import pytest
+import torch
 from cells import assert_honest, cell_of, exhaustive, record_of
 
 from conformance.backend import Supported, Unsupported
@@ -118,6 +119,43 @@ def test_an_embedding_that_torch_compile_cuts_off_is_an_expected_difference(sess
 def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
     cell = cell_of("fsdp2", "sft-packed", "llama", "sp2.ring.shipped", "fp32", "cleared-gradients")
     assert session.run(cell).verdict.state == "differs"
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "layout", "precision", "version", "reason"),
+    [
+        ("fsdp2", "llama", "sp2.compile", "fp32", "2.13.0", "inside of a layer.*use sp1"),
+        ("deepspeed", "llama", "ulysses2.zero1.compile", "fp32", "2.13.0", "inside of a layer.*use sp1"),
+        ("fsdp2", "qwen3-moe", "dp2.compile", "fp32", "2.13.0", "leave compile out"),
+        ("fsdp2", "llama", "dp2.ckpt.compile", "exact", "2.13.0", "beyond the exact tier.*use fp32 or bf16"),
+        ("fsdp2", "llama", "dp2.compile", "exact", "2.11.0+cu130", "stays in float32.*use torch 2.13"),
+        ("deepspeed", "llama", "dp2.compile", "fp32", "2.13.0", "ZeRO-3 fetches weights.*use zero0"),
+        ("megatron", "llama", "dp2.compile", "fp32", "2.13.0", "compile"),
+        ("fsdp2", "llama", "dp2.compile", "exact", "2.13.0", ""),
+        ("fsdp2", "llama", "dp2.compile", "bf16", "2.11.0+cu130", ""),
+    ],
+)
+def test_layers_are_compiled_where_that_is_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    model: str,
+    layout: str,
+    precision: Precision,
+    version: str,
+    reason: str,
+) -> None:
+    cell = cell_of(backend, "sft-packed", model, layout, precision)
+    try:
+        adapter = cell.legs[0].backend.load()
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed")
+    monkeypatch.setattr(torch, "__version__", version)
+    found = adapter.supports(cell.scenario, cell.legs[0].layout)
+    if not reason:
+        assert isinstance(found, Supported)
+        return
+    assert isinstance(found, Unsupported)
+    assert re.search(reason, found.reason)
 
 
 def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(session: Session) -> None:

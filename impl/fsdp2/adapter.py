@@ -12,7 +12,7 @@ from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAM
 from impl.fsdp2.expected import EXPECTED
 from impl.fsdp2.planned import LAYER_NORMS
 from impl.lora import adapter_support
-from impl.model_support import compile_support, model_support
+from impl.model_support import compile_support, model_support, torch_is_older
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
 
@@ -81,7 +81,7 @@ class Fsdp2Backend(StrategyBackend):
         kind = model_config(scenario).get("model_type")
         if layout.ep > 1 and kind not in KINDS:
             return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(KINDS)}; use ep1")
-        if layout.tp > 1 and layout.ep == 1 and _is_packed(kind) and _is_older(2, 13):
+        if layout.tp > 1 and layout.ep == 1 and _is_packed(kind) and torch_is_older(2, 13):
             return Unsupported(
                 f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
                 f"2.13, or ep"
@@ -134,8 +134,3 @@ def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:
             f"have to divide both; use fewer ranks of dp and sp beside ep"
         )
     return ""
-
-
-def _is_older(*version: int) -> bool:
-    """Whether torch is older than this version, by its first numbers."""
-    return tuple(map(int, torch.__version__.split(".")[: len(version)])) < version
