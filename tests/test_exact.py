@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
+from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
 
 THIRD = 1 / 3  # has no exact float32
@@ -333,3 +334,10 @@ def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None
     assert not watch.leaks
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_a_product_into_a_given_tensor_is_not_taken_for_compiled_code() -> None:
+    with Watch() as watch:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2))
+    assert watch.linear == {"float32": 1}
+    assert watch.compiled == 0
