@@ -256,16 +256,18 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest
 def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
     tmp_path: Path, pool: Pool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the pool of the cells. These GPUs do not exist, so its rank ends; the lease was there, and is given back."""
+    """In the pool of the cells, and on each GPU at the same time. These GPUs do not exist, so its rank ends; the leases
+    were there, and are given back."""
     monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
-    cell = make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12)
-    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
-    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool) as oracles:
-        oracles.request(cell, inputs)
-        assert "the oracle's fp32 run failed: rank 0 raised" in oracles.wait(cell)
-        assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
-    assert gpus.busy.shares()["GPU-a"] > 0
+    cells = [make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12, seed=seed) for seed in (0, 1)]
+    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles:
+        for cell in cells:
+            oracles.request(cell, prepare_inputs(cell.scenario, tmp_path / "out"))
+        for cell in cells:
+            assert "the oracle's fp32 run failed: rank 0 raised" in oracles.wait(cell)
+            assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
+    assert all(gpus.busy.shares()[gpu] > 0 for gpu in GPUS)
     assert holders(GPUS, lease_folder()) == ""
 
 

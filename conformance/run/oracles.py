@@ -45,12 +45,19 @@ CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed fir
 
 
 class Oracles:
-    """Runs the oracle, one run at a time, in a thread with a world of one rank. Use it in a ``with`` statement."""
+    """Runs the oracle in worlds of one rank: one run at a time on the CPU, and meanwhile one on each leased GPU.
 
-    def __init__(self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None) -> None:
-        """``leased``: the pool of the cells' worlds, if these lease their places; on a GPU, the oracle's do so, too."""
+    Use it in a ``with`` statement.
+    """
+
+    def __init__(
+        self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None, gpus: int = 1
+    ) -> None:
+        """``leased``: the pool of the cells' worlds, if these lease their places; on a GPU, the oracle's do so, too,
+        and ``gpus`` of them are so many at once: with one, the other GPUs would idle, as cells want several."""
         self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
+        self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
         self._pool = Pool(work_dir=root / "worlds")  # of runs on the CPU, and on a GPU that is nobody's
@@ -65,6 +72,7 @@ class Oracles:
             self._pool.abort()
             if self._leased is not None:
                 self._leased.abort()
+        self._threads_of_gpus.shutdown()
         self._thread.submit(self._close)
         self._thread.shutdown()
 
@@ -101,7 +109,13 @@ class Oracles:
             for policy in policies:
                 out = self.folder(cell, has) / policy
                 if out not in self._runs:
-                    self._runs[out] = self._thread.submit(self._run, cell, inputs, out, cast(PolicyName, policy), has)
+                    run = partial(self._run, cell, inputs, out, cast(PolicyName, policy), has)
+                    is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
+                    self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
+
+    def _device_of(self, cell: Cell, policy: str) -> Device:
+        """Float64 is the same everywhere; a large model is only computed where that takes seconds."""
+        return "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
 
     def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
         runs = [
@@ -110,11 +124,10 @@ class Oracles:
         return "; ".join(filter(None, (run.result() for run in runs)))
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
-        # Float64 is the same everywhere; a large model is only computed where that takes seconds.
-        device = "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
+        device = self._device_of(cell, policy)
         if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
-            reference = self.folder(cell) / FLOAT64  # which was run before, in the same thread
-            if not _is_whole(reference):
+            reference = self.folder(cell) / FLOAT64
+            if self._runs[reference].result():  # it was submitted before, so a thread has it already
                 return "the oracle's choices of experts are missing, because its float64 run failed"
             inputs = with_choices(inputs, reference)
         cached = self._cache / _cache_key(cell, inputs, policy, device, defects)

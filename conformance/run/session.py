@@ -124,7 +124,7 @@ class Session:
         self._pool, self._at_once = self._where.pool, AtOnce(self._where.width)
         self._refusals = Refusals(device, ranks_per_gpu=shared, fleet=self._where.fleet)
         budget_s, leased = self.config.budget_s, self._pool if self._where.is_leased else None
-        self._oracles = Oracles(root=out, device=device, budget_s=budget_s, leased=leased)
+        self._oracles = Oracles(root=out, device=device, budget_s=budget_s, leased=leased, gpus=self._where.gpus)
         return self
 
     def __exit__(self, *_: object) -> None:

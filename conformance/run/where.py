@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.gpus.places import Gpus, LeasedPlaces
+from conformance.gpus.shares import gpus_of
 from conformance.hosts.fleet import AgentHere, Fleet, Hosts
 from conformance.hosts.slots import Slots
 from conformance.run.at_once import CELLS_PER_PLACE
@@ -34,6 +35,11 @@ class Where:
     @property
     def agents(self) -> Sequence[AgentHere]:
         return self.fleet.agents if self.fleet is not None else ()
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs of this host are leased, by shares or whole; 1 if none are."""
+        return len(gpus_of(self._gpus)) or 1
 
     @property
     def width(self) -> int:
