@@ -57,11 +57,6 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
     if (kind := model_config(scenario).get("model_type")) in KINDS:
         return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
-    if scenario.precision == "exact" and torch_is_older(2, 13):
-        return Unsupported(
-            f"in code that torch {torch.__version__} compiles, something stays in float32 (log-probs 2e-8 off on a GPU "
-            f"with torch 2.11, cause not known); use torch 2.13, or fp32"
-        )
     if "ckpt" in layout.options and scenario.precision == "exact":
         return Unsupported(
             "a compiled layer that a backward pass runs again is beyond the exact tier (conformance/run/exact.py); use "

@@ -129,8 +129,10 @@ class _LiftBelowAutograd(EagerMode):
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """The arguments with float64 in the place of lower dtypes; None if there is nothing to change."""
     # Every op of a step calls this function, and nearly all return here: this is the main cost of the tier.
-    for arg in args:
-        if arg.__class__ is torch.dtype and arg in LOW:
+    for (
+        arg
+    ) in args:  # not arg.__class__, which torch 2.11 compiles wrongly (docs/findings/compiled-class-of-constants.md)
+        if isinstance(arg, torch.dtype) and arg in LOW:
             break
     else:
         if not kwargs or kwargs.get("dtype") not in LOW:
@@ -140,8 +142,8 @@ def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None
     if any(isinstance(value, Tensor) and value.dtype in LOW for value in (*args, *kwargs.values())):
         return None
     lift = dict.fromkeys(LOW, torch.float64)
-    new_args = tuple(lift.get(a, a) if a.__class__ is torch.dtype else a for a in args)
-    return new_args, {k: lift.get(v, v) if v.__class__ is torch.dtype else v for k, v in kwargs.items()}
+    new_args = tuple(lift.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+    return new_args, {k: lift.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """torch: a compiled layer cuts the embedding before it off from its gradient, under tensor parallelism with FSDP2.
 
 The embedding is cut along the vocabulary, its outputs are added up over ranks, and the layer behind it is compiled, as
-each layer is in a transformer that is compiled layer by layer. Exit code 0: defect present. 1: gone. See
-compiled-collective-inputs.md.
+each layer is in a transformer that is compiled layer by layer. Exit code 0: defect present. 1: not there, as with torch
+2.11. See compiled-collective-inputs.md.
 """
 
 import copy
