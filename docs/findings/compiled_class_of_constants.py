@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-WRONG = {(2, 11): {"by_class"}, (2, 12): {"by_class", "by_equality"}}.get(VERSION, set())  # from 2.13 on, nothing
+OF_VERSIONS: dict[tuple[int, ...], set[str]] = {(2, 11): {"by_class"}, (2, 12): {"by_class", "by_equality"}}
+WRONG = OF_VERSIONS.get(VERSION, set())
 VALUES = {"an int": 3, "a string": "a", "a dtype": torch.float32, "a device": torch.device("cpu")}
 
 
