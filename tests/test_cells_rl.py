@@ -113,8 +113,6 @@ def assert_reaches_what_it_is_about(cell: Cell, steps: Sequence[StepRecord]) -> 
         assert any(step.value("critic.clipfrac") for step in steps)
     advantages = torch.cat([numbers(step, "advantage") for step in steps])
     assert (advantages < 0).any()
-    if cell.scenario.name == "grpo":
-        assert (advantages == 0).any()  # a group of equal rewards; the other scenarios' cells here have fewer groups
 
 
 def numbers(step: StepRecord, key: str) -> torch.Tensor:

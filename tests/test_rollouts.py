@@ -118,6 +118,16 @@ def test_a_roll_out_is_written_and_read_as_it_is(tmp_path: Path) -> None:
     assert [len(batch.rollout) for batch in read] == [2, 0, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["grpo", "grpo-off-policy", "gspo", "ppo"])
+def test_a_group_of_equal_rewards_is_trained(name: str, model: str) -> None:
+    """Its advantages are 0, or what a division by a deviation of 0 makes of them."""
+    first, rewards = build_rollouts(shipped(name, model), FIXTURES / "models" / model)[0], dict[Any, set[Any]]()
+    for document in (document for mini_batch in first.rollout for document in mini_batch.documents):
+        rewards.setdefault(document.columns["group"], set()).add(document.columns["reward"])
+    assert min(map(len, rewards.values())) == 1
+
+
 def test_a_seed_shuffles_groups() -> None:
     assert build_rollouts(shipped("gspo", seed=1), LLAMA) != batches_of_shipped("gspo")
     assert build_rollouts(shipped("gspo"), LLAMA) == batches_of_shipped("gspo")
