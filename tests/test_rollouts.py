@@ -122,8 +122,9 @@ def test_a_roll_out_is_written_and_read_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["grpo", "grpo-off-policy", "gspo", "ppo"])
 def test_a_group_of_equal_rewards_is_trained(name: str, model: str) -> None:
     """Its advantages are 0, or what a division by a deviation of 0 makes of them."""
-    first, rewards = build_rollouts(shipped(name, model), FIXTURES / "models" / model)[0], dict[Any, set[Any]]()
-    for document in (document for mini_batch in first.rollout for document in mini_batch.documents):
+    batches, rewards = build_rollouts(shipped(name, model), FIXTURES / "models" / model), dict[Any, set[Any]]()
+    rollouts = [mini_batch for batch in batches for mini_batch in batch.rollout]  # hold whole groups
+    for document in (document for mini_batch in rollouts for document in mini_batch.documents):
         rewards.setdefault(document.columns["group"], set()).add(document.columns["reward"])
     assert min(map(len, rewards.values())) == 1
 
