@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
-from conformance.world import Pool, WorldConfig
+from conformance.world import Pool, WorldConfig, nursery
 from conformance.world.watch import run_task
 from conformance.world.zygotes import ZygoteHandle
 
@@ -149,3 +149,21 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
         assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
         [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
         assert "importing threaded starts a thread" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("writes_none", "has_some", "is_kept"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_bytecode_that_is_kept_nowhere_else_is_kept_in_the_cache(
+    writes_none: bool, has_some: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image without bytecode whose Python writes none: ranks would compile all that they import."""
+    beside = tmp_path / "torch.pyc"
+    if has_some:
+        beside.touch()
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1" if writes_none else "")
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
+    monkeypatch.setattr(nursery, "cache_from_source", lambda _: str(beside))
+    subprocess.run([sys.executable, "-c", "import conformance.layout"], env=nursery.environment(), check=True)
+    assert any((tmp_path / "cache" / "bytecode").rglob("layout.*.pyc")) == is_kept
