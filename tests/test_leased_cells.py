@@ -271,6 +271,26 @@ def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
     assert holders(GPUS, lease_folder()) == ""
 
 
+def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else oracles that need one GPU would wait behind it for a GPU that idles until the cell has all of its own."""
+    wait, lease, order = Oracles.wait, Gpus.lease, list[str]()
+
+    def waiting(oracles: Oracles, *cell: Any) -> str:
+        missing = wait(oracles, *cell)
+        order.append("the oracle is done")
+        return missing
+
+    def leasing(gpus: Gpus, who: str, *args: Any, **options: Any) -> Any:
+        order.append(who)
+        return lease(gpus, who, *args, **options)
+
+    monkeypatch.setattr(Oracles, "wait", waiting)
+    monkeypatch.setattr(Gpus, "lease", leasing)
+    with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
+        assert session.run(cell_of("dp2", 0)).verdict.state == "conforms"
+    assert order[:2] == ["the oracle is done", "plain"]
+
+
 def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is killed once: the cell conforms, and its verdict says that it had failed before. One that is killed
     always: infrastructure, with both attempts."""

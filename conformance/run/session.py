@@ -242,7 +242,8 @@ class Session:
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
-        if is_large(cell.scenario):  # what the oracle needs has to be free again before ranks begin
+        # A large oracle's memory has to be free again; and who queues up for two GPUs keeps oracles from the idle one.
+        if is_large(cell.scenario) or self._where.is_leased:
             self._activities.phase("waiting for the oracle")
             if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
                 verdict = Verdict(state="infrastructure", reason=missing)

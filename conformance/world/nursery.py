@@ -151,6 +151,10 @@ def environment(*, is_other: bool = False) -> dict[str, str]:
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
         # and the documents of an oracle's run have more shapes than that; a kernel takes up to 0.7 MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
+        # Each rank that compiles starts processes to compile in: 32, where there are as many processors.
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
+            "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1))
+        ),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # the same results twice
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
         "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
