@@ -1,6 +1,6 @@
 """Runs one cell under its own torchrun, as trainers are usually started; benchmarks/worlds.py times it beside the pool.
 
-torchrun --nproc-per-node N benchmarks/torchrun_cell.py KWARGS.json
+torchrun --nproc-per-node N benchmarks/torchrun_cell.py cpu|cuda KWARGS.json
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from conformance.run.task import run_leg
@@ -15,9 +16,13 @@ from conformance.world import RankContext
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    context = RankContext(rank=dist.get_rank(), world_size=dist.get_world_size(), device="cpu", beat=lambda phase: None)
-    run_leg(context, **json.loads(Path(sys.argv[1]).read_text()))
+    device, kwargs = sys.argv[1:]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context = RankContext(rank=rank, world_size=size, device=device, beat=lambda phase: None)
+    run_leg(context, **json.loads(Path(kwargs).read_text()))
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """Measures what a pool of live ranks saves: seconds per cell in the pool, cold and warm, and under torchrun.
 
-python benchmarks/worlds.py [--json] [--world_sizes 2 4 8] [--warm 5] [--torchrun 2]
+python benchmarks/worlds.py [--device cpu|cuda] [--json] [--world_sizes 2 4 8] [--warm 5] [--torchrun 2]
 
 The cell trains a tiny model for two steps (fp32, data parallel over all ranks) and writes its record; judging is not
 part of it. Runs in the pool and under torchrun alternate, since the speed of a shared machine drifts. Times are those
@@ -27,7 +27,7 @@ from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
 from conformance.run.legs import leg_arguments, world_config
 from conformance.scenario import load_scenario
-from conformance.world import Pool
+from conformance.world import Device, Pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Timing:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--warm", type=int, default=5, help="warm runs in the pool")
@@ -51,7 +52,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         timings = {
-            str(size): measure(size, Path(folder) / str(size), warm=options.warm, torchruns=options.torchrun)
+            str(size): measure(
+                size, Path(folder) / str(size), options.device, warm=options.warm, torchruns=options.torchrun
+            )
             for size in options.world_sizes
         }
     if options.json:
@@ -64,8 +67,8 @@ def main() -> None:
         print(f"{size:>5} {row} {share:>20}")
 
 
-def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
-    """Time one world size; the pool is new, so its first cell pays for imports and for forking the ranks."""
+def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) -> Timing:
+    """Time one world size; the pool is new, so its first cell pays for imports and for starting the ranks."""
     scenario = load_scenario(
         FIXTURES / "scenarios" / "sft-padded.toml", model="models/llama", precision="fp32", steps=2
     )
@@ -80,7 +83,7 @@ def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
             began = time.perf_counter()
             outcome = pool.run(
                 key="benchmark",
-                config=world_config(cell.legs[0], "cpu"),
+                config=world_config(cell.legs[0], device),
                 task="conformance.run.task:run_leg",
                 kwargs=leg_arguments(cell, 0, inputs, folder, None),
                 log_dir=out / f"logs-{i}",
@@ -90,7 +93,8 @@ def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
             assert outcome.state == "done", outcome.reason
             steps.append(sum(step.line["seconds"] for step in read_record(folder / "record").steps))
             if i < torchruns:
-                started.append(_torchrun(size, leg_arguments(cell, 0, inputs, out / f"torchrun-{i}", None), out))
+                kwargs = leg_arguments(cell, 0, inputs, out / f"torchrun-{i}", None)
+                started.append(_torchrun(size, kwargs, out, device))
     pool_warm, torchrun = statistics.median(pooled[1:]), statistics.median(started)
     not_training = statistics.median(total - training for total, training in zip(pooled[1:], steps[1:], strict=True))
     return Timing(
@@ -103,12 +107,12 @@ def measure(size: int, out: Path, *, warm: int, torchruns: int) -> Timing:
     )
 
 
-def _torchrun(size: int, kwargs: dict[str, Any], out: Path) -> float:
+def _torchrun(size: int, kwargs: dict[str, Any], out: Path, device: Device) -> float:
     file = out / "kwargs.json"
     file.write_text(json.dumps(kwargs), encoding="utf-8")
     script = Path(__file__).with_name("torchrun_cell.py")
     launch = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={size}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *launch, str(script), str(file)]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, str(script), device, str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     began = time.perf_counter()
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
