@@ -1,6 +1,7 @@
 """The exact tier: every request for a lower precision on the way of a float64 computation gives float64, nothing else
 changes, and LeakWatch finds what is left. Serves claim 6."""
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
+from conformance.run import exact
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
 
@@ -341,3 +343,10 @@ def test_a_product_into_a_given_tensor_is_not_taken_for_compiled_code() -> None:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2))
     assert watch.linear == {"float32": 1}
     assert watch.compiled == 0
+
+
+def test_the_class_of_an_argument_is_not_asked_for() -> None:
+    """Compiled code of torch 2.11 and 2.12 answers wrongly (docs/findings/compiled-class-of-constants.md), and nothing
+    but this shows it with a later one."""
+    tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
+    assert "__class__" not in {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -1,7 +1,7 @@
-"""The findings in docs/findings: each script still shows its defect, and each is written up and listed.
+"""The findings in docs/findings: each script still shows what its page says, and each is written up and listed.
 
-A script exits with 0 as long as the library behaves as its page says. When one fails here after an upgrade, read its
-output: the library may have been fixed, and then page, index and our work-around can go.
+A script exits with 0 as long as this version of the library behaves as its page says. When one fails here after an
+upgrade, read its output: the library may have been fixed, and then page, index and our work-around can go.
 """
 
 import re

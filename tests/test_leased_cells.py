@@ -286,8 +286,9 @@ def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, m
 
     monkeypatch.setattr(Oracles, "wait", waiting)
     monkeypatch.setattr(Gpus, "lease", leasing)
-    with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
-        assert session.run(cell_of("dp2", 0)).verdict.state == "conforms"
+    with Session(SessionConfig(out=tmp_path / "out", device="cuda", gpus=GPUS, budget_s=60)) as session:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(GPUS))
+        assert session.run(cell_of("dp2", 0)).verdict.state == "infrastructure"  # these GPUs do not exist
     assert order[:2] == ["the oracle is done", "plain"]
 
 

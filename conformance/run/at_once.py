@@ -41,7 +41,11 @@ class AtOnce:
         """Call ``run`` for each cell, in threads; none if there are no threads."""
         if self._threads is None:
             return {}
-        return {cell: self._threads.submit(run, cell) for cell in sorted(cells, key=lambda cell: -cell.world_size)}
+        return {cell: self._threads.submit(run, cell) for cell in self.ordered(cells)}
+
+    def ordered(self, cells: Sequence[Cell]) -> Sequence[Cell]:
+        """The cells in the order in which they are begun."""
+        return sorted(cells, key=lambda cell: -cell.world_size) if self.is_parallel else cells
 
     def cancel(self) -> None:
         """Begin no further cell."""

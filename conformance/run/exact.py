@@ -129,7 +129,7 @@ class _LiftBelowAutograd(EagerMode):
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """The arguments with float64 in the place of lower dtypes; None if there is nothing to change."""
     # Every op of a step calls this function, and nearly all return here: this is the main cost of the tier.
-    # Not by arg.__class__, which torch 2.11 compiles wrongly (docs/findings/compiled-class-of-constants.md).
+    # Not by arg.__class__, which torch 2.11 and 2.12 compile wrongly (docs/findings/compiled-class-of-constants.md).
     for arg in args:
         if isinstance(arg, torch.dtype) and arg in LOW:
             break

@@ -1,7 +1,7 @@
 """Oracles: makes the oracle's records, with which cells are compared, and keeps them across runs.
 
-Oracle runs are made while cells run, in their own world. Their records are cached under a key of everything that they
-depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
+Oracle runs are made while other cells run, in their own worlds. Their records are cached under a key of everything that
+they depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
 files of the oracle and of the objective, the version of torch, and for runs below float64 the device. So another
 process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the cache (default:
 ``~/.cache/backend-parity``).
@@ -127,7 +127,7 @@ class Oracles:
         device = self._device_of(cell, policy)
         if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
             reference = self.folder(cell) / FLOAT64
-            if self._runs[reference].result():  # it was submitted before, so a thread has it already
+            if self._runs[reference].result():  # it was submitted before, and waits for no run that was so later
                 return "the oracle's choices of experts are missing, because its float64 run failed"
             inputs = with_choices(inputs, reference)
         cached = self._cache / _cache_key(cell, inputs, policy, device, defects)

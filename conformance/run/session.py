@@ -136,7 +136,7 @@ class Session:
         self._where.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Run and judge the cells, while their oracles are computed. ``progress`` gets each result.
+        """Run and judge the cells, while oracles are computed. ``progress`` gets each result.
 
         Raises UsageError if this machine has no room for them, and Unwritable if the output folder cannot be written to
         any more.
@@ -168,7 +168,7 @@ class Session:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
         check_room(waiting, room, device=device, warn=logger.warning, agents=self._where.agents)
-        for cell in waiting:
+        for cell in self._at_once.ordered(waiting):
             if not is_large(cell.scenario):
                 self._request(cell)
 
@@ -242,8 +242,8 @@ class Session:
         """
         folder = self.folder(cell)
         legs, device, budget_s = folder / ("fresh" if fresh else "legs"), self.config.device, self.config.budget_s
-        # A large oracle's memory has to be free again; and who queues up for two GPUs keeps oracles from the idle one.
-        if is_large(cell.scenario) or self._where.is_leased:
+        # A large oracle's memory has to be free again; and a cell that waits for two GPUs reserves the one that idles.
+        if is_large(cell.scenario) or self._where.queues_oracles:
             self._activities.phase("waiting for the oracle")
             if missing := self._oracles.wait(cell, defects_of(self._refusals.known(cell))):
                 verdict = Verdict(state="infrastructure", reason=missing)

@@ -20,7 +20,7 @@ class Where:
     def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
         """``gpus``: those that are leased, or shares; empty: ranks are simply here. Raises UsageError as Fleet does."""
         self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
-        self._gpus = gpus
+        self._gpus, self._device = gpus, device
         self._places: LeasedPlaces | None = None
         if self.fleet is not None:
             self._places = Slots(self.fleet)
@@ -35,6 +35,11 @@ class Where:
     @property
     def agents(self) -> Sequence[AgentHere]:
         return self.fleet.agents if self.fleet is not None else ()
+
+    @property
+    def queues_oracles(self) -> bool:
+        """Whether oracles queue up for the same GPUs of this host as cells do."""
+        return bool(self._gpus) and self._device == "cuda"
 
     @property
     def gpus(self) -> int:

@@ -10,6 +10,7 @@ zygotes. It never runs a task and stays single-threaded, because threads do not 
 import atexit
 import contextlib
 import gc
+import hashlib
 import itertools
 import os
 import select
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module, invalidate_caches
+from importlib.metadata import distributions
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, NoReturn
@@ -153,7 +155,7 @@ def environment(*, is_other: bool = False) -> dict[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
         # Each rank that compiles starts processes to compile in: 32, where there are as many processors.
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
-            "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1))
+            "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(os.sched_getaffinity(0))))
         ),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # the same results twice
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
@@ -168,12 +170,19 @@ def _bytecode() -> dict[str, str]:
     (``PYTHONDONTWRITEBYTECODE``, as in many container images). Else every process of every world compiles all that it
     imports: on such a machine, torch and transformers took 14 s instead of 6."""
     torch = find_spec("torch")
-    if not sys.dont_write_bytecode or torch is None or torch.origin is None:
+    if not sys.dont_write_bytecode or sys.pycache_prefix is not None or torch is None or torch.origin is None:
         return {}
     if Path(cache_from_source(torch.origin)).exists():
         return {}
+    # Python tells versions of a file apart by its time and size, and in an image all files may be of the same time.
+    versions = [sys.version, sys.prefix, *(f"{d.name} {d.version}" for d in distributions())]
+    folder = cache_folder() / "bytecode" / hashlib.sha256("\n".join(sorted(versions)).encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {}
     # Python takes an empty value for one that is not set.
-    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache_folder() / "bytecode")}
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)} if os.access(folder, os.W_OK) else {}
 
 
 def absolute_path() -> list[str]:
