@@ -2,6 +2,7 @@
 changes, and LeakWatch finds what is left. Serves claim 6."""
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from conformance.run import exact
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
 
@@ -348,5 +348,5 @@ def test_a_product_into_a_given_tensor_is_not_taken_for_compiled_code() -> None:
 def test_the_class_of_an_argument_is_not_asked_for() -> None:
     """Compiled code of torch 2.11 and 2.12 answers wrongly (docs/findings/compiled-class-of-constants.md), and nothing
     but this shows it with a later one."""
-    tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(inspect.getfile(LeakWatch)).read_text(encoding="utf-8"))
     assert "__class__" not in {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
