@@ -120,7 +120,7 @@ def test_a_roll_out_is_written_and_read_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["grpo", "grpo-off-policy", "gspo", "ppo"])
-def test_a_group_of_equal_rewards_is_trained(name: str, model: str) -> None:
+def test_a_roll_out_has_a_group_of_equal_rewards(name: str, model: str) -> None:
     """Its advantages are 0, or what a division by a deviation of 0 makes of them."""
     batches, rewards = build_rollouts(shipped(name, model), FIXTURES / "models" / model), dict[Any, set[Any]]()
     rollouts = [mini_batch for batch in batches for mini_batch in batch.rollout]  # hold whole groups
