@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
-from conformance.world import Pool, WorldConfig, nursery
-from conformance.world.watch import run_task
-from conformance.world.zygotes import ZygoteHandle
+from conformance.world import Pool, WorldConfig, nursery, zygote
 
 
 def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
@@ -119,23 +117,6 @@ def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
         assert sorted(tmp_path.glob("zygote-*.log")) == logs
 
 
-def test_started_ranks_do_as_forked_ranks_do(tmp_path: Path) -> None:
-    """What a GPU's ranks do differently, but for NCCL: a zygote without torch starts them afresh."""
-    zygote = ZygoteHandle(ranks="started", preload=(), log=tmp_path / "zygote.log")
-    try:
-        world = zygote.start_world(WorldConfig(size=2, device="cpu", preload=("world_tasks",)))
-        for value in (1.0, 2.0):
-            summed, leaks, _ = run_task(
-                world, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=BUDGET_S
-            )
-            assert [result["sum"] for result in summed] == [2 * value + 1] * 2
-            assert leaks == ""
-        assert world.bury() == []
-        assert all(is_gone(pid) for pid in world.pids)
-    finally:
-        zygote.close()
-
-
 def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,12 +124,28 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
     monkeypatch.syspath_prepend(tmp_path)
     threaded = WorldConfig(size=2, device="cpu", preload=("threaded", "world_tasks"))
     with Pool(work_dir=tmp_path) as pool:
-        outcome = pool.run(
-            key="x", config=threaded, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=30
-        )
-        assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
+        for value in (1.0, 2.0):
+            outcome = pool.run(
+                key="x", config=threaded, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=30
+            )
+            assert [result["sum"] for result in results(outcome)] == [2 * value + 1] * 2
+            assert outcome.used == (value == 2.0)
         [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
         assert "importing threaded starts a thread" in log.read_text()
+
+
+def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "nvidia-uvm"  # the driver has this open from then on
+    device.touch()
+    (tmp_path / "harmless.py").touch()
+    (tmp_path / "initialising.py").write_text(f"opened = open({str(device)!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(zygote, "CUDA_DEVICE", str(device))
+    monkeypatch.setattr(zygote, "thread_count", lambda: 1)  # this process may have more
+    assert zygote._import(["harmless"]) == ""
+    assert zygote._import(["harmless", "initialising"]) == "importing initialising initialises CUDA"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from conformance.gpus.busy import Busy
-from conformance.gpus.lease import Ticket, holders, lease_folder
+from conformance.gpus.lease import Ticket, blocks, holders, lease_folder
 from conformance.gpus.shares import gpus_of, more_shares, network_of, seats_of, visible_to
 from conformance.world import WorldConfig
 from conformance.world.lane import Starter
@@ -38,6 +38,10 @@ class LeasedPlaces:
     def names_of_a_host(self) -> Block:
         """Those of one host."""
         raise NotImplementedError
+
+    def blocks_ahead(self, config: WorldConfig) -> list[Block]:
+        """See conformance.world.places."""
+        return []
 
     def starter(self, block: Block) -> Starter:
         """Who starts worlds on these places."""
@@ -117,6 +121,9 @@ class Gpus(LeasedPlaces):
 
     def names_of_a_host(self) -> Block:
         return self._gpus
+
+    def blocks_ahead(self, config: WorldConfig) -> list[Block]:
+        return blocks(*self._wanted(config)) if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> Zygotes:
         return Zygotes(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))

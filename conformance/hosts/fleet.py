@@ -184,6 +184,9 @@ class FarHandle(Handle):
         self._fleet, self._parts = fleet, parts
         self._is_over = False
 
+    def prepare(self, config: WorldConfig) -> None:
+        """Nothing: agents import what their first worlds need."""
+
     def start(self, config: WorldConfig) -> World:
         """Start the ranks of a world, the first ones at the first agent. Raises StartError."""
         if problem := "the run was stopped" if self._is_over else self._fleet.problem():

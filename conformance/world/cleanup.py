@@ -23,7 +23,8 @@ import ctypes
 import gc
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.world.process import thread_count, threads_called
+from conformance.world.process import open_files, thread_count, threads_called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,13 @@ class Holdings:
     undead: int
     fds: int
     threads: int
+    open_on: Counter[str] = field(default_factory=Counter)  # conformance.world.process.open_files
 
 
 # Growth since the first clean-up that does not count as a leak: libraries open some resources at their first use (a
 # device, a log). Leaks are far larger: Megatron's parallel state left 17 groups, 75 descriptors and 51 threads a task.
 ALLOWANCE = Holdings(groups=0, undead=0, fds=16, threads=8)
+_WORTH_TELLING = 4  # descriptors of a kind; a task's logs are fewer
 _GLOO_LOOP = "gloo_tcp_loop"  # the thread of a gloo group's device
 SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end with a delay on a loaded machine
 _TICK_S = 0.01
@@ -132,12 +135,13 @@ def _memory() -> int:
 
 
 def _current_holdings() -> Holdings:
-    groups = dist.distributed_c10d._world.pg_map
+    groups, open_on = dist.distributed_c10d._world.pg_map, open_files()
     return Holdings(
         groups=len(groups),
         undead=max(0, threads_called(_GLOO_LOOP) - sum("gloo" in backend for backend, _ in groups.values())),
-        fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        fds=open_on.total(),
         threads=thread_count(),
+        open_on=open_on,
     )
 
 
@@ -145,11 +149,15 @@ def growth(first: Holdings, now: Holdings) -> str:
     """In words, for a log line: what has grown by more than ALLOWANCE; "" if nothing has."""
     names = {"groups": "process groups", "undead": "process groups that were destroyed and live on"}
     names |= {"fds": "open file descriptors", "threads": "threads"}
-    return ", ".join(
+    grown = [
         f"{text} {getattr(first, name)} -> {getattr(now, name)}"
         for name, text in names.items()
         if getattr(now, name) > getattr(first, name) + getattr(ALLOWANCE, name)
-    )
+    ]
+    if now.fds > first.fds + ALLOWANCE.fds:
+        more = (now.open_on - first.open_on).most_common()
+        grown.append("among them " + ", ".join(f"{count} {what}" for what, count in more if count >= _WORTH_TELLING))
+    return ", ".join(grown)
 
 
 def _forget_meshes(device: str) -> None:

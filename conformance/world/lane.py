@@ -48,6 +48,9 @@ class Starter(Protocol):
     def start(self, config: WorldConfig) -> World:
         """Raises StartError."""
 
+    def prepare(self, config: WorldConfig) -> None:
+        """Start in the background what a world of this config needs; does not wait, and raises nothing."""
+
     def terminate(self) -> None:
         """End all worlds, and every later one, from another thread."""
 
@@ -114,6 +117,10 @@ class Lane:
             self._retire(key, config, why=why, level=logging.DEBUG)
         seconds = time.monotonic() - began
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
+
+    def prepare(self, config: WorldConfig) -> None:
+        """See conformance.world.Pool.prepare."""
+        self._starter.prepare(config)
 
     def phase(self) -> str:
         """What the rank does that is furthest behind; empty if no task runs. For another thread, to show it."""

@@ -52,5 +52,8 @@ class Places(Protocol):
 
     def give_back(self, lease: Lease) -> None: ...
 
+    def blocks_ahead(self, config: WorldConfig) -> Collection[Block]:
+        """The blocks that a world may lease, if they are known before and it helps to prepare them."""
+
     def starter(self, block: Block) -> Starter:
         """Who starts worlds on these places."""

@@ -57,10 +57,15 @@ class Pool:
         self.close()
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start to import the modules that a world of this config preloads, in the background; does not wait. Of a
-        world with places nothing can be done before its lease."""
+        """Start to import the modules that a world of this config preloads, in the background; does not wait. With
+        places: on each block that such a world may lease, so that none is leased while this is done."""
         if self._places is None:
             self._zygotes.prepare(config)
+            return
+        for block in self._places.blocks_ahead(config):
+            with self._making:
+                threaded = self._lane(self._places, block)
+            threaded.thread.submit(threaded.lane.prepare, config)
 
     def run(
         self,

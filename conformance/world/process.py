@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -51,6 +53,12 @@ def thread_count() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
+def open_files() -> Counter[str]:
+    """What the descriptors of this process are open on: paths of files, and kinds such as ``socket`` or ``eventfd``."""
+    links = map(_link, Path("/proc/self/fd").iterdir())
+    return Counter(re.sub(r"^anon_inode:\[?(\w+)\]?$|^(\w+):\[\d+\]$", r"\1\2", link) for link in links if link)
+
+
 def threads_called(name: str) -> int:
     """The number of threads of this process that have given themselves this name."""
     found = 0
@@ -73,6 +81,14 @@ def signal_process(pid: int, number: int) -> None:
     """Send a signal to a process, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _link(descriptor: Path) -> str:
+    """What a descriptor is open on; "" if it has been closed, as that of the folder which is read."""
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,7 +1,7 @@
 """Rank: joins its process group once, then runs the tasks that the controller sends, until it closes the socket.
 
-On the CPU, a zygote forks the rank. For GPUs, and for backends whose import starts a thread, the rank is started with
-``python -m conformance.world.rank SPEC``, because CUDA and threads do not survive a fork. Serves claim 8: the output of
+A zygote forks the rank. For backends whose import starts a thread or initialises CUDA, which do not survive a fork, the
+rank is started with ``python -m conformance.world.rank SPEC``. Serves claim 8: the output of
 a task goes to its own log, its stacks can be requested while it hangs, and however it ends, the end is reported.
 """
 

@@ -1,9 +1,9 @@
 """Zygote: imports the modules that its ranks need once, then forks ranks on request, reports deaths and reaps ranks.
 
-``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, or on the CPU a fork of the
-nursery that goes on as this would; there is one zygote for all worlds that preload the same modules. It never runs a
-task and stays single-threaded, because threads do not survive a fork. If its ranks have to be started instead of forked
-(GPUs, or a backend whose import starts a thread), it imports nothing.
+``python -m conformance.world.zygote CONTROL_FD PARENT_PID forked|started MODULE...``, or a fork of the nursery that
+goes on as this would; there is one zygote for all worlds of a place that preload the same modules. It never runs a
+task, stays single-threaded and leaves GPUs alone, because neither threads nor CUDA survive a fork. If a module that it
+imports does otherwise, it starts again, imports nothing, and its ranks are started instead of forked.
 Serves claim 8: it is the parent of every rank, so it notices the death of every rank, and no rank outlives it.
 """
 
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from conformance.world.process import (
     adopt_orphans,
     children,
+    open_files,
     signal_at_death_of,
     signal_group,
     signal_process,
@@ -30,6 +31,7 @@ from conformance.world.process import (
 )
 from conformance.world.wire import Message, Wire
 
+CUDA_DEVICE = "/dev/nvidia-uvm"  # the driver opens it when CUDA is initialised; NVML, which only looks, does not
 TERM_GRACE_S = 0.5  # for a SIGTERM handler of the task
 KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in a driver or a network file system
 _TICK_S = 0.002
@@ -118,7 +120,7 @@ class Zygote:
             for fd in (self._control.fileno(), *(end.fileno() for end in self._wakeup), *(set(fds) - set(own))):
                 os.close(fd)
             if self._forks:
-                from conformance.world.rank import RankSpec, serve  # torch: for a GPU the zygote goes without
+                from conformance.world.rank import RankSpec, serve  # torch, which a zygote that forks nothing lacks
 
                 serve(RankSpec(**spec))
             else:
@@ -180,14 +182,20 @@ def _lead_group(pid: int) -> None:
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules until one of them starts a thread. Returns the name of this module, or ""."""
-    if thread_count() > 1:
-        return "what all zygotes share"
+    """Import modules until one does what does not survive a fork. Returns in words which one did what, or ""."""
+    if harm := _harm():
+        return f"importing what all zygotes share {harm}"
     for module in modules:
         import_module(module)
-        if thread_count() > 1:
-            return module
+        if harm := _harm():
+            return f"importing {module} {harm}"
     return ""
+
+
+def _harm() -> str:
+    if thread_count() > 1:
+        return "starts a thread"
+    return "initialises CUDA" if CUDA_DEVICE in open_files() else ""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -198,14 +206,14 @@ def main(arguments: Sequence[str]) -> None:
     os.set_inheritable(int(control_fd), False)
     if ranks == "forked":
         try:
-            culprit = _import([*preload, "conformance.world.rank"])
+            harm = _import([*preload, "conformance.world.rank"])
         except BaseException:
             error = f"a preloaded module cannot be imported:\n{traceback.format_exc()}"
             control.send({"type": "ready", "error": error})
             return
-        if culprit:
-            # Threads do not survive a fork, and exec ends them. This is slower, because every rank imports for itself.
-            print(f"importing {culprit} starts a thread, so ranks are started afresh instead of forked", flush=True)
+        if harm:
+            # Exec ends threads, and leaves the GPU. This is slower, because every rank imports for itself.
+            print(f"{harm}, so ranks are started afresh instead of forked", flush=True)
             os.set_inheritable(int(control_fd), True)
             os.execv(sys.executable, [sys.executable, "-P", "-m", __spec__.name, control_fd, parent, "started"])
         from conformance.world.cleanup import freeze

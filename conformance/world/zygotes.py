@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 from conformance.machine import available_memory
 from conformance.world.config import WorldConfig
@@ -42,19 +41,17 @@ class ZygoteHandle(Child):
 
     what = "the process that ranks are forked from"
 
-    def __init__(
-        self, *, ranks: Literal["forked", "started"], preload: tuple[str, ...], log: Path, python: str = ""
-    ) -> None:
+    def __init__(self, *, preload: tuple[str, ...], log: Path, python: str = "") -> None:
         control, theirs = wire_pair()
         with theirs:
-            if ranks == "forked" and not python:
+            if python:
+                env, arguments = environment(is_other=True), ["forked", *preload]
+                started = start_child(_ZYGOTE, arguments, control=theirs, log=log, env=env, python=python)
+                super().__init__(control, started, log=log)
+            else:
                 with log.open("ab") as output:
                     forked: Forked = fork_zygote(preload, control=theirs, log=output)
                 super().__init__(control, forked, log=log)
-            else:
-                env = environment(is_other=bool(python))
-                started = start_child(_ZYGOTE, [ranks, *preload], control=theirs, log=log, env=env, python=python)
-                super().__init__(control, started, log=log)
         self._begun = time.monotonic()
         self._ready: Message | None = None  # what it said when it had imported its modules
 
@@ -146,7 +143,7 @@ class Zygotes:
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
         self._folder, self._variables, self._seats = folder, variables, seats
-        self._zygotes: dict[tuple[str, tuple[str, ...] | None], ZygoteHandle] = {}
+        self._zygotes: dict[tuple[str, tuple[str, ...]], ZygoteHandle] = {}
         self._is_over = False
 
     def __iter__(self) -> Iterator[ZygoteHandle]:
@@ -167,13 +164,11 @@ class Zygotes:
 
     def of(self, config: WorldConfig) -> ZygoteHandle:
         """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
-        preload = config.preload if config.are_forked else None
-        zygote = self._zygotes.get(key := (config.python, preload))
+        zygote = self._zygotes.get(key := (config.python, config.preload))
         if zygote is None or not zygote.is_alive:
             self._folder.mkdir(parents=True, exist_ok=True)
             log = self._folder / f"zygote-{os.getpid()}-{next(_log_numbers)}.log"  # others may share the folder
-            ranks: Literal["forked", "started"] = "forked" if config.are_forked else "started"
-            zygote = ZygoteHandle(ranks=ranks, preload=preload or (), log=log, python=config.python)
+            zygote = ZygoteHandle(preload=config.preload, log=log, python=config.python)
             self._zygotes[key] = zygote
             if self._is_over:  # while it was made
                 zygote.terminate()
