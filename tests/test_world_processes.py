@@ -164,3 +164,16 @@ def test_bytecode_that_is_kept_nowhere_else_is_kept_in_the_cache(
     monkeypatch.setattr(nursery, "cache_from_source", lambda _: str(beside))
     subprocess.run([sys.executable, "-c", "import conformance.layout"], env=nursery.environment(), check=True)
     assert any((tmp_path / "cache" / "bytecode").rglob("layout.*.pyc")) == is_kept
+
+
+def test_the_bytecode_of_environments_that_are_gone_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(nursery, "cache_from_source", lambda _: str(tmp_path / "torch.pyc"))
+    own = Path(nursery.environment()["PYTHONPYCACHEPREFIX"])
+    for number in range(5):
+        (others := own.parent / f"other-{number}").mkdir()
+        os.utime(others, (number, number))
+    os.utime(own, (0, 0))  # not used since all of them
+    assert Path(nursery.environment()["PYTHONPYCACHEPREFIX"]) == own
+    assert {kept.name for kept in own.parent.iterdir()} == {own.name, "other-3", "other-4"}

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -39,6 +40,7 @@ COMMON = ("conformance.world.rank",)
 # Imported when the first zygote wants anything of its package, because it is most of what such modules import: this one
 # imports torch._dynamo and torch.distributed.tensor, too. The oracle, and worlds without models, need none of it.
 SHARED = {"transformers": "transformers.modeling_utils"}
+_ENVIRONMENTS = 3  # those used last whose bytecode is kept; of one, it takes 110 MB
 _STATUS = struct.Struct("i")
 
 
@@ -181,8 +183,12 @@ def _bytecode() -> dict[str, str]:
     folder = cache_folder() / "bytecode" / hashlib.sha256("\n".join(sorted(versions)).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
     except OSError:
         return {}
+    with contextlib.suppress(FileNotFoundError):  # another run removes them at the same time
+        for unused in sorted(folder.parent.iterdir(), key=lambda kept: kept.stat().st_mtime)[:-_ENVIRONMENTS]:
+            shutil.rmtree(unused, ignore_errors=True)
     # Python takes an empty value for one that is not set.
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)} if os.access(folder, os.W_OK) else {}
 
