@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conformance.batch import Batch
 from conformance.defect import Defect
@@ -55,10 +54,6 @@ POLICIES: dict[PolicyName, Policy] = {
     "fp16-plain": Policy(torch.float16, torch.float32),
 }
 
-# Not cuDNN's, which torch prefers on some GPUs: it compiles a graph for each length of a document, which took 0.1 s of
-# an H100's time, and 2 s for the first.
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
 
 def run_oracle(
     *,
@@ -92,11 +87,7 @@ def run_oracle(
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
-    with contextlib.ExitStack() as settings:
-        if device != "cpu":
-            settings.enter_context(torch.device(device))
-        settings.enter_context(sdpa_kernel(KERNELS))
-        settings.enter_context(_tier(policy, models.values()))
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
         devices = devices_for(device, bytes_needed(scenario, models, policy))
