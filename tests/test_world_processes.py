@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig, nursery, zygote
@@ -142,10 +143,32 @@ def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_fro
     (tmp_path / "harmless.py").touch()
     (tmp_path / "initialising.py").write_text(f"opened = open({str(device)!r})")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(zygote, "CUDA_DEVICE", str(device))
+    monkeypatch.setattr(zygote, "CUDA_DEVICE", device)
     monkeypatch.setattr(zygote, "thread_count", lambda: 1)  # this process may have more
     assert zygote._import(["harmless"]) == ""
     assert zygote._import(["harmless", "initialising"]) == "importing initialising initialises CUDA"
+
+
+@pytest.mark.parametrize(("visible", "found"), [(None, 2), ("GPU-a", 1), ("", 0)])
+def test_what_is_imported_is_told_of_gpus_without_their_driver(
+    visible: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none is visible, torch is asked itself, which says 0 without initialising anything."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    (tmp_path / "asking.py").write_text("import torch; found = torch.cuda.device_count(), torch.cuda.is_available()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "asking", raising=False)
+    monkeypatch.setattr(zygote, "DEVICES", tmp_path)
+    monkeypatch.setattr(zygote, "thread_count", lambda: 1)  # this process may have more
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", itself := lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert zygote._import(["asking"]) == ""
+    assert sys.modules["asking"].found == (found, found > 0)
+    assert torch.cuda.device_count is itself
 
 
 @pytest.mark.parametrize(

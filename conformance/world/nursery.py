@@ -160,8 +160,6 @@ def environment(*, is_other: bool = False) -> dict[str, str]:
             "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(os.sched_getaffinity(0))))
         ),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # the same results twice
-        # Libraries ask torch.cuda.is_available() at import, which initialises CUDA otherwise, before ranks are forked.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
         "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
         # pyarrow, which transformers imports where it is installed, starts a thread otherwise.

@@ -16,8 +16,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from conformance.world.process import (
@@ -31,7 +32,8 @@ from conformance.world.process import (
 )
 from conformance.world.wire import Message, Wire
 
-CUDA_DEVICE = "/dev/nvidia-uvm"  # the driver opens it when CUDA is initialised; NVML, which only looks, does not
+DEVICES = Path("/dev")
+CUDA_DEVICE = DEVICES / "nvidia-uvm"  # the driver opens it when CUDA is initialised
 TERM_GRACE_S = 0.5  # for a SIGTERM handler of the task
 KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in a driver or a network file system
 _TICK_S = 0.002
@@ -185,17 +187,41 @@ def _import(modules: list[str]) -> str:
     """Import modules until one does what does not survive a fork. Returns in words which one did what, or ""."""
     if harm := _harm():
         return f"importing what all zygotes share {harm}"
-    for module in modules:
-        import_module(module)
-        if harm := _harm():
-            return f"importing {module} {harm}"
+    with _gpus_counted_without_driver():
+        for module in modules:
+            import_module(module)
+            if harm := _harm():
+                return f"importing {module} {harm}"
     return ""
 
 
 def _harm() -> str:
     if thread_count() > 1:
         return "starts a thread"
-    return "initialises CUDA" if CUDA_DEVICE in open_files() else ""
+    return "initialises CUDA" if str(CUDA_DEVICE) in open_files() else ""
+
+
+@contextlib.contextmanager
+def _gpus_counted_without_driver() -> Iterator[None]:
+    """Let torch say from files whether there are GPUs, which libraries ask when they are imported.
+
+    CUDA cannot be forked after this question. Neither can NVML, which torch asks otherwise: with driver 580 it
+    initialises CUDA and starts a thread.
+    """
+    import torch
+
+    count = len(list(DEVICES.glob("nvidia[0-9]*")))
+    if count and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        count = len(list(filter(None, named.split(","))))
+    if not count or torch.version.cuda is None:
+        yield
+        return
+    before = torch.cuda.device_count, torch.cuda.is_available
+    torch.cuda.device_count, torch.cuda.is_available = lambda: count, lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.device_count, torch.cuda.is_available = before
 
 
 def main(arguments: Sequence[str]) -> None:

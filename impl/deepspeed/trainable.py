@@ -27,6 +27,7 @@ from impl.collate import MicroBatch
 from impl.compiling import compile_layers, forget_compiled
 from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut, largest_group_last
+from impl.deepspeed.first_inputs import compare_in_host_memory
 from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
 from impl.deepspeed.place import RankPlace, cut_count
 from impl.deepspeed.settings import frozen_settings, training_settings, zero_stage
@@ -138,9 +139,11 @@ class DeepspeedTrainable:
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
             )
-        if self.context.ring and layout.tp > 1:
-            # AutoTP pickles the first inputs to compare them; the ring's process group cannot be pickled.
-            self.engine.first_dataloader_check.remove()
+        if layout.tp > 1:
+            if self.context.ring:  # AutoTP pickles the first inputs, and the ring's process group cannot be pickled
+                self.engine.first_dataloader_check.remove()
+            else:
+                compare_in_host_memory(self.engine)
 
     def _place(self) -> RankPlace:
         tp = self.context.config.layout.tp
