@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,18 @@ def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_fro
     assert zygote._import(["harmless", "initialising"]) == "importing initialising initialises CUDA"
 
 
+ASKING = """
+import pynvml, torch
+
+found = torch.cuda.device_count(), torch.cuda.is_available()
+try:
+    pynvml.nvmlInit()
+    has_nvml = True
+except pynvml.NVMLError:
+    has_nvml = False
+"""
+
+
 @pytest.mark.parametrize(("visible", "found"), [(None, 2), ("GPU-a", 1), ("", 0)])
 def test_what_is_imported_is_told_of_gpus_without_their_driver(
     visible: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,19 +169,23 @@ def test_what_is_imported_is_told_of_gpus_without_their_driver(
     """Where none is visible, torch is asked itself, which says 0 without initialising anything."""
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    (tmp_path / "asking.py").write_text("import torch; found = torch.cuda.device_count(), torch.cuda.is_available()")
+    (tmp_path / "asking.py").write_text(ASKING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asking", raising=False)
     monkeypatch.setattr(zygote, "DEVICES", tmp_path)
     monkeypatch.setattr(zygote, "thread_count", lambda: 1)  # this process may have more
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "device_count", itself := lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert zygote._import(["asking"]) == ""
     assert sys.modules["asking"].found == (found, found > 0)
+    assert sys.modules["asking"].has_nvml == (found == 0)
     assert torch.cuda.device_count is itself
+    nvml.nvmlInit()
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _import(modules: list[str]) -> str:
     """Import modules until one does what does not survive a fork. Returns in words which one did what, or ""."""
     if harm := _harm():
         return f"importing what all zygotes share {harm}"
-    with _gpus_counted_without_driver():
+    with _driver_left_alone():
         for module in modules:
             import_module(module)
             if harm := _harm():
@@ -202,13 +202,13 @@ def _harm() -> str:
 
 
 @contextlib.contextmanager
-def _gpus_counted_without_driver() -> Iterator[None]:
-    """Let torch say from files whether there are GPUs, which libraries ask when they are imported.
+def _driver_left_alone() -> Iterator[None]:
+    """Let torch say from files whether there are GPUs, which libraries ask when they are imported, and refuse NVML.
 
-    CUDA cannot be forked after this question. Neither can NVML, which torch asks otherwise: with driver 580 it
+    CUDA does not survive a fork once it was asked. Neither does NVML, which torch and DeepSpeed ask: with driver 580 it
     initialises CUDA and starts a thread.
     """
-    import torch
+    import torch  # which imports pynvml, if there is one
 
     count = len(list(DEVICES.glob("nvidia[0-9]*")))
     if count and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -216,12 +216,22 @@ def _gpus_counted_without_driver() -> Iterator[None]:
     if not count or torch.version.cuda is None:
         yield
         return
-    before = torch.cuda.device_count, torch.cuda.is_available
-    torch.cuda.device_count, torch.cuda.is_available = lambda: count, lambda: True
-    try:
+    nvml: Any = sys.modules.get("pynvml")
+
+    def refused() -> None:
+        raise nvml.NVMLError(nvml.NVML_ERROR_UNINITIALIZED)
+
+    with contextlib.ExitStack() as changed:
+        _set(changed, torch.cuda, "device_count", lambda: count)
+        _set(changed, torch.cuda, "is_available", lambda: True)
+        if nvml is not None:
+            _set(changed, nvml, "nvmlInit", refused)
         yield
-    finally:
-        torch.cuda.device_count, torch.cuda.is_available = before
+
+
+def _set(changed: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
+    changed.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def main(arguments: Sequence[str]) -> None:
