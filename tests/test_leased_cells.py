@@ -271,6 +271,17 @@ def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
     assert holders(GPUS, lease_folder()) == ""
 
 
+def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_does(pool: Pool, tmp_path: Path) -> None:
+    """So that no GPU is leased while they are."""
+    for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
+        pool.prepare(WorldConfig(size=size, device="cpu", preload=("world_tasks",)))
+        deadline = time.monotonic() + 10
+        while len(list(tmp_path.rglob("zygote-*.log"))) < blocks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(list(tmp_path.rglob("zygote-*.log"))) == blocks
+    assert holders(GPUS, lease_folder()) == ""
+
+
 def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else oracles that need one GPU would wait behind it for a GPU that idles until the cell has all of its own."""
     wait, lease, order = Oracles.wait, Gpus.lease, list[str]()

@@ -134,6 +134,11 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
             assert outcome.used == (value == 2.0)
         [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
         assert "importing threaded starts a thread" in log.read_text()
+        asked = pool.run(
+            key="x", config=threaded, task="world_tasks:pids", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S
+        )
+        pids = results(asked)
+    assert all(is_gone(pid) for of_rank in pids for pid in of_rank.values())
 
 
 def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_from_it(
@@ -186,6 +191,24 @@ def test_what_is_imported_is_told_of_gpus_without_their_driver(
     assert sys.modules["asking"].has_nvml == (found == 0)
     assert torch.cuda.device_count is itself
     nvml.nvmlInit()
+
+
+def test_a_module_that_cannot_do_without_nvml_has_it_in_ranks_that_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "insisting.py").write_text("import pynvml; pynvml.nvmlInit()")
+    (tmp_path / "broken.py").write_text("raise LookupError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(zygote, "DEVICES", tmp_path)
+    monkeypatch.setattr(zygote, "thread_count", lambda: 1)  # this process may have more
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert zygote._import(["insisting"]) == "importing insisting needs NVML"
+    with pytest.raises(LookupError):
+        zygote._import(["broken"])
 
 
 @pytest.mark.parametrize(

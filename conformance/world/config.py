@@ -11,8 +11,8 @@ class WorldConfig:
     """The configuration of a world.
 
     size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
-    preload: modules to import before the first task, such as the adapter's. They are imported once for all worlds of a
-        pool with the same ``preload``.
+    preload: modules to import before the first task, such as the adapter's. They are imported once for all worlds
+        at one place with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.
     wants_all: of a world on leased places (conformance.world.pool): all of those of a host, whatever its size.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).

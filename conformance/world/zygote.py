@@ -187,9 +187,14 @@ def _import(modules: list[str]) -> str:
     """Import modules until one does what does not survive a fork. Returns in words which one did what, or ""."""
     if harm := _harm():
         return f"importing what all zygotes share {harm}"
-    with _driver_left_alone():
+    with _driver_left_alone() as refused:
         for module in modules:
-            import_module(module)
+            try:
+                import_module(module)
+            except Exception:
+                if not refused:
+                    raise
+                return f"importing {module} needs NVML"
             if harm := _harm():
                 return f"importing {module} {harm}"
     return ""
@@ -202,31 +207,33 @@ def _harm() -> str:
 
 
 @contextlib.contextmanager
-def _driver_left_alone() -> Iterator[None]:
+def _driver_left_alone() -> Iterator[list[str]]:
     """Let torch say from files whether there are GPUs, which libraries ask when they are imported, and refuse NVML.
 
     CUDA does not survive a fork once it was asked. Neither does NVML, which torch and DeepSpeed ask: with driver 580 it
-    initialises CUDA and starts a thread.
+    initialises CUDA and starts a thread. The list that is given has an entry for each time that NVML was refused.
     """
     import torch  # which imports pynvml, if there is one
 
     count = len(list(DEVICES.glob("nvidia[0-9]*")))
     if count and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         count = len(list(filter(None, named.split(","))))
+    refused = list[str]()
     if not count or torch.version.cuda is None:
-        yield
+        yield refused
         return
     nvml: Any = sys.modules.get("pynvml")
 
-    def refused() -> None:
+    def refuse() -> None:
+        refused.append("nvmlInit")
         raise nvml.NVMLError(nvml.NVML_ERROR_UNINITIALIZED)
 
     with contextlib.ExitStack() as changed:
         _set(changed, torch.cuda, "device_count", lambda: count)
         _set(changed, torch.cuda, "is_available", lambda: True)
         if nvml is not None:
-            _set(changed, nvml, "nvmlInit", refused)
-        yield
+            _set(changed, nvml, "nvmlInit", refuse)
+        yield refused
 
 
 def _set(changed: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
