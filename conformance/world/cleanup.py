@@ -52,7 +52,7 @@ class Holdings:
 # Growth since the first clean-up that does not count as a leak: libraries open some resources at their first use (a
 # device, a log). Leaks are far larger: Megatron's parallel state left 17 groups, 75 descriptors and 51 threads a task.
 ALLOWANCE = Holdings(groups=0, undead=0, fds=16, threads=8)
-_WORTH_TELLING = 4  # descriptors of a kind; a task's logs are fewer
+_WORTH_TELLING = 4  # new descriptors of a kind, to be named in a message; a task's logs are fewer
 _GLOO_LOOP = "gloo_tcp_loop"  # the thread of a gloo group's device
 SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end with a delay on a loaded machine
 _TICK_S = 0.01
@@ -156,7 +156,8 @@ def growth(first: Holdings, now: Holdings) -> str:
     ]
     if now.fds > first.fds + ALLOWANCE.fds:
         more = (now.open_on - first.open_on).most_common()
-        grown.append("among them " + ", ".join(f"{count} {what}" for what, count in more if count >= _WORTH_TELLING))
+        kinds = ", ".join(f"{count} {what}" for what, count in more if count >= _WORTH_TELLING)
+        grown += [f"among them {kinds}"] if kinds else []
     return ", ".join(grown)
 
 
