@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from conformance import cli
 from conformance.backend import BackendEntry, find_backend
 from conformance.batch import read_batches
+from conformance.gpus.inventory import gpus_of_host
 from conformance.inputs import random_model
 from conformance.inputs.model import INDEX
 from conformance.inputs.prepare import prepare_inputs
@@ -253,6 +255,65 @@ def test_a_planted_bug_is_located_to_the_tensor(
     found = [f for f in verdict.findings if f.stage == "gradients"]
     assert {f.tensor.partition(" ")[0] for f in found} == set(tensors)
     assert where in {f.where for f in found} or not where
+
+
+# https://huggingface.co/Qwen/Qwen3-1.7B/blob/main/config.json: 1.72 billion parameters, and norms of queries and keys
+QWEN3_1_7B = {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960},
+}
+
+
+@pytest.fixture(scope="module")
+def real_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with random models of published shapes, beside the small ones that they are like."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("pangu", "qwen3", "openpangu-embedded-1b"):
+        shutil.copytree(FIXTURES / "models" / name, folder / name)
+    (qwen := folder / "qwen3-1.7b").mkdir()
+    (qwen / "config.json").write_text(json.dumps(json.loads((folder / "qwen3/config.json").read_text()) | QWEN3_1_7B))
+    (qwen / RECIPE).write_text('seed = 0\nlike = "qwen3"\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    config = SessionConfig(out=tmp_path_factory.mktemp("on-gpus"), device="cuda", gpus=gpus_of_host()[:2])
+    with Session(config) as session:
+        yield session
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("backend", "fault", "model", "layout", "tensors"),
+    [
+        (planted("WrongBias"), (), "openpangu-embedded-1b", "dp2", {"model.layers.1.self_attn.o_proj.bias"}),
+        (planted("WrongRow"), (), "openpangu-embedded-1b", "dp2", {"model.embed_tokens.weight"}),
+        (
+            find_backend("megatron"),
+            ("norms-not-summed",),
+            "qwen3-1.7b",
+            "tp2",
+            {f"model.layers.{i}.self_attn.{x}_norm.weight" for i in range(28) for x in "qk"},
+        ),
+    ],
+)
+def test_a_planted_bug_is_located_to_the_tensor_among_a_billion_parameters(
+    on_gpus: Session,
+    real_models: Path,
+    backend: BackendEntry,
+    fault: tuple[str, ...],
+    model: str,
+    layout: str,
+    tensors: set[str],
+) -> None:
+    scenario = scenario_of(real_models / model, steps=1)
+    cell = Cell.single(scenario=scenario, backend=backend, layout=Layout.parse(layout), faults=fault)
+    verdict = on_gpus.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "gradients"), verdict.reason
+    assert "by sketches" in verdict.reason
+    assert {f.tensor.partition(" ")[0] for f in verdict.findings if f.stage == "gradients"} == tensors
 
 
 # --- the profile ------------------------------------------------------------------------------------------------------
