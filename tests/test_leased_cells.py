@@ -35,6 +35,7 @@ from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
+from conformance.world.places import NoLease
 from conformance.world.process import signal_process
 from reports.headline import headline
 from reports.load import read_report
@@ -106,6 +107,44 @@ def test_what_another_run_has_leased_is_waited_for_and_then_told(pool: Pool, tmp
     assert not list(lease_folder().glob("*.ticket"))
     lease.release()
     assert results(run(pool, "visible", tmp_path, size=2)) == ["GPU-a,GPU-b"] * 2
+
+
+HOLDER = """\
+import sys
+from pathlib import Path
+
+from conformance.gpus.lease import Ticket
+
+lease = Ticket(("GPU-b",), 1, folder=Path(sys.argv[1])).serve()
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_says_that_it_waits_for_another_and_not_that_its_cells_wait_for_each_other(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("conformance.gpus.places._TELL_S", 0.05)
+    caplog.set_level("INFO", logger="conformance.gpus.places")
+
+    def waits() -> None:
+        with pytest.raises(NoLease):
+            gpus.lease("fsdp2", world_config(size=2), prefer=(), limit_s=0.3, is_over=lambda: False)
+
+    own = gpus.lease("megatron", world_config(size=1), prefer=(), limit_s=0.3, is_over=lambda: False)
+    waits()
+    assert not caplog.messages
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lease_folder()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        waits()
+        other.communicate()
+    (told,) = caplog.messages
+    assert told.startswith("fsdp2 waits for 2 of 2 GPUs; leased are GPU-a by process ")
+    assert f"GPU-b by process {other.pid}" in told
+    gpus.give_back(own)
 
 
 def test_a_run_that_is_stopped_gives_its_gpus_back(pool: Pool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
 from conformance.world import Outcome, Pool, WorldConfig
+from conformance.world.lane import KEPT_BYTES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 _numbers = itertools.count()
@@ -54,6 +55,13 @@ def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 6
 def test_ranks_compute_on_meshes_one_task_after_another(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         results(run(pool, "tensor_parallel", tmp_path))
+
+
+def test_workspaces_of_cublas_keep_no_memory_and_the_world_stays(pool: Pool, tmp_path: Path) -> None:
+    """torch gives back a block of memory when nothing is in it, whatever its size."""
+    before = results(run(pool, "pids", tmp_path))
+    results(run(pool, "multiply_where_much_was", tmp_path, mib=2 * KEPT_BYTES // 2**20))
+    assert results(run(pool, "pids", tmp_path)) == before
 
 
 @pytest.mark.parametrize("size", [2, 4])

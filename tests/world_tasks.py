@@ -300,6 +300,13 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def multiply_where_much_was(context: RankContext, *, mib: int) -> None:
+    """Matrix products, forward and backward, whose workspaces find room in memory that a large tensor had."""
+    torch.empty(mib * 2**20, dtype=torch.uint8, device=context.device)
+    weight = torch.ones(64, 64, device=context.device, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+
 def break_cuda(context: RankContext, *, rank: int) -> None:
     """A rank indexes beyond a tensor on its GPU: an error that stays with the process, whatever it does next."""
     if context.rank == rank:

@@ -46,19 +46,23 @@ def blocks(gpus: Sequence[str], size: int) -> list[Block]:
 
 
 def holders(gpus: Sequence[str], folder: Path) -> str:
-    """Who has which of the GPUs, or how many, in words; empty if nobody has any. The kernel does not tell of other
-    containers."""
+    """Who has which of the GPUs, or how many, in words; empty if nobody has any."""
+    told = (f"{_named(sorted(names))} by process {process}" for process, names in held(gpus, folder).items())
+    return ", ".join(sorted(told))
+
+
+def held(gpus: Sequence[str], folder: Path) -> dict[int, set[str]]:
+    """Those of the GPUs that are leased, by process. The kernel does not tell of other containers."""
     files = {name: _lock_of(name, folder) for gpu in gpus for name in (gpu, gpu_of(gpu))}
     inodes = {path.stat().st_ino: name for name, path in files.items() if path.is_file()}
-    had: dict[str, set[str]] = {}
+    had: dict[int, set[str]] = {}
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         fields = line.split()  # proc_locks(5): number, FLOCK, ADVISORY, WRITE, pid, device:inode, 0, EOF
         if fields[1] != "FLOCK" or (name := inodes.get(int(fields[5].rpartition(":")[2]))) is None:
             continue
         if name in gpus or fields[3] == "WRITE":  # who shares a GPU is in nobody's way who wants a share of it
-            had.setdefault(fields[4], set()).add(name)
-    told = (f"{_named(sorted(names))} by process {process}" for process, names in had.items())
-    return ", ".join(sorted(told))
+            had.setdefault(int(fields[4]), set()).add(name)
+    return had
 
 
 def _named(names: Sequence[str]) -> str:

@@ -2,13 +2,14 @@
 (claim 8)."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from conformance.gpus.busy import Busy
-from conformance.gpus.lease import Ticket, blocks, holders, lease_folder
+from conformance.gpus.lease import Ticket, blocks, held, holders, lease_folder
 from conformance.gpus.shares import gpus_of, more_shares, network_of, seats_of, visible_to
 from conformance.world import WorldConfig
 from conformance.world.lane import Starter
@@ -56,8 +57,12 @@ class LeasedPlaces:
         limit_s: float,
         is_over: Callable[[], bool],
     ) -> Lease:
-        """Wait for the places of a world. ``prefer``: the blocks that are taken before others. Raises NoLease."""
+        """Wait for the places of a world. ``prefer``: the blocks that are taken before others. Raises NoLease.
+
+        A run that waits for another process says so once; cells of one run wait for each other all the time.
+        """
         began, is_told = time.monotonic(), False
+        look_at = began + _TELL_S
         with self._given_back:
             names, size = self._wanted(config)
             ticket = Ticket(names, size, folder=self._folder)
@@ -71,11 +76,12 @@ class LeasedPlaces:
                         self._taken_at[lease] = time.monotonic()
                         return lease
                     self._given_back.wait(_TICK_S)
-                    waited = time.monotonic() - began
-                    if waited > _TELL_S and not is_told:
-                        logger.info("%s waits for %s", who, self._told(names, size))
-                        is_told = True
-                    if waited > limit_s:
+                    now = time.monotonic()
+                    if now > look_at and not is_told:
+                        look_at = now + _TELL_S
+                        if is_told := held(names, self._folder).keys() != {os.getpid()}:  # or in another container
+                            logger.info("%s waits for %s", who, self._told(names, size))
+                    if now - began > limit_s:
                         raise NoLease(f"no lease within {limit_s:g} s of {self._told(names, size)}")
                 raise NoLease("the run was stopped")
             except BaseException:

@@ -11,7 +11,8 @@ that. If anything leaks, the world is retired.
 
 Memory that is not given back is measured as well. oneDNN keeps a compiled kernel for each shape that a matrix product
 in half precision had, 0.7 MiB each on a CPU with AMX. Experts have other shapes at every step, and nothing empties this
-cache, so a world whose ranks keep much is retired, too.
+cache, so a world whose ranks keep much is retired, too. On a GPU torch gives a block of memory back when all of it is
+free; cuBLAS's workspaces, which torch puts into a block that had room, would keep one of any size for ever.
 
 Three things outlive a destroyed group and have harmed the next task of a world: DTensor's caches return an equal mesh
 of an earlier task; the meshes in these caches keep their groups, and thus threads, alive; and a group with the same
@@ -24,6 +25,7 @@ import gc
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -96,12 +98,13 @@ class Cleaner:
         self._count += 1
         backend, _ = world.pg_map[everybody]
         world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
-        _forget_meshes(self._device)
+        _forget_meshes()
+        _empty_caches()
+        # Also where no cache is: torch's CUDA builds start a pool of threads at the first backward pass, on a CPU, too.
+        _run_in_backward(_empty_caches, self._device)
         gc.collect()
         _give_back_memory()
         deadline = time.monotonic() + SETTLE_S
-        if self._first is None:  # torch's CUDA builds start a pool of threads at the first backward, on the CPU, too
-            torch.zeros(1, device=self._device, requires_grad=True).sum().backward()
         now = _current_holdings()
         self._first = self._first or replace(now, undead=0)
         while growth(self._first, now) and time.monotonic() < deadline:
@@ -161,26 +164,33 @@ def growth(first: Holdings, now: Holdings) -> str:
     return ", ".join(grown)
 
 
-def _forget_meshes(device: str) -> None:
-    """Remove the process groups from all meshes of the task, and clear DTensor's caches.
-
-    There is a cache in each thread. On a GPU, backward passes run in their own thread, so a backward pass clears that
-    cache.
-    """
+def _forget_meshes() -> None:
+    """Remove the process groups from all meshes of the task."""
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()  # older meshes hold names only
-    if _DTENSOR not in sys.modules:
-        return
-    import_module(_CACHES)._clear_sharding_prop_cache()
-    _ClearInBackward.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
-class _ClearInBackward(torch.autograd.Function):
+def _empty_caches() -> None:
+    """Empty DTensor's caches and cuBLAS's workspaces, which each thread may have of its own."""
+    if _DTENSOR in sys.modules:
+        import_module(_CACHES)._clear_sharding_prop_cache()
+    if torch.cuda.is_initialized():
+        # There is no public function: https://github.com/pytorch/pytorch/issues/184084
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+def _run_in_backward(run: Callable[[], None], device: str) -> None:
+    """Run it in the thread of backward passes, which is another one where the device is a GPU."""
+    _InBackward.apply(torch.zeros(1, device=device, requires_grad=True), run).backward()  # type: ignore[no-untyped-call]
+
+
+class _InBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        import_module(_CACHES)._clear_sharding_prop_cache()
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.run()
+        return gradient, None
