@@ -28,7 +28,9 @@ ONE_GPU = (
 )
 TWO_GPUS = (
     ("fsdp2", "dp2.ckpt", "plain_fsdp2.py", "dp2"),
+    ("fsdp2", "dp2.ckpt.compile", "plain_fsdp2.py", "dp2"),
     ("deepspeed", "dp2.zero2.ckpt", "plain_deepspeed.py", "dp2.zero2"),
+    ("deepspeed", "dp2.zero2.ckpt.compile", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),

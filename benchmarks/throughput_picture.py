@@ -1,0 +1,99 @@
+"""Draws what benchmarks/throughput.py has measured: tokens per second of each backend beside its plain program.
+
+python benchmarks/throughput_picture.py OUT.json [OUT.json ...] > PICTURE.svg
+
+Bars are medians of rounds, and ticks on them are the rounds. The factors are medians of the rounds' own ratios, ours by
+plain, since a round runs both one after the other. The README's picture is drawn from PUBLISHED.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-25-throughput"
+PUBLISHED = tuple(RUNS / f"2xh100-{name}.json" for name in ("3-rounds", "compile", "zero3-and-tp2"))
+BACKENDS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron"}
+PLAIN = {
+    "plain_fsdp2.py": "plain FSDP2",
+    "plain_deepspeed.py": "plain DeepSpeed",
+    "plain_megatron.py": "plain megatron-core",
+}
+WIDTH, LEFT, RIGHT, TOP, BAR, PAIR = 920, 250, 190, 58, 15, 42  # px
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="files that benchmarks/throughput.py wrote")
+    print(picture(parser.parse_args().results), end="")
+
+
+def picture(results: Iterable[Path]) -> str:
+    """An SVG picture of all pairs that have a ratio. A pair that several files have is drawn from the last of them."""
+    read = [json.loads(path.read_text(encoding="utf-8")) for path in results]
+    sizes = {tuple(result[key] for key in ("gpus", "seq", "rows")) for result in read}
+    known = {
+        (pair["ours"], pair["plain"]): pair for result in read for pair in result["pairs"] if pair["ours_by_plain"]
+    }
+    pairs = [known[names] for names in sorted(known, key=_in_order)]
+    if len(sizes) != 1 or not pairs:
+        raise SystemExit("no picture: give files that have ratios, and all the same --gpus, --seq and --rows")
+    gpus, seq, rows = sizes.pop()
+    fastest = max(speed for pair in pairs for side in ("of_ours", "of_plain") for speed in _speeds(pair[side]))
+    scale = (WIDTH - LEFT - RIGHT) / fastest
+    height = TOP + PAIR * len(pairs) + 8
+    said = f"{gpus} GPUs, rows of {seq:,} tokens, {rows} for each data rank; bf16, float32 masters, recomputation"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="sans-serif" font-size="13" fill="#1f2328" role="img" aria-label="Tokens per second">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+        _text(16, 24, "Tokens per second of a GPU, each backend beside a plain program of the same library", bold=True),
+        _text(16, 43, said, colour="#59636e"),
+    ]
+    for number, pair in enumerate(pairs):
+        lines += _drawn(pair, y=TOP + PAIR * number, scale=scale)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _in_order(names: tuple[str, str]) -> tuple[int, str]:
+    backend, layout = names[0].split()
+    return [*BACKENDS].index(backend), layout
+
+
+def _drawn(pair: dict[str, Any], *, y: int, scale: float) -> list[str]:
+    backend, layout = pair["ours"].split()
+    program, its_layout = pair["plain"].split()
+    speed, memory = (pair["ours_by_plain"][key]["median"] for key in ("tokens_per_second", "peak_gib"))
+    bars = (
+        (f"{BACKENDS[backend]} {layout}", "of_ours", "#0b5fb0", "#063a6d"),
+        (f"{PLAIN[program]} {its_layout}", "of_plain", "#b6bdc5", "#59636e"),
+    )
+    lines = [_text(WIDTH - RIGHT + 14, y + BAR + 4, f"{speed:.2f} x, memory {memory:.2f} x")]
+    for index, (name, side, colour, dark) in enumerate(bars):
+        top, speeds = y + index * (BAR + 1), _speeds(pair[side])
+        long = median(speeds) * scale
+        lines.append(_text(LEFT - 8, top + 12, name, anchor="end", colour="#1f2328" if index == 0 else "#59636e"))
+        lines.append(f'<rect x="{LEFT}" y="{top}" width="{long:.1f}" height="{BAR}" fill="{colour}"/>')
+        lines += [
+            f'<rect x="{LEFT + one * scale - 1:.1f}" y="{top}" width="2" height="{BAR}" fill="{dark}"/>'
+            for one in speeds
+        ]
+        inside = "#fff" if index == 0 else "#1f2328"
+        lines.append(_text(LEFT + 6, top + 12, f"{median(speeds):,.0f}", colour=inside))
+    return lines
+
+
+def _speeds(runs: Iterable[dict[str, Any]]) -> list[float]:
+    return [run["tokens_per_second"] for run in runs if "failed" not in run]
+
+
+def _text(x: int, y: int, said: str, *, bold: bool = False, anchor: str = "start", colour: str = "#1f2328") -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(said)}</text>'
+
+
+if __name__ == "__main__":
+    main()
