@@ -4,7 +4,10 @@ The cells of the engine are in tests/test_cells_megatron.py.
 """
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +236,49 @@ def test_fsdp2_gives_the_same_bits_before_and_after_megatron(run_ranks: Any, fol
 def test_state_of_optimizers_that_are_not_torchs_is_refused() -> None:
     from impl.megatron.tensors import refuse_foreign
 
-    with pytest.raises(UsageError, match="uninstall transformer-engine and apex"):
+    with pytest.raises(UsageError, match="before transformer_engine and apex"):
         refuse_foreign(torch.optim.Adagrad([torch.zeros(1)]))
+
+
+APEX = """\
+import torch
+
+
+class FusedAdam(torch.optim.AdamW):
+    def step(self, closure=None):
+        raise RuntimeError("float64 is not supported")
+
+
+class FusedSGD(torch.optim.SGD):
+    pass
+"""
+
+
+@pytest.fixture
+def with_apex(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that finds an Apex, as in the containers that people train with Megatron in."""
+    (folder := tmp_path / "site" / "apex" / "optimizers").mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").write_text(APEX)
+    return os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+
+
+def test_apex_and_transformer_engine_are_not_taken_where_they_are_installed(with_apex: dict[str, str]) -> None:
+    of_library, of_ours = "from megatron.core import optimizer", "import impl.megatron.context"
+    for lines, taken in (((of_library,), "apex.optimizers"), ((of_ours, of_library), "torch.optim.adamw")):
+        program = "; ".join([*lines, "print(optimizer.Adam.__module__)"])
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=with_apex, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.split() == [taken], done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_cell_conforms_where_apex_is_installed(with_apex: dict[str, str], tmp_path: Path) -> None:
+    cell = ["--profile", "full", "--cells", "sft-packed/llama/megatron/dp2.zero1/exact", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "conformance.cli", "run", *cell]
+    done = subprocess.run(command, env=with_apex, capture_output=True, text=True, check=False)
+    assert "conforms: 1 conforms" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:
@@ -260,7 +304,7 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from impl.megatron.late_compile import at_first_call
+    from impl.megatron.importing import at_first_call
 
     compiled: list[Any] = []
 

@@ -1,16 +1,26 @@
-"""Imports megatron-core without torch's compiler.
+"""Imports megatron-core alike everywhere: without torch's compiler, and without TransformerEngine and Apex.
 
 megatron-core decorates functions by ``torch.compile``, which imports the compiler at once: two thirds of the time of
 the whole import, in every process, for functions that few models call. Here they are compiled when they are first
-called. Import this module before anything of megatron-core.
+called.
+
+Where TransformerEngine or Apex are installed, megatron-core takes optimizers, norms and layers of theirs. These know no
+float64 and have state of another layout, so this process does as if they were not installed. Import this module before
+anything of megatron-core.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+
+FOREIGN = (
+    *("transformer_engine", "transformer_engine_torch"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda"),
+)
 
 
 def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +33,10 @@ def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return call
 
+
+_modules: Any = sys.modules
+for _name in FOREIGN:
+    _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
 
 with mock.patch.object(torch, "compile", at_first_call):
     import megatron.core.jit  # noqa: F401 (it takes the function by which all of megatron-core decorates)
