@@ -47,9 +47,10 @@ def main() -> None:
     batches = [batch(number) for number in range(3)]
 
     def step(number: int) -> float:
-        return train_step(
-            context, {"policy": policy}, Sft(), batches[number % 3], on_gradients=lambda model: None
-        ).values["loss"]
+        models, batch = {"policy": policy}, batches[number % 3]
+        return train_step(context, models, Sft(), batch, on_gradients=lambda model: None, with_rows=False).values[
+            "loss"
+        ]
 
     measure(step, options=options, data_ranks=layout.dp)
     context.teardown()

@@ -90,6 +90,7 @@ class StrategyBackend:
     models: dict[str, Trainable]
     adapter: Path | None = None  # the folder of the policy's adapter, where it is not beside its weights
     step: int  # optimizer steps done so far, including those before a loaded checkpoint
+    with_rows = True  # whether a step's metrics have rows, which cost a copy of every token's number to the host
 
     @classmethod
     def describe(cls) -> BackendInfo:
@@ -138,8 +139,10 @@ class StrategyBackend:
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         if self.objective.reads == "rollouts":
             batch = self.rollouts.annotated(batch)
-        metrics = train_step(self.context, self.models, self.objective, batch, on_gradients=on_gradients)
-        if self.objective.reads == "rollouts":
+        metrics = train_step(
+            self.context, self.models, self.objective, batch, on_gradients=on_gradients, with_rows=self.with_rows
+        )
+        if self.objective.reads == "rollouts" and self.with_rows:
             metrics.rows.update(self.rollouts.routing(batch))
         self.step = batch.step + 1
         if self.judges_loss_scale:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from conformance.backend import StepMetrics
 from conformance.batch import Batch, Row
@@ -33,10 +34,12 @@ def train_step(
     batch: Batch,
     *,
     on_gradients: Callable[[str], None],
+    with_rows: bool = True,
 ) -> StepMetrics:
     """Run every model of the objective on one batch, in the order of its roles, and update those that are trained.
 
-    ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet.
+    ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet. Without ``with_rows``,
+    the metrics have no rows: they are numbers of every token, which somebody who observes nothing should not wait for.
     """
     functions = functions_of(objective)
     micro_batches, inputs = step_inputs(context, batch)
@@ -44,7 +47,7 @@ def train_step(
     values = totals | functions.summary(batch)
     found: list[Evaluation] = []
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
-    rows: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for role in objective.roles:
         if not functions.wants(role.name):
             continue
@@ -52,33 +55,38 @@ def train_step(
         found += _run(context, trainable, functions, role, inputs, totals, others)
         if role.trained:
             outputs = [known[role.name] for known in others]
-            routed_values, routed_rows = _routing(context, role, micro_batches, inputs, outputs)
-            values |= routed_values
-            rows |= routed_rows
+            values |= _routing(context, role, inputs, outputs)
+            if with_rows:
+                rows |= _routing_rows(role, micro_batches, inputs, outputs)
             values |= _update(trainable, role, on_gradients)
-    # Numbers are read after the last update is on its way, because reading one waits for the device.
-    sums, highest = defaultdict[str, float](float), dict[str, float]()
+    # Numbers are read after the last update is on its way, and together, because reading one waits for the device.
+    sums: dict[str, Tensor] = {}
+    highest = defaultdict[str, list[Tensor]](list)
     for index, evaluation in enumerate(found):
         micro_batch = index % len(inputs)
         for key, value in evaluation.values.items():
-            sums[key] += value.item()
+            sums[key] = sums[key] + value.double() if key in sums else value.double()
         for key, value in evaluation.highest.items():
-            highest[key] = largest([value.item(), highest.get(key, value.item())])
-        for key, numbers in evaluation.rows.items():
+            highest[key].append(value)
+        for key, numbers in evaluation.rows.items() if with_rows else ():
             rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
     values |= of_all_ranks(context, sums, highest)  # the counts of ``evaluate`` replace the batch's own
     return StepMetrics(values=values, rows=dict(rows))
 
 
-def of_all_ranks(context: Context, sums: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of the whole step: ``sums`` added up over data ranks, and the largest of ``highest`` on any rank."""
-    return _summed(context, sums) | {key: largest(context.all_gather(value)) for key, value in highest.items()}
+def of_all_ranks(
+    context: Context, sums: Mapping[str, Tensor], highest: Mapping[str, Sequence[Tensor]]
+) -> dict[str, float]:
+    """The numbers of the whole step, from scalars of this rank: ``sums`` (float64) added up over data ranks, and the
+    largest of ``highest`` on any rank."""
+    summed = dict(zip(sums, _summed(context, torch.stack([*sums.values()])), strict=True))
+    own = {key: largest(torch.stack([*values]).tolist()) for key, values in highest.items()}
+    return summed | {key: largest(context.all_gather(value)) for key, value in own.items()}
 
 
-def _summed(context: Context, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Each number added up over data ranks, all in one collective, because each waits for the device."""
-    own = torch.tensor([*numbers.values()], dtype=torch.float64, device=context.config.device)
-    return dict(zip(numbers, context.all_reduce_tensor(own).tolist(), strict=True))
+def _summed(context: Context, own: Tensor) -> list[float]:
+    """Each of some numbers added up over data ranks, all in one collective, because each waits for the device."""
+    return list(context.all_reduce_tensor(own).tolist())
 
 
 def largest(values: Sequence[float]) -> float:
@@ -97,10 +105,12 @@ def step_totals(
     context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
 ) -> dict[str, float]:
     """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss."""
-    return _summed(context, functions.totals([row for rows in micro_batches for row in rows]))
+    own = functions.totals([row for rows in micro_batches for row in rows])
+    numbers = torch.tensor([*own.values()], dtype=torch.float64, device=context.config.device)
+    return dict(zip(own, _summed(context, numbers), strict=True))
 
 
-def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: torch.Tensor) -> dict[int, torch.Tensor]:
+def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: Tensor) -> dict[int, Tensor]:
     """The numbers (rows, length) at each row's targets, by the row's index in the optimizer step: (targets,), CPU.
 
     Rows without targets are left out.
@@ -126,7 +136,7 @@ def _run(
     replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
     terms = router_terms(context, trainable, replayed) if role.trained else None
 
-    def loss(index: int, outputs: Outputs) -> torch.Tensor:
+    def loss(index: int, outputs: Outputs) -> Tensor:
         value = evaluate(index, outputs).loss
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
         return value
@@ -143,23 +153,26 @@ def _run(
     return evaluations
 
 
-def _routing(
-    context: Context,
-    role: Role,
-    micro_batches: Sequence[Sequence[Row]],
-    inputs: Sequence[MicroBatch],
-    found: Sequence[Outputs],
-) -> tuple[dict[str, float], dict[str, dict[int, torch.Tensor]]]:
-    """What is recorded of a model's routers: values and rows; nothing of a model without any."""
+def _routing(context: Context, role: Role, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> dict[str, float]:
+    """The numbers of a model's routers; none of a model without any."""
     if found[0].routing is None:
-        return {}, {}
-    rows: dict[int, torch.Tensor] = {}
-    for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
-        rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
+        return {}
     values = {ROUTER_LOSS: balance_of(context, inputs, found).loss.item()}
     if (of_logits := z_loss_of(context, inputs, found)) is not None:
         values[ROUTER_Z_LOSS] = of_logits
-    return {model_key(role.prefix, key): x for key, x in values.items()}, {model_key(role.prefix, ROUTING): rows}
+    return {model_key(role.prefix, key): x for key, x in values.items()}
+
+
+def _routing_rows(
+    role: Role, micro_batches: Sequence[Sequence[Row]], inputs: Sequence[MicroBatch], found: Sequence[Outputs]
+) -> dict[str, dict[int, Tensor]]:
+    """What is recorded of a model's routers for each row; nothing of a model without any."""
+    if found[0].routing is None:
+        return {}
+    rows: dict[int, Tensor] = {}
+    for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
+        rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
+    return {model_key(role.prefix, ROUTING): rows}
 
 
 def _update(trainable: Trainable, role: Role, on_gradients: Callable[[str], None]) -> dict[str, float]:

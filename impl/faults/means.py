@@ -93,7 +93,7 @@ def _one_earlier(document: Any) -> Any:
 
 def _metrics_of_one_rank(of_all_ranks: Function) -> Function:
     def faulty(context: Any, sums: Any, highest: Any) -> dict[str, float]:
-        first = context.all_gather({o.key: sums[o.key] for o in METRICS if o.key in sums})[0]
+        first = context.all_gather({o.key: sums[o.key].item() for o in METRICS if o.key in sums})[0]
         together: dict[str, float] = of_all_ranks(context, sums, highest)
         return together | {key: value * context.data_size for key, value in first.items()}
 

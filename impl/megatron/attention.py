@@ -30,13 +30,14 @@ from impl.ring.attention import Ring
 class Documents(PackedSeqParams):  # type: ignore[misc]
     """The documents of a micro-batch on this rank.
 
-    positions: int64 (rows, length), each counted in its whole document. ring: the placement on the ring. routed: what
-    the routers of a mixture of experts are given, None without any. qkv_format: tells megatron-core that it is a batch
-    of rows, because its packed format would undo the ring's placement.
+    positions: int64 (rows, length), each counted in its whole document, and below ``bound``. ring: the placement on the
+    ring. routed: what the routers of a mixture of experts are given, None without any. qkv_format: tells megatron-core
+    that it is a batch of rows, because its packed format would undo the ring's placement.
     """
 
     qkv_format: str = "sbhd"
     positions: Tensor | None = None
+    bound: int = 0
     ring: Ring | None = None
     routed: Routed | None = None
 
@@ -121,12 +122,12 @@ class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
         slow = _yarn_linear_ramp_mask(*ends, len(self.inv_freq), self.inv_freq.device)
         self.inv_freq = self.inv_freq / yarn["factor"] * slow + self.inv_freq * (1 - slow)
 
-    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Tensor:
-        """The positions, (rows, length); megatron-core calls ``forward`` with the result of this method."""
-        assert documents.positions is not None
-        return documents.positions
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Documents:
+        """The micro-batch's documents; megatron-core calls ``forward`` with the result of this method."""
+        return documents
 
-    def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """The rotary angles, (length, rows, 1, turned numbers of a head), of ``positions`` (rows, length)."""
-        table: Tensor = self.get_emb(int(positions.max()) + 1)  # (length, 1, 1, turned)
-        return table[positions.T][:, :, 0]
+    def forward(self, documents: Documents, **_: Any) -> Tensor:
+        """The rotary angles of each token's position, (length, rows, 1, turned numbers of a head)."""
+        assert documents.positions is not None
+        table: Tensor = self.get_emb(documents.bound)  # (positions, 1, 1, turned)
+        return table[documents.positions.T][:, :, 0]

@@ -46,6 +46,7 @@ def sharded(
             own=own,
             documents=Documents(
                 positions=own.positions,
+                bound=max(whole.tokens.shape[1], ring.size * own.tokens.shape[1]),  # also of padding to one length
                 ring=placed,
                 routed=None if mixture is None else routed(own, mixture, sequence_parallel=cut, loss=loss),
             ),

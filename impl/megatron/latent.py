@@ -33,18 +33,18 @@ class DocumentAngles(torch.nn.Module):
         if latent.yarn:
             angles.correction_range_round_to_int = latent.yarn.truncate
 
-    def get_rotary_seq_len(self, *_: Any) -> Tensor:
-        """The positions, (rows, length); the library calls ``forward`` with the result of this method."""
+    def get_rotary_seq_len(self, *_: Any) -> Documents:
+        """The micro-batch's documents; the library calls ``forward`` with the result of this method."""
         assert self.documents is not None
-        assert self.documents.positions is not None
-        return self.documents.positions
+        return self.documents
 
-    def forward(self, positions: Tensor, **_: Any) -> Any:
-        """The angles (length, rows, 1, turned) of ``positions`` (rows, length), and with YaRN the size of sines."""
-        table = self.angles.get_emb(int(positions.max()) + 1)
+    def forward(self, documents: Documents, **_: Any) -> Any:
+        """The angles of each token's position, (length, rows, 1, turned), and with YaRN the size of sines."""
+        assert documents.positions is not None
+        table = self.angles.get_emb(documents.bound)
         if self._yarn is None:
-            return table[positions.T][:, :, 0]
-        return table[0][positions.T][:, :, 0], self._yarn.size
+            return table[documents.positions.T][:, :, 0]
+        return table[0][documents.positions.T][:, :, 0], self._yarn.size
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]

@@ -112,10 +112,12 @@ class Ring:
             from impl.ring import package
 
             assert placed.starts is not None
-            *starts_and_longest, own_keys = package.llama3.llama3_flash_attn_prepare_cu_seqlens(
-                placed.starts.to(device), causal=True, rank=attention.rank, world_size=attention.size
+            # These starts are on the CPU: the package reads them one by one, and would wait for a GPU each time.
+            starts_q, starts_k, *longest, own_keys = package.llama3.llama3_flash_attn_prepare_cu_seqlens(
+                placed.starts, causal=True, rank=attention.rank, world_size=attention.size
             )
-            self._documents = (*starts_and_longest, attention.config.head_stride, own_keys)
+            starts = (starts_q.to(device), starts_k.to(device))
+            self._documents = (*starts, *longest, attention.config.head_stride, own_keys)
             lengths = placed.starts.diff()
             self._equal = len(lengths) if attention.size == 1 and bool((lengths == lengths[0]).all()) else 0
         elif placed.starts is not None:

@@ -150,6 +150,7 @@ class Training:
     def _update(self, batch: Batch) -> dict[str, float | None]:
         """One optimizer step, and its numbers."""
         began = time.perf_counter()
+        self.backend.with_rows = bool(batch.rollout)  # for the gap between sampler and training
         metrics = self.backend.train_step(batch, lambda model: None)
         numbers: dict[str, float | None] = {RENAMED.get(key, key): n for key, n in metrics.values.items()}
         numbers |= self.speed.of(batch, time.perf_counter() - began)
