@@ -182,6 +182,25 @@ def test_a_model_takes_as_many_gpus_as_it_needs(monkeypatch: pytest.MonkeyPatch)
     assert devices_for("cpu", 10**15) == ["cpu"]
 
 
+@pytest.mark.parametrize(
+    ("free", "needed", "taken"),
+    [
+        ([80, 80], 50, [0]),
+        ([80, 80], 60, [0, 1]),
+        ([1, 80], 50, [1]),  # another program has filled the first one
+        ([80, 1, 80], 100, [0, 2]),
+        ([80, 40, 80], 110, [0, 2]),
+        ([10, 10], 50, [0, 1]),  # too little anyway
+    ],
+)
+def test_gpus_that_another_program_has_filled_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, free: list[int], needed: int, taken: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 80))
+    assert devices_for("cuda:0", needed) == [f"cuda:{gpu}" for gpu in taken]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["sft-real", "grpo-real"])
 def test_the_oracle_computes_the_same_on_one_gpu_and_on_two(

@@ -6,7 +6,6 @@ the model is ever held. Each GPU needs room for one document beside that: its ac
 times while it is updated, and on the first one the logits a few times. That is what SPARE is for.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,10 +29,16 @@ def bytes_needed(scenario: Scenario, models: Mapping[str, Path], policy: Policy)
 
 
 def devices_for(device: str, needed: int) -> list[str]:
-    """``device``, or for a model that is too large for one GPU as many of the GPUs as it needs, from this one on."""
+    """``device``, or of the GPUs from this one on as few as have room for a model, which they share equally.
+
+    Those with the most free memory are taken, because another program may have filled some. If all together have not
+    enough room, all are given, and the run will say that memory is short.
+    """
     first = torch.device(device)
     if first.type == "cpu":
         return [device]
     gpus = range(first.index or 0, torch.cuda.device_count())
-    room = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus) * (1 - SPARE)
-    return [f"cuda:{gpu}" for gpu in gpus[: math.ceil(needed / room)]]
+    room = {gpu: torch.cuda.mem_get_info(gpu)[0] * (1 - SPARE) for gpu in gpus}
+    emptiest = sorted(gpus, key=lambda gpu: -room[gpu])  # equal ones stay in their order
+    enough = (count for count in range(1, len(gpus) + 1) if count * room[emptiest[count - 1]] >= needed)
+    return [f"cuda:{gpu}" for gpu in sorted(emptiest[: next(enough, len(gpus))])]
