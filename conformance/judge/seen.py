@@ -110,7 +110,7 @@ def _located(
     found: Measurement, rows: torch.Tensor, ref_rows: torch.Tensor, columns: torch.Tensor, ref_columns: torch.Tensor
 ) -> Measurement:
     """A measurement of a sketched tensor with the row and the column that are furthest off. No element is further off
-    than the norm of either."""
+    than the norm of either, which the sketch estimates."""
     off = [(own - ref).norm(dim=1) for own, ref in ((rows, ref_rows), (columns, ref_columns))]
     where = str([int(one.argmax()) for one in off])
     return replace(found, max_abs=finite(min(one.max().item() for one in off)), where=where + BY_SKETCH)
