@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from timing import measure, parse, random_rows
+from timing import BATCHES, measure, parse, random_rows
 
 from conformance.batch import Batch, Document, Row
 from conformance.layout import Layout
@@ -16,6 +16,9 @@ from conformance.objective import Sft
 from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.strategy import ContextConfig, get_context
 from impl.trainer import train_step
+
+# What torch's AdamW does unless it is told otherwise, as the plain programs leave it.
+ADAMW = OptimizerConfig(name="adamw", lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
 
 
 def main() -> None:
@@ -32,25 +35,22 @@ def main() -> None:
     )
     context.setup_distributed()
     policy = context.new_trainable("causal")
-    policy.prepare(
-        policy.load_model(options.model), OptimizerConfig(name="adamw", lr=1e-5, max_grad_norm=1.0), ScheduleConfig()
-    )
+    policy.prepare(policy.load_model(options.model), ADAMW, ScheduleConfig())
     vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     targets = (False, *(True,) * (options.seq - 1))
 
     def batch(number: int) -> Batch:
         size = {"rows": options.rows, "seq": options.seq}
-        tokens = [random_rows(vocabulary, **size, seed=2 * number + rank) for rank in range(layout.dp)]
+        tokens = [random_rows(vocabulary, **size, step=number, rank=rank) for rank in range(layout.dp)]
         rows = [Row(i, (Document(tuple(row), targets),)) for i, row in enumerate(torch.cat(tokens).tolist())]
         return Batch(step=number, max_len=options.seq, rows=tuple(rows))
 
-    batches = [batch(number) for number in range(3)]
+    batches = [batch(number) for number in range(BATCHES)]
 
     def step(number: int) -> float:
-        models, batch = {"policy": policy}, batches[number % 3]
-        return train_step(context, models, Sft(), batch, on_gradients=lambda model: None, with_rows=False).values[
-            "loss"
-        ]
+        models, given = {"policy": policy}, batches[number % BATCHES]
+        metrics = train_step(context, models, Sft(), given, on_gradients=lambda model: None, with_rows=False)
+        return metrics.values["loss"]
 
     measure(step, options=options, data_ranks=layout.dp)
     context.teardown()

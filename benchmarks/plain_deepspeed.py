@@ -40,7 +40,7 @@ def main() -> None:
     vocabulary = model.config.vocab_size
 
     def step(number: int) -> float:
-        rows = random_rows(vocabulary, rows=options.rows, seq=options.seq, seed=2 * number + dist.get_rank()).cuda()
+        rows = random_rows(vocabulary, rows=options.rows, seq=options.seq, step=number, rank=dist.get_rank()).cuda()
         logits = engine(input_ids=rows).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
         engine.backward(loss)

@@ -101,8 +101,8 @@ def main() -> None:
         return loss, {"loss": loss.detach()}
 
     def step(number: int) -> float:
-        seed = 2 * number + data_rank
-        rows = random_rows(told["vocab_size"], rows=options.rows, seq=options.seq, seed=seed).cuda()
+        size = {"rows": options.rows, "seq": options.seq}
+        rows = random_rows(told["vocab_size"], **size, step=number, rank=data_rank).cuda()
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         (reported,) = get_forward_backward_func()(

@@ -6,7 +6,8 @@ MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every p
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
 once, so that a slow minute of the machine meets all alike. Prints and writes, for each pair, tokens per second and
 peak memory of both, and the ratios ours / plain of every round. OUT.json is written after each program, so that a run
-which is stopped loses none of them.
+which is stopped loses none of them, with the versions and GPUs of the run. All programs train on the same tokens; those
+of plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from conformance.run.environment import environment
 
 HERE = Path(__file__).parent
 # By the number of GPUs: ours (backend, layout) beside the plain program, its layout.
@@ -55,11 +58,12 @@ def main() -> None:
     programs = dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair)))
     seen: dict[Program, list[dict[str, Any]]] = {program: [] for program in programs}
     sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps")}
+    made_by = {"environment": environment()}
     for number in range(options.rounds):
         for program in programs:
             seen[program].append(run(program, options))
             print(f"round {number + 1}: {' '.join(program)}: {seen[program][-1]}", file=sys.stderr, flush=True)
-            result = {"model": options.model.name, **sizes, "pairs": [told(pair, seen) for pair in pairs]}
+            result = {"model": options.model.name, **sizes, **made_by, "pairs": [told(pair, seen) for pair in pairs]}
             options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps(result, indent=1))
 

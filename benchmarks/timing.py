@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 GIB = 2**30
 WARM_UP = 4  # steps
+BATCHES = 3  # steps with tokens of their own
 DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # of NVIDIA's data sheets, without sparsity
 
 
@@ -30,9 +31,9 @@ def parse(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_rows(vocabulary: int, *, rows: int, seq: int, seed: int) -> torch.Tensor:
-    """Random tokens, int64 (rows, seq)."""
-    generator = torch.Generator().manual_seed(seed)
+def random_rows(vocabulary: int, *, rows: int, seq: int, step: int, rank: int) -> torch.Tensor:
+    """The random tokens of a data rank in a step, int64 (rows, seq): of BATCHES steps in turn, in every program."""
+    generator = torch.Generator().manual_seed(2 * (step % BATCHES) + rank)
     return torch.randint(0, vocabulary, (rows, seq), generator=generator)
 
 
