@@ -22,7 +22,7 @@ from conftest import make_cell
 from world_helpers import results, world_config
 
 from conformance.backend import BackendEntry
-from conformance.gpus.lease import Ticket, holders, lease_folder
+from conformance.gpus.lease import Ticket, held, holders, lease_folder
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
 from conformance.inputs.prepare import prepare_inputs
@@ -289,6 +289,37 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest
     assert re.search(r"leased: GPU-a [1-9]\d*%, GPU-b [1-9]\d*% of \d+ s", caplog.text)
     assert threads == {"GPU-a-GPU-b_0", "GPU-a_0", "GPU-b_0"}
     assert holders(GPUS, lease_folder()) == ""
+
+
+RUN = """\
+import sys
+from pathlib import Path
+from conftest import make_cell
+from conformance.run.session import Session, SessionConfig
+models = ("pangu", "llama") if sys.argv[2] == "first" else ("qwen3", "gemma3")
+cells = [make_cell("sft-packed", model, "dp2", "fp32", steps=1, rows=6) for model in models]
+with Session(SessionConfig(out=Path(sys.argv[1]) / sys.argv[2], gpus=("GPU-a", "GPU-b"), budget_s=120)) as session:
+    for cell in cells:
+        verdict = session.run(cell).verdict
+        assert verdict.state == "conforms", verdict.reason
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
+    """Each of their cells wants both GPUs, and no GPU is ever seen to be leased by both."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(absolute_path())}
+    commands = [[sys.executable, "-c", RUN, str(tmp_path), name] for name in ("first", "second")]
+    runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    seen = set[int]()
+    while any(one.poll() is None for one in runs):
+        having = held(GPUS, lease_folder())
+        assert len(having) < 2 or not set.intersection(*having.values()), having
+        seen |= having.keys()
+        time.sleep(0.02)
+    assert [one.returncode for one in runs] == [0, 0], [one.communicate()[1] for one in runs]
+    assert seen == {one.pid for one in runs}
+    assert held(GPUS, lease_folder()) == {}
 
 
 @pytest.mark.exhaustive
