@@ -79,7 +79,8 @@ def of_all_ranks(
 ) -> dict[str, float]:
     """The numbers of the whole step, from scalars of this rank: ``sums`` (float64) added up over data ranks, and the
     largest of ``highest`` on any rank."""
-    summed = dict(zip(sums, _summed(context, torch.stack([*sums.values()])), strict=True))
+    numbers = torch.stack([value.to(context.config.device) for value in sums.values()])
+    summed = dict(zip(sums, _summed(context, numbers), strict=True))
     own = {key: largest(torch.stack([*values]).tolist()) for key, values in highest.items()}
     return summed | {key: largest(context.all_gather(value)) for key, value in own.items()}
 
