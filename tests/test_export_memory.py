@@ -57,7 +57,11 @@ def test_of_a_folder_that_is_written_one_file_is_in_memory(tmp_path: Path) -> No
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    [("fsdp2", "dp2"), ("deepspeed", "dp2.zero3"), ("megatron", "tp2"), ("megatron", "dp2.zero1")],
+    [
+        *(("fsdp2", layout) for layout in ("dp2", "tp2", "dp2.tp2", "sp2")),
+        *(("deepspeed", layout) for layout in ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0")),
+        *(("megatron", layout) for layout in ("tp2", "pp2", "dp2.zero1")),
+    ],
 )
 def test_no_rank_holds_more_than_a_file_besides_its_part(pool: Pool, tmp_path: Path, backend: str, layout: str) -> None:
     """And a tensor that is put together, with the pieces that it is put together of."""

@@ -55,7 +55,9 @@ def large_mixture(folder: Path) -> list[int]:
 
 # The share of a rank, in copies of the whole model's masters: FSDP2's parts; DeepSpeed's parameters (half as large in
 # bf16), masters where they are others, and the gradients of masters, which it allocates when an engine is built. ZeRO-1
-# in bf16 sums whole gradients, and ZeRO-0 in bf16 makes a step with all that belongs to one.
+# in bf16 sums whole gradients, and ZeRO-0 in bf16 makes a step with all that belongs to one. Megatron's parameters and
+# the gradients that it allocates for them.
+TP2 = 0.57  # AutoTP leaves the embedding whole on each rank
 SHARE: dict[tuple[str, str, Precision], float] = {
     ("fsdp2", "dp2", "exact"): 1 / 2,
     ("fsdp2", "tp2", "exact"): 1 / 2,
@@ -63,13 +65,24 @@ SHARE: dict[tuple[str, str, Precision], float] = {
     ("fsdp2", "sp2", "exact"): 1 / 2,
     ("fsdp2", "ep2", "exact"): 1 / 2,
     ("fsdp2", "dp2.tp2", "exact"): 1 / 4,
+    ("fsdp2", "dp2.sp2", "exact"): 1 / 4,
+    ("fsdp2", "dp2.rep2", "exact"): 1,  # nothing is cut
+    ("fsdp2", "tp2.seqpar.losspar", "exact"): 1 / 2,
     ("deepspeed", "dp2.zero0", "exact"): 1,
     ("deepspeed", "dp2.zero0", "bf16"): 1 / 2 + 1 + 1 + 2,
     ("deepspeed", "dp2.zero1", "bf16"): 1 / 2 + 1 / 2 + 1,
     ("deepspeed", "dp2.zero2", "bf16"): 1 / 2 + 1 / 2 + 1 / 2,
     ("deepspeed", "dp4.zero3", "exact"): 3 * 1 / 4,
     ("deepspeed", "sp4.zero3", "bf16"): 1 / 8 + 1 / 4 + 1 / 4,
-    ("deepspeed", "tp2.zero0", "exact"): 0.57,  # the embedding is whole on each rank
+    ("deepspeed", "dp2.zero1", "exact"): 1 + 1 / 2 + 1 / 2,
+    ("deepspeed", "dp2.zero2", "exact"): 1 + 1 / 2 + 1 / 2,
+    ("deepspeed", "ulysses2.zero3", "exact"): 3 * 1 / 2,
+    ("deepspeed", "tp2.zero0", "exact"): TP2,
+    ("deepspeed", "dp2.tp2.zero1", "exact"): TP2 * (1 + 1 / 2 + 1 / 2),
+    ("deepspeed", "dp2.tp2.zero3", "exact"): TP2 * 3 * 1 / 2,
+    ("megatron", "dp2", "exact"): 2,
+    ("megatron", "tp2", "exact"): 2 * 1 / 2,
+    ("megatron", "pp2", "exact"): 2 * 1 / 2,
 }
 
 

@@ -234,9 +234,13 @@ class ModelTensors:
             stage = self._stage(together[0])
             held = [of(mine[name]).detach() for name in together if name in mine] if stage == self._pp_rank else []
             pieces = self._gather(together, held) if held else []
-            for position, part in enumerate(parts(together[0], self._shape, self._tp)):
-                yield part.name, self._from_stage(stage, self._filled(part, position, pieces, device))
-            del held, pieces  # before those of the next parameter
+            del held  # which a stack has replaced where there is one
+            for position, part in enumerate(of_one := parts(together[0], self._shape, self._tp)):
+                full = self._filled(part, position, pieces, device)
+                if position == len(of_one) - 1:
+                    del pieces  # before the last one is written, and those of the next parameter
+                yield part.name, self._from_stage(stage, full)
+                del full
 
     def _filled(self, part: Part, position: int, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
         """One of the tensors that a parameter has, from the ranks' parts of it; with any numbers without these."""
