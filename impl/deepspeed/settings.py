@@ -12,8 +12,9 @@ NEVER = 10**9  # steps
 
 
 # How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
-# rank. Of itself, AutoTP would cut both.
-ADAPTED = {
+# rank. Of itself, AutoTP would cut both, and no layer of a model whose own plan names the head alone
+# (docs/findings/deepspeed-autotp-head-plan.md).
+LAYERS = {
     "use_default_specs": False,
     "layer_specs": [
         {
@@ -42,10 +43,16 @@ def summing_dtype(config: ContextConfig) -> str:
     return "fp32"
 
 
-def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, adapted: bool = False) -> dict[str, Any]:
-    """The configuration of an engine that trains. ``adapted``: its model has an adapter of peft."""
+def plans_the_head_alone(model: Any) -> bool:
+    """Whether the plan of a Hugging Face model for tensor parallelism has none of its layers, as in published code."""
+    plan = (getattr(model.config, "base_model_tp_plan", None) or {}) | (getattr(type(model), "_tp_plan", None) or {})
+    return bool(plan) and not any("layers." in name for name in plan)
+
+
+def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, told: bool = False) -> dict[str, Any]:
+    """The configuration of an engine that trains. ``told``: AutoTP has to be told how it cuts layers."""
     settings: dict[str, Any] = {
-        **cutting_settings(config, adapted=adapted),
+        **cutting_settings(config, told=told),
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
@@ -71,17 +78,17 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, adap
     return settings
 
 
-def frozen_settings(config: ContextConfig) -> dict[str, Any]:
+def frozen_settings(config: ContextConfig, *, told: bool = False) -> dict[str, Any]:
     """The configuration of an engine without an optimizer, for a model that is in its compute dtype already.
 
     ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing of it and require an
     optimizer, so stage 0 takes their place.
     """
-    settings = cutting_settings(config)
+    settings = cutting_settings(config, told=told)
     return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
-def cutting_settings(config: ContextConfig, *, adapted: bool = False) -> dict[str, Any]:
+def cutting_settings(config: ContextConfig, *, told: bool = False) -> dict[str, Any]:
     """The settings that all engines share.
 
     The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
@@ -94,8 +101,8 @@ def cutting_settings(config: ContextConfig, *, adapted: bool = False) -> dict[st
     if config.layout.tp > 1:
         # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
         settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
-        if adapted:
-            settings["tensor_parallel"]["partition_config"] = ADAPTED
+        if told:
+            settings["tensor_parallel"]["partition_config"] = LAYERS
     return settings
 
 

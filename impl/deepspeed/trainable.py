@@ -30,7 +30,7 @@ from impl.deepspeed.cut import Cut, engine_cut, largest_group_last
 from impl.deepspeed.first_inputs import compare_in_host_memory
 from impl.deepspeed.loss_scale import forget_overflow, good_steps, growth_afterwards
 from impl.deepspeed.place import RankPlace, cut_count
-from impl.deepspeed.settings import frozen_settings, training_settings, zero_stage
+from impl.deepspeed.settings import frozen_settings, plans_the_head_alone, training_settings, zero_stage
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.files import SliceReader
@@ -104,7 +104,8 @@ class DeepspeedTrainable:
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
-        self.settings = training_settings(self.context.config, optimizer, adapted=self.adapted is not None)
+        told = self.adapted is not None or plans_the_head_alone(model)
+        self.settings = training_settings(self.context.config, optimizer, told=told)
         self._initialize(
             model,
             optimizer=None if own else self.create_optimizer(model, optimizer),
@@ -118,7 +119,7 @@ class DeepspeedTrainable:
             self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
-        self.settings = frozen_settings(self.context.config)
+        self.settings = frozen_settings(self.context.config, told=plans_the_head_alone(model))
         self._initialize(model.eval())
         model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = FrozenTensors(model, self._place())
