@@ -24,6 +24,8 @@ OTHER = frozenset(
     )
 )
 UNORDERED = "target_modules"  # peft writes a set
+POSITIONS = "rope_parameters"  # where transformers 5 writes what stood at the top before
+MOVED = ("rope_theta", "partial_rotary_factor", "rope_scaling")
 
 
 def changed_settings(folder: Path, source: Path) -> list[str]:
@@ -36,9 +38,21 @@ def changed_settings(folder: Path, source: Path) -> list[str]:
             after: dict[str, Any] = read_json(folder / name) if (folder / name).is_file() else {}
             kept = before.keys() - OTHER
             same = {key for key in kept if key in after and _meant(key, after[key]) == _meant(key, before[key])}
+            same |= {key for key in kept.intersection(MOVED) - after.keys() if _is_among(key, before[key], after)}
             changed += [f"{name}: {key}" for key in sorted(kept - same)]
     return changed
 
 
 def _meant(key: str, value: Any) -> Any:
     return sorted(value) if key == UNORDERED and isinstance(value, list) else value
+
+
+def _is_among(key: str, value: Any, after: dict[str, Any]) -> bool:
+    """Whether a setting of positions is among those that transformers 5 writes together."""
+    together = after.get(POSITIONS)
+    if not isinstance(together, dict):
+        return False
+    if key != "rope_scaling":
+        return bool(together.get(key) == value)
+    scaling = value or {"rope_type": "default"}
+    return all(together.get({"type": "rope_type"}.get(name, name)) == number for name, number in scaling.items())

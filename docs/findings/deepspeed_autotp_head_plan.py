@@ -30,7 +30,7 @@ REMEDY = {
 }
 
 
-class OfPublishedCode(transformers.LlamaForCausalLM):
+class OfPublishedCode(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """As model code on the hub has it, which came before plans of layers."""
 
     _tp_plan = {"lm_head": "colwise_rep"}  # noqa: RUF012
@@ -76,10 +76,10 @@ def rank_main(rank: int, folder: str, verdict: Any) -> None:
 
 
 if __name__ == "__main__":
-    print(f"deepspeed {deepspeed.__version__}, transformers {transformers.__version__}, tensor parallelism over 2 ranks")
+    print(f"deepspeed {deepspeed.__version__}, transformers {transformers.__version__}, 2 tensor-parallel ranks")
     verdict = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(rank_main, (folder, verdict), 2, start_method="spawn")
-    present = all([verdict.get() for _ in range(3)])
+    present = all(verdict.get() for _ in range(3))
     print("defect present" if present else "defect not as described")
     sys.exit(0 if present else 1)
