@@ -5,6 +5,7 @@ its own state. The rest is as in JUnit: unsupported cells and expected differenc
 incomplete as a whole has one additional test. A cell that failed and passes when it is run again is flaky.
 """
 
+import math
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -48,7 +49,7 @@ def write_ctrf(out: Path) -> Path:
 
 
 def _summary(report: Report, tests: list[dict[str, Any]]) -> dict[str, int]:
-    start = _milliseconds(datetime.fromisoformat(report.run.started).timestamp())
+    start = _milliseconds(_timestamp(report.run.started))
     counts = Counter(test["status"] for test in tests)
     return {
         "tests": len(tests),
@@ -83,5 +84,13 @@ def _status(cell: Cell) -> str:
     return "passed" if cell.state in ("conforms", "partly_observed") else "skipped"
 
 
+def _timestamp(told: str) -> float:
+    """0 for what a summary that somebody has changed may hold instead of a time."""
+    try:
+        return datetime.fromisoformat(told).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def _milliseconds(seconds: float) -> int:
-    return round(1000 * seconds)
+    return round(1000 * seconds) if math.isfinite(1000 * seconds) else 0

@@ -105,11 +105,17 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
     }
 
 
+def _three_digits(seconds: object) -> float:
+    """0 for what a record that somebody has changed may hold instead of seconds."""
+    is_number = isinstance(seconds, (int, float)) and math.isfinite(seconds)
+    return float(f"{seconds:.3g}") if is_number else 0.0
+
+
 def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
     """What the page shows of one leg: what it was told, what its ranks were given, and what was seen of them."""
     footer = lines.footer
     pieces = {shared.tensor(name): regions for name, regions in footer.get("pieces", {}).items()}
-    seconds = {line["step"]: float(f"{line.get('seconds', 0.0):.3g}") for line in lines.steps}
+    seconds = {line["step"]: _three_digits(line.get("seconds")) for line in lines.steps}
     return {
         "first": lines.header.get("first_step", 0),
         "layout": str(lines.header.get("layout", "")),

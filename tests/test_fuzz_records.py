@@ -24,6 +24,12 @@ def test_a_mutated_folder_is_judged_and_reported_and_what_was_spoiled_does_not_c
         check(seed, sample)
 
 
+@pytest.mark.parametrize("seed", [100_032, 102_351, 102_974, 103_205, 103_552, 104_106])
+def test_times_that_are_none_do_not_keep_reports_from_being_written(sample: Path, seed: int) -> None:
+    """Seeds of the five thousand that had an exception instead of an answer."""
+    check(seed, sample)
+
+
 @pytest.mark.exhaustive
 def test_five_thousand_mutations() -> None:
     assert main(100_000, 5_000) == 0
