@@ -31,6 +31,12 @@ def test_a_mutated_input_is_used_or_refused_in_words(kind: str, tmp_path: Path) 
     assert problems(kind, range(FEW), tmp_path) == []
 
 
+@pytest.mark.parametrize("seed", [195, 254])
+def test_positions_that_are_none_are_refused_in_words(tmp_path: Path, seed: int) -> None:
+    """Seeds of the thousands that were not: a name of 3,000 letters, and null for a kind of positions."""
+    assert problems("config", range(seed, seed + 1), tmp_path) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_thousands_of_mutated_inputs_are_used_or_refused_in_words(kind: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def rotary_by_kind(config: Config, *, head_dim: int, older: dict[str, float | No
     if not values.keys() & {FULL, SLIDING}:
         values = {FULL: values, SLIDING: values}
     if unknown := values.keys() - {FULL, SLIDING}:
-        raise config.error(f"mixes {sorted(unknown)} with the kinds of layers in rope_parameters; put them inside")
+        raise config.error(f"mixes {shown(sorted(unknown))} with kinds of layers in rope_parameters; put them inside")
     found = {}
     for kind, theta in older.items():
         of_kind = _object(config, values.get(kind) or {}, f"rope_parameters {kind}")
@@ -67,6 +67,8 @@ def _rotary(
 ) -> Rotary:
     spelled = {**{key: value for key, value in older.items() if value is not None}, **values}
     rope = config.inside(spelled, name)
+    if "rope_type" in spelled and spelled["rope_type"] is None:
+        raise config.error('sets rope_type to null, which transformers does not know; set "default", or leave it out')
     kind = rope.take("rope_type", rope.take("type", "default"))
     if kind not in types:
         raise config.error(f"sets rope_type {shown(kind)}; the oracle computes {', '.join(types)} for this model")
