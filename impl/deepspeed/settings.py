@@ -1,6 +1,9 @@
 """DeepSpeed's JSON configuration, built from the configurations of a context and an optimizer."""
 
+import re
 from typing import Any
+
+import torch
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
@@ -14,7 +17,7 @@ NEVER = 10**9  # steps
 # How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
 # rank. Of itself, AutoTP would cut both, and no layer of a model whose own plan names the head alone
 # (docs/findings/deepspeed-autotp-head-plan.md).
-LAYERS = {
+LAYERS: dict[str, Any] = {
     "use_default_specs": False,
     "layer_specs": [
         {
@@ -43,10 +46,17 @@ def summing_dtype(config: ContextConfig) -> str:
     return "fp32"
 
 
-def plans_the_head_alone(model: Any) -> bool:
-    """Whether the plan of a Hugging Face model for tensor parallelism has none of its layers, as in published code."""
-    plan = (getattr(model.config, "base_model_tp_plan", None) or {}) | (getattr(type(model), "_tp_plan", None) or {})
-    return bool(plan) and not any("layers." in name for name in plan)
+def plans_the_head_alone(model: torch.nn.Module) -> bool:
+    """Whether the plan of a Hugging Face model for tensor parallelism has none of its layers, as in published code, and
+    LAYERS knows all of their matrices."""
+    own = (getattr(model.config, "base_model_tp_plan", None), getattr(type(model), "_tp_plan", None))
+    plan: dict[str, str] = {name: style for one in own for name, style in (one or {}).items()}
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers." in name
+    ]
+    patterns = [re.compile(pattern) for spec in LAYERS["layer_specs"] for pattern in spec["patterns"]]
+    is_known = all(any(pattern.match(f"{name}.weight") for pattern in patterns) for name in linear)
+    return bool(plan) and not any("*" in name for name in plan) and is_known  # layers are planned by a pattern
 
 
 def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, told: bool = False) -> dict[str, Any]:
