@@ -79,7 +79,8 @@ class LeasedPlaces:
                     now = time.monotonic()
                     if now > look_at and not is_told:
                         look_at = now + _TELL_S
-                        if is_told := held(names, self._folder).keys() != {os.getpid()}:  # or in another container
+                        # Also where nobody is seen to have any, who is in another container then.
+                        if is_told := held(names, self._folder).keys() != {os.getpid()}:
                             logger.info("%s waits for %s", who, self._told(names, size))
                     if now - began > limit_s:
                         raise NoLease(f"no lease within {limit_s:g} s of {self._told(names, size)}")

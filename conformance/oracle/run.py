@@ -87,10 +87,11 @@ def run_oracle(
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
-    with torch.device(device) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
+    devices = devices_for(device, bytes_needed(scenario, models, policy))
+    # Tokens have to be where the embedding is.
+    with torch.device(devices[0]) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
-        devices = devices_for(device, bytes_needed(scenario, models, policy))
         loaded = [_load(role, models[role.name], scenario, policy, variant, devices, trusted) for role in roles]
         _begin(scenario, loaded)
         above = sketched_above(scenario.sketch, elements)
