@@ -122,6 +122,21 @@ def test_a_rank_out_of_memory_is_told_from_one_that_raised(run: Runner) -> None:
     assert run.pids(memory=limit)
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "out of memory"),
+        ("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'", "out of memory"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory"),
+        ("CUDA error: an illegal memory access was encountered", "raised"),
+    ],
+)
+def test_what_libraries_say_without_memory_is_told_as_that(run: Runner, said: str, kind: str) -> None:
+    """Where nothing is left of a GPU, not even for a context or a communicator, no error has a class of its own."""
+    outcome = run("fail", rank=1, said=said)
+    assert (outcome.state, outcome.kind, outcome.rank) == ("failed", kind, 1)
+
+
 def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: Path) -> None:
     """All ranks are in the same phase; the stacks tell which one the others wait for."""
     before = run.pids()

@@ -157,10 +157,10 @@ def leave(context: RankContext, *, rank: int, status: int) -> None:
     _step(context, 2)
 
 
-def fail(context: RankContext, *, rank: int) -> None:
+def fail(context: RankContext, *, rank: int, said: str = "") -> None:
     _step(context, 1)
     if context.rank == rank:
-        raise ArithmeticError("the loss is not a number")
+        raise RuntimeError(said) if said else ArithmeticError("the loss is not a number")
     _step(context, 2)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from conformance.bisect.auto import any_differs, bisect_run
+from conformance.gpus.filled import filled
 from conformance.hosts.fleet import hosts_of
 from conformance.machine import Room, room_of
 from conformance.paths import resolve
@@ -125,6 +126,8 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {})
     room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
     check_room(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
+    for said in filled(leased_gpus(where)) if where.device == "cuda" else ():
+        warn(said)
 
 
 def session_config(config: pytest.Config) -> SessionConfig:

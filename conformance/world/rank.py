@@ -188,8 +188,15 @@ def _as_json(result: Any) -> Any:
     return result
 
 
+# What errors that have no class of their own say: torch's allocator of the host, CUDA while a context is made, NCCL (a
+# RuntimeError of torch around CUDA's word), and cuBLAS.
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    )
 
 
 def _limit_memory(limit: int | None) -> None:
