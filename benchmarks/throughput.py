@@ -35,6 +35,7 @@ TWO_GPUS = (
     ("deepspeed", "dp2.zero2.ckpt", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero2.ckpt.compile", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
+    ("deepspeed", "dp2.zero3.leaf.ckpt", "plain_deepspeed.py", "dp2.zero3"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
@@ -94,9 +95,8 @@ def run(program: Program, options: argparse.Namespace) -> dict[str, Any]:
 def told(pair: tuple[str, str, str, str], seen: dict[Program, list[dict[str, Any]]]) -> dict[str, Any]:
     mine, other = seen[ours(pair)], seen[plain(pair)]
     both = [(a, b) for a, b in zip(mine, other, strict=False) if "failed" not in a | b]  # one may be a round ahead
-    ratios = {
-        key: [round(a[key] / b[key], 4) for a, b in both] for key in ("tokens_per_second", "peak_gib", "host_gib")
-    }
+    keys = ("tokens_per_second", "fastest", "peak_gib", "host_gib")
+    ratios = {key: [round(a[key] / b[key], 4) for a, b in both] for key in keys}
     return {
         "ours": " ".join(pair[:2]),
         "plain": " ".join(pair[2:]),

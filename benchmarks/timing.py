@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ def random_rows(vocabulary: int, *, rows: int, seq: int, step: int, rank: int) -
 def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_ranks: int) -> None:
     """Time ``step(number)``, which gives the loss, and print what was seen as a line of JSON from the first rank.
 
-    tokens_per_second: of one GPU. mfu: model floating-point operations (6 per parameter outside of the embedding and
-    token, and attention's 6 x layers x hidden x seq per token; recomputation does not count) by what the GPU can do in
-    bf16. peak_gib: largest memory that torch has reserved for tensors on a rank. host_gib: largest resident memory.
+    tokens_per_second: of one GPU in the median step, which other work on the machine slows down less than the mean.
+    fastest: the same of the fastest step. seconds: of every step, which ends when its loss is read. mfu: model
+    floating-point operations (6 per parameter outside of the embedding and token, and attention's 6 x layers x hidden
+    x seq per token; recomputation does not count) by what the GPU can do in bf16. peak_gib: largest memory that torch
+    has reserved for tensors on a rank. host_gib: largest resident memory.
     """
     for number in range(WARM_UP):
         step(number)
@@ -50,23 +53,24 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
     gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
     torch.cuda.reset_peak_memory_stats()
     _wait()
-    began = time.perf_counter()
-    losses = [step(WARM_UP + number) for number in range(options.steps)]
-    _wait()
-    seconds = (time.perf_counter() - began) / options.steps
+    seconds, loss = list[float](), 0.0
+    for number in range(options.steps):
+        began = time.perf_counter()
+        loss = step(WARM_UP + number)
+        seconds.append(time.perf_counter() - began)
     tokens = options.rows * options.seq * data_ranks / dist.get_world_size()
     told = {
-        "tokens_per_second": round(tokens / seconds),
-        "mfu": round(_operations(options) * tokens / seconds / _peak_operations(), 4),
-        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / median(seconds)),
+        "fastest": round(tokens / min(seconds)),
+        "mfu": round(_operations(options) * tokens / median(seconds) / _peak_operations(), 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
-        "loss": losses[-1],
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, told)
     if dist.get_rank() == 0:
-        together = {key: max(one[key] for one in every) for key in told} | {"loss": told["loss"]}
+        together = {key: max(one[key] for one in every) for key in told}
+        together |= {"seconds": [round(one, 4) for one in seconds], "loss": loss}
         print("MEASURED", json.dumps(together), flush=True)
     if options.profile:
         _profile(step, options.profile)

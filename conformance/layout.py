@@ -33,6 +33,7 @@ OPTIONS = {
     "ckpt": "activation checkpointing",
     "compile": "layers compiled by torch.compile",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
+    "leaf": "weights that ZeRO-3 cuts gathered for a layer at a time, not for each module in it",
     "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",
     "ownopt": "the optimizer that the backend builds itself from its configuration, instead of torch's",
     "shipped": "the library's own behaviour where the backend corrects it by default",

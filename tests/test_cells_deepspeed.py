@@ -62,6 +62,10 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session,
         exhaustive("sft-packed", "qwen3", "dp2.zero2.ckpt.offload"),
         ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.zero2.compile"),
+        ("sft-packed", "llama", "dp2.zero3.leaf"),
+        exhaustive("sft-packed", "pangu", "dp2.tp2.zero3.ckpt.leaf"),
+        exhaustive("sft-packed", "qwen3", "dp2.zero3.compile.leaf"),
+        exhaustive("sft-packed", "qwen3-moe", "dp2.zero3.leaf"),
         exhaustive("sft-packed", "llama", "dp2.zero1.ownopt"),
         ("sft-sgd", "llama", "dp2.zero3.ownopt"),
         ("sft-packed", "pangu", "sp2.zero0"),
@@ -75,6 +79,8 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session,
         exhaustive("sft-uneven", "pangu", "dp3.zero1"),
         exhaustive("sft-uneven", "qwen3", "dp3.zero3"),
         ("sft-frozen", "llama", "dp2.zero2"),
+        ("sft-frozen", "llama", "dp2.zero3.leaf"),
+        exhaustive("sft-lora", "pangu", "dp2.zero3.leaf"),
         exhaustive("sft-frozen", "qwen3", "tp2.zero3"),
         exhaustive("sft-cosine-end", "llama", "dp2.zero1"),
         exhaustive("sft-linear-end", "llama", "dp2.zero2"),
@@ -105,6 +111,7 @@ def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     assert resolved["offloads_optimizer"] == ("offload" in options)
     assert resolved["offloads_parameters"] == ("offload" in options and stage == 3)
     assert resolved["checkpointing"] == ("ckpt" in options)
+    assert (resolved["leaf_modules"] > 0) == ("leaf" in options)
     assert resolved["mesh"] == {axis: getattr(layout, axis) for axis in ("dp", "sp", "ulysses", "tp")}
     if layout.tp > 1:
         assert resolved["cut_by_tensor_parallelism"] >= 14  # seven matrices in each of two layers
@@ -202,6 +209,7 @@ def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) ->
         ("dp2.rep2", "exact", "use rep1, or zero0"),
         ("dp2.lastsync", "exact", "leave it out"),
         ("dp2.zero0.offload", "exact", "use zero1, zero2 or zero3"),
+        ("dp2.zero2.leaf", "exact", "use zero3"),
         ("dp2.zero0.ownopt", "fp16", "use zero1, zero2 or zero3"),
     ],
 )

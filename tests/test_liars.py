@@ -50,6 +50,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        ("DeepspeedDropsItsOptions", "dp2.zero3.leaf", "weights of a layer are gathered together"),
         ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero1", "updated weights are gathered"),

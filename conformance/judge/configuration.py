@@ -11,7 +11,8 @@ precision is that ZeRO-2, which never holds whole gradients, has to reduce those
 once.
 
 What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``ownopt``, ``stride``,
-``torchcp``, ``offload``, ``overlap`` without ZeRO-1, and ZeRO-2 without accumulation.
+``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, and ZeRO-2 without
+accumulation.
 """
 
 import math
@@ -44,6 +45,8 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # compute in float32; with one expert per token and small models they are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4}  # of a number, where all are of one dtype
+# Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
+AROUND = 4
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 
@@ -252,13 +255,13 @@ def _claims(
             yield "activations of all layers are recomputed", every if again or seen.nested() else more
         else:
             yield "activations are kept", not (again or seen.nested() or more)
-    yield from _of_data_ranks(layout, seen, stage)
+    yield from _of_data_ranks(layout, seen, sizes, stage=stage)
     yield from _of_shares(layout, seen, scenario, sizes, stage=stage)
     yield from _of_model_ranks(layout, seen, scenario, sizes)
     yield from _of_experts(layout, seen, scenario, sizes, stage=stage)
 
 
-def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[tuple[str, bool]]:
+def _of_data_ranks(layout: Layout, seen: _Seen, sizes: Sizes, *, stage: int | None) -> Iterator[tuple[str, bool]]:
     """ZeRO stages, replicas, and when gradients are reduced."""
     data = layout.data * layout.sp * layout.ulysses
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
@@ -266,6 +269,10 @@ def _of_data_ranks(layout: Layout, seen: _Seen, stage: int | None) -> Iterator[t
     if stage == 3 and shards > 1:
         gathered = seen.most(("all_gather", "broadcast"), shards, _forward)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
+    if "leaf" in layout.options and shards > 1 and alone:
+        gathered = seen.most(("all_gather",), shards, _forward)
+        passes = 2 if sizes.experts else 1  # one counts the tokens of experts
+        yield "weights of a layer are gathered together", gathered <= passes * (sizes.layers + AROUND)
     # Overlap gathers updated weights in the next forward pass.
     if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
         gathered = seen.most(("all_gather", "broadcast"), data, _forward)

@@ -32,7 +32,7 @@ STYLES = frozenset(
         "embedding_rowwise",
     )
 )
-_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "offload", "ownopt", "shipped")
+_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "leaf", "offload", "ownopt", "shipped")
 
 
 class DeepspeedBackend(StrategyBackend):
@@ -107,11 +107,13 @@ class DeepspeedBackend(StrategyBackend):
                 "around its own fused AdamW DeepSpeed puts another wrapper at zero0 in half precision, whose state is "
                 "not read here; use zero1, zero2 or zero3, or leave ownopt out"
             )
-        if "compile" in layout.options and zero_stage(layout) == 3:
+        if "compile" in layout.options and zero_stage(layout) == 3 and "leaf" not in layout.options:
             return Unsupported(
                 "ZeRO-3 fetches weights in hooks inside of a layer, so that torch.compile takes it in pieces, and runs "
-                "some of them as they are written; use zero0, zero1 or zero2, or fsdp2"
+                "some of them as they are written; add leaf, use zero0, zero1 or zero2, or fsdp2"
             )
+        if "leaf" in layout.options and zero_stage(layout) < 3:
+            return Unsupported("only ZeRO-3 gathers weights for a layer; use zero3, or leave leaf out")
         if scenario.lora and scenario.precision == "fp16":
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
         for lacking in (adapter_support(scenario), compile_support(scenario, layout)):

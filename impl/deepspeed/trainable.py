@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
 from conformance.activations import Traced
@@ -24,7 +25,7 @@ from conformance.scenario import OptimizerConfig, ScheduleConfig
 from impl.buffers import published_buffers
 from impl.checkpoints.writing import AT_ONCE, Writing
 from impl.collate import MicroBatch
-from impl.compiling import compile_layers, forget_compiled
+from impl.compiling import compile_layers, forget_compiled, layers_of
 from impl.deepspeed import checkpoint, process
 from impl.deepspeed.cut import Cut, engine_cut, largest_group_last
 from impl.deepspeed.first_inputs import compare_in_host_memory
@@ -130,6 +131,9 @@ class DeepspeedTrainable:
         if layout.ulysses > 1:
             group = self.context.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
+        if "leaf" in self.options:
+            set_z3_leaf_modules(model, list({type(layer) for layer in layers_of(model)}))
+            model.enable_input_require_grads()  # docs/findings/deepspeed-leaf-inputs.md
         with contextlib.ExitStack() as stack:
             stack.enter_context(process.equal_on_all_ranks())
             if self.context.config.precision == "exact":
@@ -318,6 +322,7 @@ class DeepspeedTrainable:
             "offloads_parameters": self.engine.zero_offload_param() is not None,
             "checkpointing": bool(model.is_gradient_checkpointing),
             "compiled": "compile" in self.options,
+            "leaf_modules": len(get_z3_leaf_modules(model)),
             "cut_by_tensor_parallelism": cut_count(model),
             "compute_dtype": str(compute),
             "deepspeed": self.settings,
