@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-25-throughput"
-PUBLISHED = tuple(RUNS / f"2xh100-{name}.json" for name in ("3-rounds", "compile", "zero3-and-tp2"))
+RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-26-throughput"
+PUBLISHED = tuple(RUNS / f"2xh200{name}.json" for name in ("", "-leaf"))
 BACKENDS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron"}
 PLAIN = {
     "plain_fsdp2.py": "plain FSDP2",

@@ -201,15 +201,15 @@ def test_gpus_that_another_program_has_filled_are_left_out(
     assert devices_for("cuda:0", needed) == [f"cuda:{gpu}" for gpu in taken]
 
 
-def conditioned_size(key: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def conditioned_size(key: str, tensors: dict[str, torch.Tensor]) -> float:
     """What the error of a tensor is relative to: its norm, but of small differences of log-probs, and of the terms
     that are their squares, the norm of what the errors of two log-probs make of them."""
     kind, _, row = key.partition("/")
     if kind == "reference_kl":
-        return 2 * tensors[f"reference.logprob/{row}"].norm()
+        return 2 * float(tensors[f"reference.logprob/{row}"].norm())
     if kind == "kl_loss_terms":
-        return 2 * (tensors[f"reference.logprob/{row}"] * tensors[f"reference_kl/{row}"]).norm()
-    return tensors[key].norm()
+        return 2 * float((tensors[f"reference.logprob/{row}"] * tensors[f"reference_kl/{row}"]).norm())
+    return float(tensors[key].norm())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU, or two")
