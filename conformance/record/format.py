@@ -11,9 +11,11 @@ file with its SHA-256. The first of these lines (step -1, or the step before the
 weights as loaded. Numbers that are not finite are strings: ``"nan"``, ``"inf"``, ``"-inf"``.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,15 @@ def read_lines(path: Path) -> Lines:
         problem.left = lines
         raise problem
     return lines
+
+
+def peak_memory(records: Iterable[Path]) -> int:
+    """The most bytes that a rank held at once in any of these records; 0 where none can be read that tells."""
+    found = 0
+    for path in records:
+        with contextlib.suppress(RecordError):
+            found = max((found, *read_lines(path).footer.get("memory", ())))
+    return found
 
 
 def _read_raw_lines(file: Path) -> list[bytes]:

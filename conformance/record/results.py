@@ -63,6 +63,7 @@ class Entry:
     reproduce: the command that runs this cell again.
     other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
     slim: whether the tensors of its records were removed when all was compared (conformance.record.slim).
+    memory: the most bytes that a rank held at once, of its GPU if it had one; 0 where that is not known.
     before: the states in which it had ended before it was run again (``--resume``, or on GPUs), the earliest first.
     """
 
@@ -86,6 +87,7 @@ class Entry:
     other: Attempt | None = None
     before: tuple[State, ...] = ()
     slim: bool = False
+    memory: int = 0
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -183,6 +185,7 @@ def cell_summary(entry: Entry) -> CellSummary:
         "second_class": entry.verdict.second_class,
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
+        "memory": entry.memory,
         "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
         "before": entry.before,
         "folder": entry.folder,

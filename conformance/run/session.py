@@ -34,6 +34,7 @@ from conformance.paths import resolve
 from conformance.plan.cell import Cell
 from conformance.record.bisection import BISECTION, Bisected
 from conformance.record.coverage import Floor
+from conformance.record.format import peak_memory
 from conformance.record.identity import FLOAT64
 from conformance.record.results import Attempt, CellSummary, Entry, Run, cell_summary, write_entry, write_summary
 from conformance.record.states import FAILED, NOT_STARTED
@@ -369,6 +370,7 @@ class Session:
             observables=self._observables(cell),
             verdict=judged.verdict,
             other=judged.other,
+            memory=peak_memory(folder / record for record in judged.records),
             before=(*before(self._earlier.get(str(cell))), *(("infrastructure",) if judged.failed_before else ())),
         )
         self._summaries[str(cell)] = cell_summary(entry)
