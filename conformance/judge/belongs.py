@@ -7,6 +7,7 @@ for granted.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -102,7 +103,9 @@ def _check_leg(record: Record, *, is_first: bool) -> None:
         raise RecordError(
             f"{record.path} has the evidence of {len(ranks)} ranks, and {layout} has another number; {AGAIN}"
         )
-    if not isinstance(record.header.get("backend", {}).get("default_zero", ""), int | None):
+    if not isinstance(record.header.get("backend", {}).get("name"), str):
+        raise RecordError(f"{record.path} does not say which backend wrote it; {AGAIN}")
+    if not isinstance(record.header["backend"].get("default_zero", ""), int | None):
         raise RecordError(f"{record.path} does not say which ZeRO stage the backend has by default; {AGAIN}")
     if (optimizer := record.header.get("optimizer")) not in (("new",) if is_first else ("new", "loaded")):
         raise RecordError(f"{record.path} says of its optimizer {optimizer!r}, which cannot be; {AGAIN}")
@@ -251,7 +254,7 @@ def _read_noise(folder: Path, scenario: Scenario, oracle: Record, defects: tuple
     The further ones are only made where a cell differs by the first (conformance.run.session).
     """
     first, further = noise_runs(scenario.precision)[:1], noise_runs(scenario.precision)[1:]
-    made = (*first, *(name for name in further if (folder / name).exists()))
+    made = (*first, *(name for name in further if os.path.lexists(folder / name)))  # also a link to nowhere
     noise = tuple(_read_oracle(folder, name, scenario, defects) for name in made)
     for run in noise:
         check_start(run, oracle)

@@ -44,10 +44,11 @@ def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[D
             f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
             f"cell again"
         )
-    if backend.get("defects", []) != (asked := defects_to_json(defects)):
+    if backend.get("defects") != (asked := defects_to_json(defects)):
+        said = _describe(backend["defects"]) if "defects" in backend else "no word about defects"
         raise RecordError(
-            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with "
-            f"{_describe(backend['defects'])}: folders were mixed up; run the cell again"
+            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with {said}: folders were "
+            f"mixed up; run the cell again"
         )
 
 
