@@ -118,6 +118,26 @@ def test_sft_lowers_the_held_out_loss(trainings: Trainings, tmp_path: Path) -> N
     assert losses[-1] < losses[0] - 1
 
 
+ABORTS_AT_ITS_END = """
+import atexit, os, runpy, sys
+class Kept:
+    def __del__(self):
+        os.abort()  # as C++ does when Python is finalized under a thread of it
+sys.modules["kept"] = Kept()
+atexit.register(print, "registered for the end")
+runpy.run_module("impl.train.process", run_name="__main__")
+"""
+
+
+def test_a_rank_ends_with_its_exit_code_whatever_finalization_would_do(tmp_path: Path) -> None:
+    (file := tmp_path / "config.json").write_text("{}")
+    rank = [sys.executable, "-c", ABORTS_AT_ITS_END, str(file)]
+    told = subprocess.run(rank, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 2, told
+    assert "error: " in told.stderr
+    assert told.stdout == "registered for the end\n"
+
+
 @pytest.mark.exhaustive
 def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
     file, config = tmp_path / "config.json", training(tmp_path, "sft", steps=2)
