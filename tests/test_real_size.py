@@ -355,6 +355,7 @@ def test_a_planted_bug_is_located_to_the_tensor_among_a_billion_parameters(
     [
         ["sft-real/*/fsdp2/dp2/exact"],
         exhaustive(["sft-real/*/exact", "sft-real-sgd/*/exact", "grpo-real/*/exact"]),
+        exhaustive(["grpo-real/*/fp32", "grpo-real-half/*/bf16"]),
     ],
 )
 def test_the_profile_real_size_conforms_in_a_shape_that_fits_here(tmp_path: Path, cells: list[str]) -> None:

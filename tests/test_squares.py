@@ -28,6 +28,21 @@ def test_a_million_numbers_lose_no_digits(dtype: torch.dtype, allowed: float) ->
     assert abs(found.item() / square_of(tensor) - 1) < allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_deepspeeds_norm_on_a_cpu_has_the_digits_of_its_dtype(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    process = pytest.importorskip("impl.deepspeed.process")
+    tensors = [numbers(dtype), numbers(dtype)[:1000]]
+    monkeypatch.setattr(torch.Tensor, "norm", process._norm)
+    for tensor in tensors:
+        assert abs(tensor.norm().item() / math.sqrt(square_of(tensor)) - 1) <= torch.finfo(dtype).eps
+        assert torch.equal(tensor.norm(2.0), tensor.norm())
+    columns = tensors[0].view(-1, 4)
+    assert torch.equal(columns.norm(dim=1), torch.linalg.vector_norm(columns, dim=1))
+    assert torch.equal(tensors[1].norm(1), torch.linalg.vector_norm(tensors[1], 1))
+
+
 def test_megatrons_norm_on_a_cpu_has_the_digits_of_its_dtype() -> None:
     tensors = [numbers(torch.float32), numbers(torch.float32)[:1000]]
     right = math.sqrt(sum(map(square_of, tensors)))

@@ -28,6 +28,7 @@ from deepspeed.utils import groups
 
 from conformance.layout import Layout
 from conformance.validation import UsageError
+from impl.squares import sums_of_squares
 
 _open: list[tuple[int, int]] = []  # (tp, ulysses) of each context that has entered and not left
 _undo = contextlib.ExitStack()  # the calls to make when the last context leaves
@@ -78,6 +79,7 @@ def _set_up(device: str) -> None:
         # It asks oneDNN, which has float16 on CPUs with AVX512-FP16 or AMX only. torch's own kernels, which compute
         # instead then, have it on any CPU (docs/findings/deepspeed-cpu-fp16.md).
         _replace(get_accelerator(), "is_fp16_supported", lambda: True)
+        _replace(torch.Tensor, "norm", _norm)
     else:
         # For ops that are compiled at first use. Its builder cannot read "9.0a" in this variable (DeepSpeed#8619).
         name, capability = "TORCH_CUDA_ARCH_LIST", torch.cuda.get_device_capability(device)
@@ -92,6 +94,17 @@ def _set_up(device: str) -> None:
     dtypes = [*accelerator.supported_dtypes(), torch.float64]
     _replace(accelerator, "supported_dtypes", lambda: dtypes)
     deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+_NORM = torch.Tensor.norm
+
+
+def _norm(tensor: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """In the place of torch's method, by which DeepSpeed clips: of a large tensor it is off on a CPU
+    (docs/findings/torch-norm-on-cpus.md)."""
+    if p not in ("fro", 2) or not (dim is dtype is None) or not tensor.is_floating_point() or tensor.requires_grad:
+        return _NORM(tensor, p, dim, keepdim, dtype)
+    return sums_of_squares([tensor])[0].sqrt().to(tensor.dtype)
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
