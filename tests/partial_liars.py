@@ -9,11 +9,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import set_z3_leaf_module
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.compiling import forget_compiled
+from impl.deepspeed.adapter import DeepspeedBackend
 from impl.fsdp2 import expert_parallel, tensor_parallel, trainable
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
@@ -75,6 +77,17 @@ class CompilesUnasked(Fsdp2Backend):
     def teardown(self) -> None:
         super().teardown()
         forget_compiled()
+
+
+class GathersOneLayer(DeepspeedBackend):
+    """Of all but the first layer, ZeRO-3 gathers the weights of each module by itself."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        def first_only(model: Any, _: Any) -> None:
+            set_z3_leaf_module(model.model.layers[0], True)
+
+        with patch("impl.deepspeed.trainable.set_z3_leaf_modules", first_only):
+            return super().setup(*arguments)
 
 
 class MegatronRecomputesOneLayer(MegatronBackend):

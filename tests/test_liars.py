@@ -74,6 +74,16 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     assert {finding.stage for finding in verdict.findings} == {"configuration"}
 
 
+@pytest.mark.parametrize("steps", [1, exhaustive(2)])
+def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(session: Session, steps: int) -> None:
+    """And the honest backend conforms: passes of a roll-out, and what is fetched ahead, count for neither."""
+    layout, honest = "dp2.zero3.leaf", BACKENDS["deepspeed"]
+    for backend, state in ((honest, "conforms"), (liar("DeepspeedDropsItsOptions"), "differs")):
+        verdict = session.run(make_cell("grpo", "llama", layout, "exact", backend=backend, steps=steps)).verdict
+        assert verdict.state == state, verdict.reason
+    assert {finding.tensor for finding in verdict.findings} == {f"{layout}: weights of a layer are gathered together"}
+
+
 @pytest.mark.parametrize(
     ("name", "model", "layout", "precision", "claim"),
     [
@@ -83,6 +93,8 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
         exhaustive("CompilesUnasked", "llama", "dp2", "exact", "layers run as they are written"),
         ("MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"),
         ("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
+        ("GathersOneLayer", "qwen2-moe", "dp2.zero3.leaf", "exact", "weights of a layer are gathered together"),
+        exhaustive("GathersOneLayer", "llama", "dp2.zero3.leaf", "bf16", "weights of a layer are gathered together"),
         ("CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"),
         ("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
     ],

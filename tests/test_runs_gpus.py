@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,15 @@ def begin(folder: Path, *, gpu: str) -> subprocess.Popen[str]:
     (profile := folder.with_suffix(".toml")).write_text(PROFILE)
     command = [sys.executable, "-m", "conformance.cli", "run", "--device", "cuda", "--backend", "fsdp2"]
     command += ["--profile", str(profile), "--out", str(folder)]
-    return subprocess.Popen(command, env=on(gpu), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with folder.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, env=on(gpu), stdout=log, stderr=log, text=True)
+
+
+def said_by(run: subprocess.Popen[str], folder: Path) -> str:
+    """All that a run has said, when it has ended."""
+    with run:
+        run.wait()
+    return folder.with_suffix(".log").read_text()
 
 
 def verdicts(folder: Path) -> dict[str, Verdict]:
@@ -65,30 +74,31 @@ def test_a_gpu_that_another_program_has_filled_is_told_and_works_when_that_has_e
     with subprocess.Popen(filler, env=on(gpu), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout
         assert program.stdout.readline() == "filled\n"
-        said, _ = begin(tmp_path / "beside", gpu=gpu).communicate()
+        said = said_by(begin(tmp_path / "beside", gpu=gpu), tmp_path / "beside")
         program.communicate()
-    assert "other programs have" in said
+    assert "are taken without a lease" in said
     assert f"GiB of {gpu}" in said
     verdict = verdicts(tmp_path / "beside")[ONE]
     assert verdict.state == "infrastructure", said
     assert "ran out of memory" in verdict.reason
-    afterwards = begin(tmp_path / "afterwards", gpu=gpu)
-    said, _ = afterwards.communicate()
+    said = said_by(begin(tmp_path / "afterwards", gpu=gpu), tmp_path / "afterwards")
     assert verdicts(tmp_path / "afterwards")[ONE].state == "conforms", said
-    assert "other programs" not in said
+    assert "without a lease" not in said
 
 
 def test_runs_on_one_gpu_take_turns_and_a_cell_of_two_is_not_run(tmp_path: Path) -> None:
     """The last GPU of the host, where CUDA_VISIBLE_DEVICES is shrunken to it."""
     gpu = gpus_of_host()[-1]
-    runs = [begin(tmp_path / name, gpu=gpu) for name in ("first", "second")]
     seen = set[int]()
-    while any(one.poll() is None for one in runs):
-        having = held(gpus_of_host(), lease_folder())
-        assert all(names == {gpu} for names in having.values())
-        assert len(having) < 2
-        seen |= having.keys()
-        time.sleep(0.02)
+    with ExitStack() as stack:
+        runs = [stack.enter_context(begin(tmp_path / name, gpu=gpu)) for name in ("first", "second")]
+        for one in runs:
+            stack.callback(one.kill)
+        while any(one.poll() is None for one in runs):
+            having = held(gpus_of_host(), lease_folder())
+            assert all(names == {gpu} for names in having.values())
+            seen |= having.keys()
+            time.sleep(0.02)
     assert seen == {one.pid for one in runs}
     for folder in ("first", "second"):
         found = verdicts(tmp_path / folder)

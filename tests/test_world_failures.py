@@ -128,6 +128,10 @@ def test_a_rank_out_of_memory_is_told_from_one_that_raised(run: Runner) -> None:
         ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "out of memory"),
         ("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'", "out of memory"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "out of memory"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(handle)`", "raised"),
+        ("Triton Error [CUDA]: out of memory", "out of memory"),
+        ("NCCL WARN Failed to CUDA calloc 4194304 bytes", "out of memory"),
         ("CUDA error: an illegal memory access was encountered", "raised"),
     ],
 )

@@ -1,37 +1,43 @@
-"""Filled: GPUs that programs without leases have filled, so that who finds no memory there is told why (claim 8)."""
+"""Filled: GPUs of which somebody without a lease has taken memory; who finds none there is told why (claim 8)."""
 
 import subprocess
 
 from conformance.gpus.inventory import VISIBLE
-from conformance.gpus.lease import held, lease_folder
-from conformance.gpus.shares import gpu_of, gpus_of
+from conformance.gpus.lease import is_leased, lease_folder
+from conformance.gpus.shares import gpus_of
 from conformance.world.places import Block
 
-MOST = 0.1  # of a GPU's memory: worlds of other runs that wait for their next cell hold less
+MOST = 0.1  # of a GPU's memory: below, some contexts of CUDA are enough to explain it
 GIB = 2**10  # MiB, in which nvidia-smi counts
+LIMIT_S = 10.0  # for nvidia-smi, which hangs where a driver does
 _QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
 def filled(places: Block) -> list[str]:
     """A sentence about each GPU of these places of whose memory more than MOST is taken while no run has leased it.
 
-    Parts of GPUs (MIG) are not looked at: nvidia-smi does not tell of their memory here.
+    Nothing is said where nvidia-smi does not answer, nor of parts of GPUs (MIG), of which it tells nothing here.
     """
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, check=False).stdout
-    except OSError:  # no nvidia-smi, which whoever asks for the GPUs of this host is told
-        return []
-    leased = {gpu_of(name) for names in held(places, lease_folder()).values() for name in names}
     found = []
-    for line in listed.splitlines():
-        gpu, *memory = line.split(", ")
-        if gpu not in gpus_of(places) or gpu in leased or not all(number.isdecimal() for number in memory):
-            continue
-        used, whole = map(int, memory)
-        if used > MOST * whole:
-            advice = f"end these programs (nvidia-smi), or leave the GPU out of {VISIBLE}"
+    for gpu, (used, whole) in _memory().items():
+        if gpu in gpus_of(places) and used > MOST * whole and not is_leased(gpu, lease_folder()):
             found.append(
-                f"other programs have {used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu}; cells that find too "
-                f"little there are told as out of memory: {advice}"
+                f"{used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu} are taken without a lease, by other programs "
+                f"or by worlds of another run that wait; cells that find too little there are told as out of memory: "
+                f"end these programs (nvidia-smi), or leave the GPU out of {VISIBLE}"
             )
     return found
+
+
+def _memory() -> dict[str, tuple[int, int]]:
+    """MiB that are used, and all, of each whole GPU that nvidia-smi tells of, by UUID."""
+    try:
+        listed = subprocess.run(_QUERY, capture_output=True, timeout=LIMIT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):  # whoever asks for the GPUs of this host is told of the first
+        return {}
+    rows = (line.split(", ") for line in listed.decode(errors="replace").splitlines())
+    return {
+        row[0]: (int(row[1]), int(row[2]))
+        for row in rows
+        if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()
+    }

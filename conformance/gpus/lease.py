@@ -45,6 +45,13 @@ def blocks(gpus: Sequence[str], size: int) -> list[Block]:
     return [tuple(gpus[at : at + size]) for at in range(0, len(gpus) - size + 1, size)]
 
 
+def is_leased(gpu: str, folder: Path) -> bool:
+    """Whether somebody has a GPU or a share of it, also in another container. Raises UsageError as Ticket does."""
+    _make_folder(folder)
+    with _alone(folder):
+        return not _is_free(gpu, folder)
+
+
 def holders(gpus: Sequence[str], folder: Path) -> str:
     """Who has which of the GPUs, or how many, in words; empty if nobody has any."""
     told = (f"{_named(sorted(names))} by process {process}" for process, names in held(gpus, folder).items())

@@ -94,7 +94,7 @@ def sizes_of(oracle: Record) -> Sizes:
     )
 
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def _sums(policy: Collection[str]) -> int:
@@ -270,9 +270,11 @@ def _of_data_ranks(layout: Layout, seen: _Seen, sizes: Sizes, *, stage: int | No
         gathered = seen.most(("all_gather", "broadcast"), shards, _forward)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
     if "leaf" in layout.options and shards > 1 and alone:
-        gathered = seen.most(("all_gather",), shards, _forward)
-        passes = 2 if sizes.experts else 1  # one counts the tokens of experts
-        yield "weights of a layer are gathered together", gathered <= passes * (sizes.layers + AROUND)
+        # Of backward passes, because forward passes may be those of a roll-out, too, or count the tokens of experts.
+        passes = [where for where in seen.passes() if where.startswith("backward")]
+        gathered = max((seen.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
+        together = sizes.layers <= gathered <= sizes.layers + AROUND
+        yield "weights of a layer are gathered together", together
     # Overlap gathers updated weights in the next forward pass.
     if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
         gathered = seen.most(("all_gather", "broadcast"), data, _forward)

@@ -20,6 +20,7 @@ from pathlib import Path
 from conformance.asking import versions_of
 from conformance.backend import BackendEntry
 from conformance.defect import Known, defects_of
+from conformance.gpus.filled import filled
 from conformance.hosts.fleet import Hosts
 from conformance.inputs.prepare import FrozenInputs, prepare_inputs
 from conformance.inputs.random_model import is_large, is_sketched
@@ -169,6 +170,8 @@ class Session:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
         check_room(waiting, room, device=device, warn=logger.warning, agents=self._where.agents)
+        for said in filled(self.config.gpus) if self._where.queues_oracles else ():
+            logger.warning(said)
         for cell in self._at_once.ordered(waiting):
             if not is_large(cell.scenario):
                 self._request(cell)

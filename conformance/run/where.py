@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.gpus.filled import filled
 from conformance.gpus.places import Gpus, LeasedPlaces
 from conformance.gpus.shares import gpus_of
 from conformance.hosts.fleet import AgentHere, Fleet, Hosts
@@ -27,8 +26,6 @@ class Where:
             self._places = Slots(self.fleet)
         elif gpus:
             self._places = Gpus(gpus, work_dir=work_dir)
-        for said in filled(gpus) if self.queues_oracles else ():
-            logger.warning(said)
         self.pool = Pool(work_dir=work_dir, places=self._places)
 
     @property

@@ -40,6 +40,15 @@ PLAN_KEY = pytest.StashKey[Plan]()
 ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells, where agents start their ranks
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Warn of GPUs that somebody without a lease has filled; workers of pytest-xdist leave that to their controller."""
+    config = session.config
+    if is_worker(config) or config.option.collectonly or elsewhere(config).hosts or ranks(config).device == "cpu":
+        return
+    for said in filled(leased_gpus(ranks(config))):
+        config.issue_config_time_warning(pytest.PytestWarning(said), stacklevel=2)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" not in metafunc.fixturenames:
         return
@@ -126,8 +135,6 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {})
     room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
     check_room(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
-    for said in filled(leased_gpus(where)) if where.device == "cuda" else ():
-        warn(said)
 
 
 def session_config(config: pytest.Config) -> SessionConfig:

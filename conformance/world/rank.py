@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -188,14 +189,17 @@ def _as_json(result: Any) -> Any:
     return result
 
 
-# What errors that have no class of their own say: torch's allocator of the host, CUDA while a context is made, NCCL (a
-# RuntimeError of torch around CUDA's word), and cuBLAS.
-_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED")
+# What a RuntimeError says where memory was missing that has no class of its own: CUDA while a context is made, Triton,
+# NCCL, cuDNN and cuBLAS, which also cannot be initialised then.
+_NO_MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|Failed to CUDA calloc|NOT_INITIALIZED.*cublasCreate")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    said = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "can't allocate memory" in said
+        or (isinstance(error, RuntimeError) and _NO_MEMORY.search(said) is not None)
     )
 
 
