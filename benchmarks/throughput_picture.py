@@ -8,6 +8,7 @@ plain, since a round runs both one after the other. The README's picture is draw
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -32,13 +33,13 @@ def main() -> None:
 
 
 def picture(results: Iterable[Path]) -> str:
-    """An SVG picture of all pairs that have a ratio. A pair that several files have is drawn from the last of them."""
+    """An SVG picture of all pairs that have a ratio, each from the rounds of all files that have it."""
     read = [json.loads(path.read_text(encoding="utf-8")) for path in results]
     sizes = {tuple(result[key] for key in ("gpus", "seq", "rows")) for result in read}
-    known = {
-        (pair["ours"], pair["plain"]): pair for result in read for pair in result["pairs"] if pair["ours_by_plain"]
-    }
-    pairs = [known[names] for names in sorted(known, key=_in_order)]
+    known = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
+    for pair in (pair for result in read for pair in result["pairs"] if pair["ours_by_plain"]):
+        known[pair["ours"], pair["plain"]].append(pair)
+    pairs = [_joined(known[names]) for names in sorted(known, key=_in_order)]
     if len(sizes) != 1 or not pairs:
         raise SystemExit("no picture: give files that have ratios, and all the same --gpus, --seq and --rows")
     gpus, seq, rows = sizes.pop()
@@ -58,6 +59,16 @@ def picture(results: Iterable[Path]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same pair of several files, as if it were of one."""
+    rounds = {side: [run for part in parts for run in part[side]] for side in ("of_ours", "of_plain")}
+    ratios = {
+        key: median([ratio for part in parts for ratio in part["ours_by_plain"][key]["all"]])
+        for key in ("tokens_per_second", "peak_gib")
+    }
+    return {**parts[0], **rounds, "ratios": ratios}
+
+
 def _in_order(names: tuple[str, str]) -> tuple[int, str]:
     backend, layout = names[0].split()
     return [*BACKENDS].index(backend), layout
@@ -66,7 +77,7 @@ def _in_order(names: tuple[str, str]) -> tuple[int, str]:
 def _drawn(pair: dict[str, Any], *, y: int, scale: float) -> list[str]:
     backend, layout = pair["ours"].split()
     program, its_layout = pair["plain"].split()
-    speed, memory = (pair["ours_by_plain"][key]["median"] for key in ("tokens_per_second", "peak_gib"))
+    speed, memory = (pair["ratios"][key] for key in ("tokens_per_second", "peak_gib"))
     bars = (
         (f"{BACKENDS[backend]} {layout}", "of_ours", "#0b5fb0", "#063a6d"),
         (f"{PLAIN[program]} {its_layout}", "of_plain", "#b6bdc5", "#59636e"),
