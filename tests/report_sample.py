@@ -143,10 +143,10 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
             footer = told(layout, range(first, first + len(part)), layers=LAYERS)
             write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first, told=footer)
         oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
-        oracle |= {"backend": {"name": "oracle", "precision": "float64"}}
+        oracle |= {"backend": {"name": "oracle", "precision": "float64", "defects": []}}
         write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
         if variant[0] != "exact":
-            single = {**oracle, "backend": {"name": "oracle", "precision": variant[0]}}
+            single = {**oracle, "backend": {"name": "oracle", "precision": variant[0], "defects": []}}
             noisy = curve(model, observables, noise / 3, random.Random(0))
             write_record(out / "oracle" / key / variant[0], single, observables, noisy)
     if state == "infrastructure":
