@@ -234,6 +234,7 @@ def test_a_defect_of_the_model_on_the_ranks_alone_is_caught(session: Session, mo
         *(("StableLm", *rest) for rest in (("fsdp2", "dp2"), ("deepspeed", "dp2.zero2"), ("deepspeed", "dp2.zero3"))),
         *(("Olmoe", *rest) for rest in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))),
         *(("GPT2", *rest) for rest in (("fsdp2", "dp2"), ("fsdp2", "sp2"), ("deepspeed", "dp2.zero3"))),
+        ("GPT2", "deepspeed", "dp2.zero3.leaf"),
         *(("Glm4Moe", "fsdp2", layout) for layout in ("tp2", "sp2")),
         *(("Glm4Moe", "deepspeed", layout) for layout in ("dp2.zero2", "dp2.zero3", "sp2")),
     ],

@@ -96,6 +96,13 @@ def test_exact(session: Session, scenario: str, model: str, layout: str) -> None
 
 
 @pytest.mark.exhaustive
+def test_layers_are_gathered_together_in_each_of_many_micro_batches(session: Session) -> None:
+    """Before them, as many passes count the tokens of experts."""
+    cell = cell_of("deepspeed", "sft-packed", "mixtral", "dp2.zero3.leaf", "exact", accumulation=7, rows=14)
+    assert_honest(session, cell)
+
+
+@pytest.mark.exhaustive
 def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("deepspeed", "sft-packed", "qwen3", "dp2.zero1", "exact", steps=5))
 
