@@ -36,6 +36,7 @@ TWO_GPUS = (
     ("deepspeed", "dp2.zero2.ckpt.compile", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
     ("deepspeed", "dp2.zero3.ckpt.leaf", "plain_deepspeed.py", "dp2.zero3"),
+    ("deepspeed", "dp2.zero3.ckpt.compile.leaf", "plain_deepspeed.py", "dp2.zero3"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
