@@ -136,8 +136,10 @@ def _zero(config: ContextConfig) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = 0  # tiny parameters are partitioned like large ones
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
         # at a time; DeepSpeed's own keep none. Recomputation keeps nothing anyway, and the suite recognises it by
-        # matrix products that record a graph, which those of DeepSpeed's layers do not.
-        zero["memory_efficient_linear"] = "ckpt" not in config.layout.options
+        # matrix products that record a graph, which those of DeepSpeed's layers do not. Compiled layers keep the
+        # parameter itself, and torch 2.11 loses their gradients behind DeepSpeed's own
+        # (docs/findings/deepspeed-compiled-biases.md).
+        zero["memory_efficient_linear"] = {"ckpt", "compile"}.isdisjoint(config.layout.options)
     if "offload" in config.layout.options:
         device = {"device": "cpu", "pin_memory": config.device != "cpu"}
         zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}
