@@ -1,7 +1,7 @@
 """Plain megatron-core: its own GPTModel by the local spec, its schedules and its distributed optimizer, in bf16.
 
-torchrun plain_megatron.py MODEL --layout dp2.zero1, or tp2. See throughput.py. It has the sizes of the folder's model
-and random weights; o_proj has no bias, because megatron-core couples it to the MLP's.
+torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, or dp2.tp2.zero1. See throughput.py. It has the sizes of the
+folder's model and random weights; o_proj has no bias, because megatron-core couples it to the MLP's.
 """
 
 import json
@@ -28,7 +28,7 @@ def main() -> None:
     options = parse(__doc__)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    tp = 2 if options.layout == "tp2" else 1
+    tp = 2 if "tp2" in options.layout else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
     told = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def main() -> None:
     ).cuda()
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=tp == 1,
+        use_distributed_optimizer="zero1" in options.layout,
         overlap_grad_reduce="overlap" in options.layout,
         overlap_param_gather="overlap" in options.layout,
     )
@@ -79,7 +79,7 @@ def main() -> None:
             clip_grad=1.0,
             bf16=True,
             params_dtype=torch.bfloat16,
-            use_distributed_optimizer=tp == 1,
+            use_distributed_optimizer="zero1" in options.layout,
             overlap_param_gather="overlap" in options.layout,
         ),
         [wrapped],

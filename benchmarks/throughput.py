@@ -41,7 +41,15 @@ TWO_GPUS = (
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
 )
-PAIRS = {1: ONE_GPU, 2: TWO_GPUS}
+FOUR_GPUS = (
+    ("fsdp2", "dp4.ckpt", "plain_fsdp2.py", "dp4"),
+    ("deepspeed", "dp4.zero2.ckpt", "plain_deepspeed.py", "dp4.zero2"),
+    ("deepspeed", "dp4.zero3.ckpt", "plain_deepspeed.py", "dp4.zero3"),
+    ("deepspeed", "dp4.zero3.ckpt.leaf", "plain_deepspeed.py", "dp4.zero3"),
+    ("megatron", "dp4.zero1.overlap.ckpt", "plain_fsdp2.py", "dp4"),
+    ("megatron", "dp2.tp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.tp2.zero1"),
+)
+PAIRS = {1: ONE_GPU, 2: TWO_GPUS, 4: FOUR_GPUS}
 Program = tuple[str, ...]
 
 

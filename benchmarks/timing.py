@@ -34,7 +34,7 @@ def parse(description: str | None) -> argparse.Namespace:
 
 def random_rows(vocabulary: int, *, rows: int, seq: int, step: int, rank: int) -> torch.Tensor:
     """The random tokens of a data rank in a step, int64 (rows, seq): of BATCHES steps in turn, in every program."""
-    generator = torch.Generator().manual_seed(2 * (step % BATCHES) + rank)
+    generator = torch.Generator().manual_seed(BATCHES * rank + step % BATCHES)
     return torch.randint(0, vocabulary, (rows, seq), generator=generator)
 
 

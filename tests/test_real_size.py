@@ -361,9 +361,20 @@ def test_a_planted_bug_is_located_to_the_tensor_among_a_billion_parameters(
 def test_the_profile_real_size_conforms_in_a_shape_that_fits_here(tmp_path: Path, cells: list[str]) -> None:
     model = shrunk(tmp_path / "models")
     chosen = [option for pattern in cells for option in ("--cells", pattern)]
-    arguments = ["run", "--profile", "real-size", "--model", str(model), "--sketch", "64", *chosen]
     backends = ["--backend", "fsdp2"] if len(cells) == 1 else []
-    assert cli.main([*arguments, *backends, "--out", str(tmp_path / "out")]) == 0
-    for entry in read_run(tmp_path / "out")[1]:
+    all_conform(tmp_path / "out", "--profile", "real-size", "--model", str(model), *chosen, *backends)
+
+
+@pytest.mark.parametrize("cells", [["sft-real/*/megatron/pp4/exact"], exhaustive(["*"])])
+def test_so_does_the_profile_of_four_gpus(tmp_path: Path, cells: list[str]) -> None:
+    model = shrunk(tmp_path / "models", num_hidden_layers=6)  # four stages of a pipeline, not all of one size
+    chosen = [option for pattern in cells for option in ("--cells", pattern)]
+    backends = ["--backend", "megatron"] if len(cells[0]) > 1 else []
+    all_conform(tmp_path / "out", "--profile", "real-size-4gpus", "--model", str(model), *chosen, *backends)
+
+
+def all_conform(out: Path, *arguments: str) -> None:
+    assert cli.main(["run", *arguments, "--sketch", "64", "--out", str(out)]) == 0
+    for entry in read_run(out)[1]:
         assert entry.verdict.state == "conforms", entry.verdict.reason
         assert "parameters are compared by sketches" in entry.verdict.reason
