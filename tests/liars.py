@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy
 import torch
@@ -15,6 +16,7 @@ from conformance.backend import Shard, StepMetrics, TensorKind
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
+from impl.deepspeed import settings, trainable
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.fsdp2.adapter import Fsdp2Backend
 from impl.megatron.adapter import MegatronBackend
@@ -226,6 +228,21 @@ class Fsdp2ReplicatesItsWeights(Fsdp2Backend):
 
     def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
         return super().setup(scenario, dataclasses.replace(layout, rep=layout.dp), *arguments)
+
+
+class DeepspeedHasSmallBuckets(DeepspeedBackend):
+    """Honest. Its bucket for gradients is smaller than the weights, as DeepSpeed's is at real size."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        original = settings.training_settings
+
+        def with_bucket(*arguments: Any, **options: Any) -> dict[str, Any]:
+            made = original(*arguments, **options)
+            made["zero_optimization"]["reduce_bucket_size"] = 80_000  # elements, of 97,600
+            return made
+
+        with mock.patch.object(trainable, "training_settings", with_bucket):
+            return super().setup(*arguments)
 
 
 class MegatronRunsStage0(MegatronDropsItsOptions):

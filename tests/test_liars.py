@@ -74,6 +74,15 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     assert {finding.stage for finding in verdict.findings} == {"configuration"}
 
 
+@pytest.mark.parametrize("layout", ["dp2.tp2", exhaustive("dp2")])
+def test_buckets_of_gradients_are_no_weights(session: Session, layout: str) -> None:
+    """At real size DeepSpeed's bucket, of 500 million elements, is smaller than a model."""
+    backend = liar("DeepspeedHasSmallBuckets")
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=backend, steps=1, **small("sft-packed"))
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
 @pytest.mark.parametrize("steps", [1, exhaustive(2)])
 def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(session: Session, steps: int) -> None:
     """And the honest backend conforms: passes of a roll-out, and what is fetched ahead, count for neither."""

@@ -2,11 +2,11 @@
 
 Serves claim 4. The numbers of a cell do not change when an option does nothing or another ZeRO stage runs, so they
 cannot show it. The evidence of the first step can (conformance.run.evidence): collectives by kind, size of the group
-and pass, matrix products by dtype, how wide activations were, and the bytes that are held when gradients are ready.
-Each claim below is one sentence, true or not.
+and pass, matrix products by dtype, how wide activations were, and how many bytes that the forward pass has used are
+alive when gradients are ready. Each claim below is one sentence, true or not.
 
-In float64, ranks of ZeRO-1 and ZeRO-2 hold the same bytes then: measured on DeepSpeed with two ranks, weights and half
-of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03). What tells them apart in every
+In float64, ranks of ZeRO-1 and ZeRO-2 hold as much as each other then: measured on DeepSpeed with two ranks, weights
+and half of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03). What tells them apart in every
 precision is that ZeRO-2, which never holds whole gradients, has to reduce those of every micro-batch; ZeRO-1 reduces
 once.
 
@@ -194,11 +194,9 @@ class _Seen:
         """Elements that were summed over groups of this size, of the rank with the most."""
         return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
 
-    def held(self, largest: int) -> int:
-        """Bytes in storages of at most ``largest``, of the rank with the most; libraries have buckets of a fixed size,
-        which may be larger than any model."""
-        sums = [sum(size * count for size, count in rank.get("held", ()) if size <= largest) for rank in self._ranks]
-        return int(max(sums))
+    def held(self) -> int:
+        """Bytes that were used in a forward pass and are alive when gradients are ready, of the rank with the most."""
+        return int(max(sum(size * count for size, count in rank.get("held", ())) for rank in self._ranks))
 
     def is_wide(self, width: int) -> bool:
         return any(width in rank["widths"] for rank in self._ranks)
@@ -308,12 +306,13 @@ def _of_shares(
     model = layout.tp * layout.pp
     width = BYTES.get(scenario.precision)
     if stage == 3 and shards > 1 and width and "offload" not in layout.options:
-        # The least that ranks with whole weights hold. Some of a model is whole on all tensor-parallel ranks, so there
-        # it is what ranks with whole weights and gradients hold.
-        least = (sizes.weights + sizes.gradients / (shards if model == 1 else 1)) * width / model
-        held = seen.held(sizes.weights * width)
+        # Ranks that cut their weights hold a share of them, and small things such as tables of positions; so the bound
+        # is halfway to whole weights. Some of a model is whole on all tensor-parallel ranks, so there it is as much as
+        # ranks hold that cut nothing else.
+        most = sizes.weights * width * ((1 + 1 / shards) / 2 if model == 1 else 1 / model)
+        held = seen.held()
         if held:
-            yield "no rank holds whole weights, as ZeRO-3 has it", held < least
+            yield "no rank holds whole weights, as ZeRO-3 has it", held < most
     accumulation = scenario.accumulation
     if (
         stage == 2

@@ -97,8 +97,9 @@ class Watch(EagerMode):
     reduced: number of elements that were summed over a group, by size of the group.
     leaks: if there is one, it is shown every operator, those of the suite among them.
     held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
-        Counted are storages that were an input or output of an operator in this step, except activations: storages
-        that were ever seen as a tensor of three or more dimensions.
+        Counted are storages that were an input or output of an operator in the first forward pass, as weights are and
+        a library's buckets for gradients are not; except activations: storages that were ever seen as a tensor of
+        three or more dimensions.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class Watch(EagerMode):
         """Fill ``held``, when the gradients of a model are complete. Only the first call counts: when the gradients of
         a second model are complete, the optimizer state of the first one may be alive as well."""
         if not self.held:
-            alive = [ref() for ref, is_activation in self._storages.values() if not is_activation]
+            alive = [ref() for ref, is_of_weights in self._storages.values() if is_of_weights]
             self.held.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -153,13 +154,14 @@ class Watch(EagerMode):
         return result
 
     def _remember_storages(self, values: Any) -> None:
+        is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
         for tensor in _tensors(values):
             if type(tensor) in PLAIN and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
-                known, is_activation = self._storages.get(storage._cdata, (None, False))
+                known, is_of_weights = self._storages.get(storage._cdata, (None, is_forward))
                 if known is None or known() is not storage:  # the address is used again
-                    known, is_activation = weakref.ref(storage), False
-                self._storages[storage._cdata] = known, is_activation or tensor.ndim > 2
+                    known, is_of_weights = weakref.ref(storage), is_forward
+                self._storages[storage._cdata] = known, is_of_weights and tensor.ndim <= 2
 
     def _collective(self, found: Collective) -> None:
         self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
