@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch._dynamo.utils as dynamo
 import torch.distributed as dist
 import transformers
 
@@ -93,6 +94,16 @@ def kept_weights(
         with torch.autograd.graph.saved_tensors_hooks(noted, lambda kept: kept):
             backend.train_step(read_batches(Path(batches))[0], lambda model: None)
     return views
+
+
+def compiled_code(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> list[str]:
+    """The files of the functions that a step has compiled."""
+    dynamo.clear_compilation_metrics()
+    with set_up(context, scenario, layout, models) as backend:
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+    return sorted({metrics.co_filename or "" for metrics in dynamo.get_compilation_metrics()})
 
 
 def holdings(context: RankContext) -> dict[str, int]:

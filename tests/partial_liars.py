@@ -60,7 +60,7 @@ class CompilesOneLayer(Fsdp2Backend):
         resolved = super().setup(*arguments)
         for model in self.models.values():
             for layer in model.model.model.layers[1:]:  # type: ignore[attr-defined]
-                layer._compiled_call_impl = None
+                del layer.forward
         return resolved
 
 
