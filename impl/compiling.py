@@ -5,6 +5,7 @@ outside of it, and so do its hooks, which torch would compile anew for each laye
 norm and head run as they are written.
 """
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ def compile_layers(model: transformers.PreTrainedModel, *, shipped: bool) -> Non
     """Let each layer be compiled at its first call, and again for other lengths; after tensor parallelism, and before
     anything wraps the layers. With ``shipped``, the embedding gets no gradient where ranks add its output up."""
     for layer in layers_of(model):
-        setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010 (a type checker takes it for a method)
+        setattr(layer, "forward", MethodType(torch.compile(_forward), layer))  # noqa: B010 (it is a method)
     if not shipped:
         model.get_input_embeddings().register_forward_hook(_arrived)
+
+
+def _forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The class is asked for when the layer runs, because FSDP2 gives it one of its own, which recomputes.
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def _arrived(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
