@@ -22,8 +22,9 @@ def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
 def compile_layers(model: transformers.PreTrainedModel, *, shipped: bool) -> None:
     """Let each layer be compiled at its first call, and again for other lengths; after tensor parallelism, and before
     anything wraps the layers. With ``shipped``, the embedding gets no gradient where ranks add its output up."""
+    compiled = torch.compile(_forward)
     for layer in layers_of(model):
-        setattr(layer, "forward", MethodType(torch.compile(_forward), layer))  # noqa: B010 (it is a method)
+        setattr(layer, "forward", MethodType(compiled, layer))  # noqa: B010 (a type checker takes it for a method)
     if not shipped:
         model.get_input_embeddings().register_forward_hook(_arrived)
 

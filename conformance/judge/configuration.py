@@ -2,8 +2,8 @@
 
 Serves claim 4. The numbers of a cell do not change when an option does nothing or another ZeRO stage runs, so they
 cannot show it. The evidence of the first step can (conformance.run.evidence): collectives by kind, size of the group
-and pass, matrix products by dtype, how wide activations were, and how many bytes that the forward pass has used are
-alive when gradients are ready. Each claim below is one sentence, true or not.
+and pass, matrix products by dtype, how wide activations were, and how many bytes that were used as weights are alive
+when gradients are ready. Each claim below is one sentence, true or not.
 
 In float64, ranks of ZeRO-1 and ZeRO-2 hold as much as each other then: measured on DeepSpeed with two ranks, weights
 and half of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03). What tells them apart in every
@@ -195,7 +195,7 @@ class _Seen:
         return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
 
     def held(self) -> int:
-        """Bytes that were used in a forward pass and are alive when gradients are ready, of the rank with the most."""
+        """Bytes that were used as weights and are alive when gradients are ready, of the rank with the most."""
         return int(max(sum(size * count for size, count in rank.get("held", ())) for rank in self._ranks))
 
     def is_wide(self, width: int) -> bool:

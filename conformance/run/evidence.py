@@ -45,6 +45,15 @@ _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 
 
+@dataclass(slots=True)
+class _Storage:
+    """What was seen of a storage. is_used: as weights are, see Watch.held. is_activation: see there."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    is_used: bool = False
+    is_activation: bool = False
+
+
 @dataclass(frozen=True)
 class Collective:
     """A collective of at least two ranks. elements: of the larger one of its input and its output on this rank."""
@@ -97,9 +106,10 @@ class Watch(EagerMode):
     reduced: number of elements that were summed over a group, by size of the group.
     leaks: if there is one, it is shown every operator, those of the suite among them.
     held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
-        Counted are storages that were an input or output of an operator in the first forward pass, as weights are and
-        a library's buckets for gradients are not; except activations: storages that were ever seen as a tensor of
-        three or more dimensions.
+        Counted are storages that an operator of the first forward pass used, or a matrix product of any pass, as
+        weights are used, also those that are gathered again for the backward pass. Gradients and a library's buckets
+        for them are not. Activations do not count: storages that were ever seen as a tensor of three or more
+        dimensions.
     """
 
     def __init__(self) -> None:
@@ -115,7 +125,7 @@ class Watch(EagerMode):
         self.nested = 0
         self.reduced: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
+        self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the call of the engine that was seen last
         self._reading = False
@@ -133,7 +143,7 @@ class Watch(EagerMode):
         """Fill ``held``, when the gradients of a model are complete. Only the first call counts: when the gradients of
         a second model are complete, the optimizer state of the first one may be alive as well."""
         if not self.held:
-            alive = [ref() for ref, is_of_weights in self._storages.values() if is_of_weights]
+            alive = [seen.ref() for seen in self._storages.values() if seen.is_used and not seen.is_activation]
             self.held.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -150,18 +160,20 @@ class Watch(EagerMode):
                     self._collective(found)
             elif isinstance(result, Tensor):
                 self._tensor(func, operator, result)
-            self._remember_storages([*args, *kwargs.values(), result])
+            is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
+            self._remember_storages([*args, *kwargs.values()], is_used=is_forward or operator in _PRODUCTS)
+            self._remember_storages([result], is_used=is_forward)
         return result
 
-    def _remember_storages(self, values: Any) -> None:
-        is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
+    def _remember_storages(self, values: Any, *, is_used: bool) -> None:
         for tensor in _tensors(values):
             if type(tensor) in PLAIN and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
-                known, is_of_weights = self._storages.get(storage._cdata, (None, is_forward))
-                if known is None or known() is not storage:  # the address is used again
-                    known, is_of_weights = weakref.ref(storage), is_forward
-                self._storages[storage._cdata] = known, is_of_weights and tensor.ndim <= 2
+                seen = self._storages.get(storage._cdata)
+                if seen is None or seen.ref() is not storage:  # the address is used again
+                    seen = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
+                seen.is_used |= is_used
+                seen.is_activation |= tensor.ndim > 2
 
     def _collective(self, found: Collective) -> None:
         self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
