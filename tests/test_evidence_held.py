@@ -34,7 +34,7 @@ def held_after(keep: str) -> int:
         Product.apply(2 * x).sum().backward()  # type: ignore[no-untyped-call]
         del x
         watch.count_live_storages()
-    return sum(size * count for size, count in watch.held.items())
+    return sum(size * count for size, count in watch.held_weights.items())
 
 
 @pytest.mark.parametrize(("keep", "more"), [("nothing", 0), ("gathered again", BYTES), ("bucket", 0), ("gradient", 0)])

@@ -50,7 +50,7 @@ def held(share_of_weights: float) -> list[list[int]]:
 def test_ranks_that_cut_weights_do_not_hold_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, seen: list[list[int]], wrong: set[str]
 ) -> None:
-    found = wrong_claims(tmp_path, monkeypatch, layout, held=seen)
+    found = wrong_claims(tmp_path, monkeypatch, layout, held_weights=seen)
     assert {claim for claim in found if claim == WHOLE} == wrong
 
 

@@ -194,9 +194,9 @@ class _Seen:
         """Elements that were summed over groups of this size, of the rank with the most."""
         return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
 
-    def held(self) -> int:
+    def held_weights(self) -> int:
         """Bytes that were used as weights and are alive when gradients are ready, of the rank with the most."""
-        return int(max(sum(size * count for size, count in rank.get("held", ())) for rank in self._ranks))
+        return int(max(sum(size * count for size, count in rank.get("held_weights", ())) for rank in self._ranks))
 
     def is_wide(self, width: int) -> bool:
         return any(width in rank["widths"] for rank in self._ranks)
@@ -310,7 +310,7 @@ def _of_shares(
         # is halfway to whole weights. Some of a model is whole on all tensor-parallel ranks, so there it is as much as
         # ranks hold that cut nothing else.
         most = sizes.weights * width * ((1 + 1 / shards) / 2 if model == 1 else 1 / model)
-        held = seen.held()
+        held = seen.held_weights()
         if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
     accumulation = scenario.accumulation

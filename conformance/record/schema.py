@@ -75,7 +75,7 @@ class _Evidence:
     linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next four
     lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
-    held: tuple[tuple[Count, Count], ...] = ()
+    held_weights: tuple[tuple[Count, Count], ...] = ()
     compiled: Count = 0
 
 

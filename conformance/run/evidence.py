@@ -47,7 +47,7 @@ _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 
 @dataclass(slots=True)
 class _Storage:
-    """What was seen of a storage. is_used: as weights are, see Watch.held. is_activation: see there."""
+    """What was seen of a storage. is_used: as weights are, see Watch.held_weights. is_activation: see there."""
 
     ref: weakref.ref[torch.UntypedStorage]
     is_used: bool = False
@@ -105,8 +105,8 @@ class Watch(EagerMode):
         again with a graph of its own.
     reduced: number of elements that were summed over a group, by size of the group.
     leaks: if there is one, it is shown every operator, those of the suite among them.
-    held: number of live storages by size in bytes, at the moment when the gradients of the first model have been read.
-        Counted are storages that an operator of the first forward pass used, or a matrix product of any pass, as
+    held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
+        been read. Counted are storages that an operator of the first forward pass used, or a matrix product of any pass, as
         weights are used, also those that are gathered again for the backward pass. Gradients and a library's buckets
         for them are not. Activations do not count: storages that were ever seen as a tensor of three or more
         dimensions.
@@ -124,7 +124,7 @@ class Watch(EagerMode):
         self.again = 0
         self.nested = 0
         self.reduced: Counter[int] = Counter()
-        self.held: Counter[int] = Counter()
+        self.held_weights: Counter[int] = Counter()
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the call of the engine that was seen last
@@ -140,11 +140,11 @@ class Watch(EagerMode):
             self._reading = False
 
     def count_live_storages(self) -> None:
-        """Fill ``held``, when the gradients of a model are complete. Only the first call counts: when the gradients of
+        """Fill ``held_weights``, when the gradients of a model are complete. Only the first call counts: when those of
         a second model are complete, the optimizer state of the first one may be alive as well."""
-        if not self.held:
+        if not self.held_weights:
             alive = [seen.ref() for seen in self._storages.values() if seen.is_used and not seen.is_activation]
-            self.held.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
+            self.held_weights.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,7 +218,7 @@ class Watch(EagerMode):
             "lengths": sorted(self.lengths),
             "nested": self.nested,
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
-            "held": [[*entry] for entry in sorted(self.held.items())],
+            "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
         }
 
 
