@@ -106,9 +106,9 @@ class Watch(EagerMode):
     reduced: number of elements that were summed over a group, by size of the group.
     leaks: if there is one, it is shown every operator, those of the suite among them.
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
-        been read. Counted are storages that an operator of the first forward pass used, or a matrix product of any pass, as
-        weights are used, also those that are gathered again for the backward pass. Gradients and a library's buckets
-        for them are not. Activations do not count: storages that were ever seen as a tensor of three or more
+        been read. Counted are storages that were used as weights are: by an operator of the first forward pass, or by
+        a matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for
+        them are not used so. Activations do not count: storages that were ever seen as a tensor of three or more
         dimensions.
     """
 
