@@ -19,10 +19,15 @@ def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
-def compile_layers(model: transformers.PreTrainedModel, *, shipped: bool) -> None:
+def compile_layers(model: transformers.PreTrainedModel, *, alike: bool, shipped: bool) -> None:
     """Let each layer be compiled at its first call, and again for other lengths; after tensor parallelism, and before
-    anything wraps the layers. With ``shipped``, the embedding gets no gradient where ranks add its output up."""
-    compiled = torch.compile(_forward)
+    anything wraps the layers.
+
+    alike: several ranks compute the same numbers, as with tensor parallelism, so they take the same kernels instead of
+    the fastest by each rank's clock (docs/findings/inductor-ranks-choose.md). shipped: the embedding gets no gradient
+    where ranks add its output up.
+    """
+    compiled = torch.compile(_forward, options={"deterministic": True} if alike else None)
     for layer in layers_of(model):
         setattr(layer, "forward", MethodType(compiled, layer))  # noqa: B010 (a type checker takes it for a method)
     if not shipped:

@@ -87,7 +87,7 @@ def test_zero3_keeps_no_weight_that_it_has_gathered_for_the_backward_pass(
 @pytest.mark.exhaustive
 def test_a_compiled_layer_is_without_the_hooks_of_deepspeed(pool: Pool, tmp_path: Path) -> None:
     """They differ from layer to layer, so torch would compile them anew for each, and give up after the eighth."""
-    for files in in_ranks(pool, tmp_path, "compiled_code", "dp2.zero3.ckpt.compile.leaf"):
+    for files in in_ranks(pool, tmp_path, "compiled_code", "dp2.zero3.compile.leaf"):
         assert any(file.endswith("/compiling.py") for file in files)
         assert not [file for file in files if "/deepspeed/" in file]
 

@@ -98,7 +98,7 @@ class DeepspeedTrainable:
         compute = HALF_DTYPES.get(self.context.config.precision)
         give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
         if "compile" in self.options:
-            compile_layers(model, shipped="shipped" in self.options)
+            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
         if optimizer is None:
             self._prepare_frozen(model)
             return

@@ -143,7 +143,7 @@ class Fsdp2Trainable:
             for experts in experts_of(model):
                 fully_shard(experts, mesh=self.expert_mesh(), shard_placement_fn=_second, **options)
         if "compile" in self.options:
-            compile_layers(model, shipped="shipped" in self.options)
+            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
         for block in layers_of(model):
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
