@@ -155,7 +155,7 @@ def test_an_answer_that_is_none_is_a_defect_of_the_adapter_and_no_claim(layout: 
 
 def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nsleep 600\n")
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     monkeypatch.setattr("conformance.asking.LIMIT_S", 0.2)
     with pytest.raises(UsageError, match=r"--python fsdp2=.* does not answer"):

@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +31,16 @@ if os.environ["RANK"] == "1":
 print("not this")
 time.sleep(600)
 """
-# A rank that is asked to stop writes a checkpoint, which takes a while, and ends well; the third argument is how long.
+# A rank that is asked to stop writes a checkpoint, which takes a while, and ends well; the second argument is how long.
+# It does not wait for ever.
 STOPPED = """
 import os, pathlib, signal, sys, time
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append("SIGINT"))
 signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
 pathlib.Path(sys.argv[1], "ready" + os.environ["RANK"]).touch()
-while not asked:
+end = time.monotonic() + 30
+while not asked and time.monotonic() < end:
     time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 pathlib.Path(sys.argv[1], "saved" + os.environ["RANK"]).write_text(" ".join(asked))
@@ -54,6 +59,17 @@ def handlers() -> object:
 
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+@contextmanager
+def launched(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """``run_ranks`` in a process of its own, which is ended in any case, and its ranks with it."""
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    with subprocess.Popen(python(LAUNCH, *command), env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_ranks_get_what_torchrun_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +100,7 @@ def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
     signals: tuple[signal.Signals, ...], long: float, tmp_path: Path
 ) -> None:
     command = python(STOPPED, tmp_path, long)
-    with subprocess.Popen(python(LAUNCH, *command), env={**os.environ, "PYTHONPATH": str(Path.cwd())}) as process:
+    with launched(command) as process:
         wait_for(tmp_path, "ready")
         for number in signals:
             process.send_signal(number)
@@ -94,15 +110,29 @@ def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
     assert saved == (["SIGINT", "SIGINT"] if len(signals) == 1 else [])
 
 
+@pytest.mark.usefixtures("foreground")
+def test_a_signal_that_comes_while_a_rank_is_being_started_reaches_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start: Any = subprocess.Popen
+
+    def start_late(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
+        process = start(*arguments, env=env, **options)
+        if env["RANK"] == "1":
+            wait_for(tmp_path, "ready")
+            os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr("impl.train.launch.subprocess.Popen", start_late)
+    assert run_ranks(python(STOPPED, tmp_path, 0), ranks=2, device="cpu") == 128 + signal.SIGINT
+    assert sorted(file.read_text() for file in tmp_path.glob("saved*")) == ["SIGINT", "SIGINT"]
+
+
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
     """As SIGINT is in the background of a shell's script; SIGTERM still stops."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit
-    try:
-        command = python(LAUNCH, *python(STOPPED, tmp_path, 0))
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
-    finally:
+    with launched(python(STOPPED, tmp_path, 0)) as process:
         signal.signal(signal.SIGINT, before)
-    with process:
         wait_for(tmp_path, "ready")
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)

@@ -47,6 +47,8 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
                     preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
                 )
                 started.append(process)
+                if received:  # while it was being started, when it was not among those that get it
+                    signal_process(process.pid, received[-1])
             failed = _wait(started)
         finally:
             _end(started)
