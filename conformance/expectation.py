@@ -25,7 +25,8 @@ class ExpectedDifference:
     reason: what is wrong, in one sentence. link: where this is shown.
     defects: a function from scenario and layout to the defects that the oracle has to reproduce. If it returns none,
         the expectation does not apply to the cell.
-    unmodelled: instead of ``defects``, for a defect that the oracle cannot reproduce. Give exactly one of the two.
+    unmodelled: instead of ``defects``, for a defect that the oracle cannot reproduce; it may return None, with the same
+        effect. Give exactly one of the two.
 
     The expectation applies to the cells that match all of the following conditions. A condition that is left out
     matches every cell.
@@ -43,7 +44,7 @@ class ExpectedDifference:
     reason: str
     link: str
     defects: Callable[[Scenario, Layout], tuple[Defect, ...]] | None = None
-    unmodelled: Callable[[Scenario, Layout], Unmodelled] | None = None
+    unmodelled: Callable[[Scenario, Layout], Unmodelled | None] | None = None
     options: tuple[str, ...] = ()
     at_least: Mapping[str, int] = field(default_factory=dict)
     at_most: Mapping[str, int] = field(default_factory=dict)

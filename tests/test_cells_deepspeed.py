@@ -187,6 +187,24 @@ def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layo
 
 
 @pytest.mark.parametrize(
+    ("layout", "accumulation", "state"),
+    [
+        exhaustive("dp4.zero0", 1, "expected_difference"),
+        exhaustive("dp1.zero0", 3, "expected_difference"),
+        ("tp2.zero0", 2, "conforms"),
+        exhaustive("dp2.zero0", 1, "conforms"),
+    ],
+)
+def test_sums_in_half_precision_are_expected_where_they_can_be_told(
+    session: Session, layout: str, accumulation: int, state: str
+) -> None:
+    """Of a sum of two, too many elements are numbers of bf16 by chance."""
+    asked = cell_of("deepspeed", "sft-packed", "llama", layout, "bf16", accumulation=accumulation, steps=1)
+    verdict = session.run(asked).verdict
+    assert verdict.state == state, verdict.reason
+
+
+@pytest.mark.parametrize(
     "layout", [exhaustive("dp2.zero0.shipped"), exhaustive("dp2.tp2.zero0.shipped"), "dp2.zero3.shipped"]
 )
 def test_rounded_masters_are_an_expected_difference(session: Session, layout: str) -> None:
