@@ -193,6 +193,9 @@ def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layo
         exhaustive("dp1.zero0", 3, "expected_difference"),
         ("tp2.zero0", 2, "conforms"),
         exhaustive("dp2.zero0", 1, "conforms"),
+        exhaustive("sp2.zero0", 1, "conforms"),
+        exhaustive("sp2.zero0", 2, "expected_difference"),
+        exhaustive("ulysses2.zero0", 2, "expected_difference"),
     ],
 )
 def test_sums_in_half_precision_are_expected_where_they_can_be_told(

@@ -1,9 +1,15 @@
 """Compiled layers (impl/compiling.py) of ranks that compute alike are compiled alike."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from cells import cell_of, ranks_of
 from torch._inductor import config
 
+from conformance.inputs.prepare import prepare_inputs
+from conformance.scenario import scenario_to_json
+from conformance.world import Pool
 from impl.compiling import compile_layers, forget_compiled
 
 
@@ -28,3 +34,29 @@ def test_ranks_that_compute_alike_take_no_kernel_by_the_clock(alike: bool) -> No
     finally:
         forget_compiled()
     assert asked == [alike, alike]
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "alike"),
+    [
+        ("fsdp2", "dp2.compile", False),
+        ("fsdp2", "tp2.compile", True),
+        ("deepspeed", "dp2.zero2.compile", False),
+        ("deepspeed", "tp2.zero1.compile", True),
+    ],
+)
+def test_ranks_compute_alike_where_tensors_are_cut(
+    pool: Pool, tmp_path: Path, backend: str, layout: str, alike: bool
+) -> None:
+    scenario = cell_of(backend, "sft-padded", "llama", layout, "bf16").scenario
+    models = {role: str(folder) for role, folder in prepare_inputs(scenario, tmp_path).models.items()}
+    asked = {"backend": backend, "scenario": scenario_to_json(scenario), "layout": layout, "models": models}
+    outcome = pool.run(
+        key="shared",
+        config=ranks_of(backend, 2),
+        task="compiling_tasks:asked_for",
+        kwargs=asked,
+        log_dir=tmp_path / "logs",
+        budget_s=120.0,
+    )
+    assert outcome.results == [[alike], [alike]], outcome.reason

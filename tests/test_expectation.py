@@ -96,6 +96,7 @@ class Known:
             reason="another", link="y", unmodelled=lambda *_: Unmodelled(stage="loss", tensors=("loss",))
         ),
         ExpectedDifference(reason="none for these cells", link="z", defects=lambda *_: ()),
+        ExpectedDifference(reason="nor for these", link="z", unmodelled=lambda *_: None),
     )
 
     describe, supports = Fsdp2Backend.describe, Fsdp2Backend.supports

@@ -67,7 +67,7 @@ def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -
         pytest.skip("needs a GPU")
     family = script.stem.partition("_")[0]
     forker: Forker = request.getfixturevalue(family if family in ("deepspeed", "megatron") else "plain")
-    done = forker.run(script, timeout=120)
+    done = forker.run(script, timeout=600 if script.name in ON_GPUS else 120)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
 
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from impl.train.launch import run_ranks
+from impl.train.launch import _Signals, run_ranks
 
 ENVIRONMENT = """
 import os, pathlib, sys
@@ -126,6 +127,21 @@ def test_a_signal_that_comes_while_a_rank_is_being_started_reaches_that_rank(
     monkeypatch.setattr("impl.train.launch.subprocess.Popen", start_late)
     assert run_ranks(python(STOPPED, tmp_path, 0), ranks=2, device="cpu") == 128 + signal.SIGINT
     assert sorted(file.read_text() for file in tmp_path.glob("saved*")) == ["SIGINT", "SIGINT"]
+
+
+@pytest.mark.usefixtures("foreground")
+def test_a_rank_that_is_started_when_a_signal_comes_gets_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would end it without a checkpoint. The second signal of the user ends it."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("impl.train.launch.signal_process", lambda pid, number: sent.append((pid, number)))
+    process: Any = SimpleNamespace(pid=1)
+    signals = _Signals(started=[process])
+    signals.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.pass_on()
+    assert sent == [(1, signal.SIGTERM)]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert sent == [(1, signal.SIGTERM), (1, signal.SIGKILL)]
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:

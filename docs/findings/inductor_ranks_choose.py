@@ -14,8 +14,10 @@ import sys
 import tempfile
 from typing import Any
 
+import torch
+
 TOKENS = (96, 200, 384, 1000, 2048, 3000, 4096, 6000)
-WIDTHS = (64, 256, 1024, 1536, 4096)
+WIDTHS = (1536, 4096)
 
 
 def norm(x: Any, weight: Any) -> Any:
@@ -25,8 +27,6 @@ def norm(x: Any, weight: Any) -> Any:
 
 def rank(number: int, *, deterministic: bool) -> None:
     """Print digests of the gradients, by shape."""
-    import torch
-
     device = torch.device("cuda", number % torch.cuda.device_count())
     torch.cuda.set_device(device)
     found = {}
@@ -54,6 +54,7 @@ def both(*, deterministic: bool) -> bool:
             command = [sys.executable, __file__, str(number), str(int(deterministic))]
             started.append(subprocess.Popen(command, env={**os.environ, **cache}, stdout=subprocess.PIPE, text=True))
         lines = [process.communicate()[0].splitlines() for process in started]
+        assert not any(process.returncode for process in started), "a process failed"
         first, second = (json.loads(its[-1].removeprefix("FOUND ")) for its in lines)
     apart = [shape for shape in first if first[shape] != second[shape]]
     told = f"{len(apart)} of {len(first)} shapes {apart[:5]}"
@@ -65,5 +66,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         rank(int(sys.argv[1]), deterministic=sys.argv[2] == "1")
         sys.exit(0)
-    differs, same = not both(deterministic=False), both(deterministic=True)
-    sys.exit(0 if differs and same else 1)
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU")
+    differs = any(not both(deterministic=False) for _ in range(3))  # by chance, so until it is so
+    sys.exit(0 if differs and both(deterministic=True) else 1)

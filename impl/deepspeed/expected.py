@@ -6,11 +6,17 @@ from conformance.layout import Layout
 from conformance.scenario import Scenario
 from impl.ring.expected import RING_DIFFERENCES
 
+FEWEST = 3  # summands of which the judge looks at the digits (conformance/judge/grain.py)
+
 
 def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | None:
-    """The error is smaller than the noise of half precision, so no number is judged wrong. What shows is that all
-    elements of the gradients are half-precision numbers, of sums of three or more (conformance/judge/grain.py)."""
-    if layout.data * layout.sp * layout.ulysses * scenario.accumulation < 3:
+    """What shows of gradients that are added up in half precision, where it can be told; else None.
+
+    The error is smaller than the noise of half precision, so no number is judged wrong. But all elements of such a sum
+    are half-precision numbers.
+    """
+    summands = layout.data * layout.sp * layout.ulysses * scenario.accumulation  # fewer if a micro-batch has no targets
+    if summands < FEWEST:
         return None
     return Unmodelled(stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",))
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,7 +35,8 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
         started: list[subprocess.Popen[bytes]] = []
-        received = _pass_signals_on(started)
+        signals = _Signals(started=started)
+        signals.listen()
         try:
             for rank in range(ranks):
                 log = stack.enter_context(_log(folder, rank).open("wb")) if rank else None
@@ -47,15 +49,14 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
                     preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
                 )
                 started.append(process)
-                if received:  # while it was being started, when it was not among those that get it
-                    signal_process(process.pid, received[-1])
+                signals.pass_on()  # what came while it was being started, when it was not among those that get it
             failed = _wait(started)
         finally:
             _end(started)
-        if failed is not None and -started[failed].returncode not in received:
+        if failed is not None and -started[failed].returncode not in signals.received:
             _tell(failed, started[failed].returncode, _log(folder, failed))
             return USAGE if started[failed].returncode == USAGE else 1
-    return 128 + received[0] if received else 0
+    return 128 + signals.received[0] if signals.received else 0
 
 
 def _log(folder: str, rank: int) -> Path:
@@ -78,23 +79,34 @@ def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, 
     }
 
 
-def _pass_signals_on(started: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Pass the first signal on to all ranks, and end them at the second; returns the list of what was received.
+@dataclass(kw_only=True)
+class _Signals:
+    """Passes the first signal on to all ranks, once to each, and ends them at the second.
 
     A signal that was ignored before stays ignored, here and in the ranks, which inherit that.
     """
-    received: list[int] = []
 
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(signal.SIGKILL if received else number)
-        if len(received) == 1:
+    started: list[subprocess.Popen[bytes]]
+    received: list[int] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)  # pids: a rank dies of the same signal again
+
+    def listen(self) -> None:
+        for number in heeded(signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.received.append(signal.SIGKILL if self.received else number)
+        if len(self.received) == 1:
             print("parity: stopping after this step; a second signal ends it at once", file=sys.stderr, flush=True)
-        for process in started:
-            signal_process(process.pid, received[-1])
+        else:
+            self.told.clear()
+        self.pass_on()
 
-    for number in heeded(signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    return received
+    def pass_on(self) -> None:
+        for process in self.started if self.received else ():
+            if process.pid not in self.told:
+                self.told.add(process.pid)
+                signal_process(process.pid, self.received[-1])
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int | None:
