@@ -131,7 +131,7 @@ def test_a_signal_that_comes_while_a_rank_is_being_started_reaches_that_rank(
 
 @pytest.mark.usefixtures("foreground")
 def test_a_rank_that_is_started_when_a_signal_comes_gets_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one would end it without a checkpoint. The second signal of the user ends it."""
+    """The same signal twice would end it without a checkpoint. A second signal of the user ends it at once."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("impl.train.launch.signal_process", lambda pid, number: sent.append((pid, number)))
     process: Any = SimpleNamespace(pid=1)
