@@ -1,13 +1,14 @@
 """Speed and memory of the reference backends beside plain programs of the same library, on the GPUs of one host.
 
-python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--seq 4096] [--rows 4] [--rounds 3] [--only fsdp2 ...]
+python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--rows 4] [--rounds 3] [--in-turn] [--only fsdp2 ...]
 
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
-once, so that a slow minute of the machine meets all alike. Prints and writes, for each pair, tokens per second and
-peak memory of both, and the ratios ours / plain of every round. OUT.json is written after each program, so that a run
-which is stopped loses none of them, with the versions and GPUs of the run. All programs train on the same tokens; those
-of plain FSDP2 and DeepSpeed give their losses in bf16.
+once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
+together and take their steps in turn, so that a slow second meets both; the GPUs need memory for both. Prints and
+writes, for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round. OUT.json
+is written after each program, so that a run which is stopped loses none of them, with the versions and GPUs of the run.
+All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
@@ -15,9 +16,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from conformance.run.environment import environment
 
@@ -50,7 +55,9 @@ FOUR_GPUS = (
     ("megatron", "dp2.tp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.tp2.zero1"),
 )
 PAIRS = {1: ONE_GPU, 2: TWO_GPUS, 4: FOUR_GPUS}
+Pair = tuple[str, str, str, str]
 Program = tuple[str, ...]
+Both = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # of the rounds of ours, and of the plain program
 
 
 def main() -> None:
@@ -62,36 +69,61 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of a data rank; ranks that share rows get as many")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a program in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-turn", action="store_true", help="the steps of a pair's programs alternate")
     parser.add_argument("--only", action="append", help="pairs with this in their names, such as a backend or a layout")
     options = parser.parse_args()
     pairs = [pair for pair in PAIRS[options.gpus] if any(name in " ".join(pair) for name in options.only or [""])]
-    programs = dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair)))
-    seen: dict[Program, list[dict[str, Any]]] = {program: [] for program in programs}
-    sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps")}
+    seen: dict[Pair, Both] = {pair: ([], []) for pair in pairs}
+    sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps", "in_turn")}
     made_by = {"environment": environment()}
     for number in range(options.rounds):
-        for program in programs:
-            seen[program].append(run(program, options))
-            print(f"round {number + 1}: {' '.join(program)}: {seen[program][-1]}", file=sys.stderr, flush=True)
-            result = {"model": options.model.name, **sizes, **made_by, "pairs": [told(pair, seen) for pair in pairs]}
+        for pair, of, found in one_round(pairs, options):
+            seen[pair][of].append(found)
+            print(f"round {number + 1}: {' '.join((ours, plain)[of](pair))}: {found}", file=sys.stderr, flush=True)
+            result = {
+                "model": options.model.name,
+                **sizes,
+                **made_by,
+                "pairs": [told(pair, seen[pair], in_turn=options.in_turn) for pair in pairs],
+            }
             options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps(result, indent=1))
 
 
-def ours(pair: tuple[str, str, str, str]) -> Program:
+def ours(pair: Pair) -> Program:
     return ("ours.py", "--backend", pair[0], "--layout", pair[1])
 
 
-def plain(pair: tuple[str, str, str, str]) -> Program:
+def plain(pair: Pair) -> Program:
     return (pair[2], "--layout", pair[3])
 
 
-def run(program: Program, options: argparse.Namespace) -> dict[str, Any]:
-    """What the first rank of a program has measured (benchmarks/timing.py); {"failed": its last line} if it failed."""
+def one_round(pairs: list[Pair], options: argparse.Namespace) -> Iterator[tuple[Pair, int, dict[str, Any]]]:
+    """Run all programs once. Yields a pair, 0 for ours or 1 for the plain program, and what that one has measured."""
+    if options.in_turn:
+        for pair in pairs:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            with ThreadPoolExecutor() as pool:
+                turns = (f"{store.port}:0", f"{store.port}:1")
+                for of, found in enumerate(pool.map(run, (ours(pair), plain(pair)), (options, options), turns)):
+                    yield pair, of, found
+        return
+    for program in dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair))):
+        found = run(program, options)
+        for pair in pairs:
+            if program in (ours(pair), plain(pair)):
+                yield pair, (ours(pair), plain(pair)).index(program), found
+
+
+def run(program: Program, options: argparse.Namespace, turns: str = "") -> dict[str, Any]:
+    """What the first rank of a program has measured (benchmarks/timing.py); {"failed": its last line} if it failed.
+
+    turns: TURNS of the program's environment (timing.Turns).
+    """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus))
     sizes = [f"--{name}={getattr(options, name)}" for name in ("seq", "rows", "steps")]
     command = [sys.executable, *launcher, str(HERE / program[0]), str(options.model), *program[1:], *sizes]
-    environment = {"OMP_NUM_THREADS": "4", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {"OMP_NUM_THREADS": "4", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TURNS": turns}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
     if done.returncode or not lines:
@@ -101,16 +133,17 @@ def run(program: Program, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def told(pair: tuple[str, str, str, str], seen: dict[Program, list[dict[str, Any]]]) -> dict[str, Any]:
-    mine, other = seen[ours(pair)], seen[plain(pair)]
-    both = [(a, b) for a, b in zip(mine, other, strict=False) if "failed" not in a | b]  # one may be a round ahead
+def told(pair: Pair, seen: Both, *, in_turn: bool) -> dict[str, Any]:
+    both = [(a, b) for a, b in zip(*seen, strict=False) if "failed" not in a | b]  # one may be a round ahead
     keys = ("tokens_per_second", "fastest", "peak_gib", "host_gib")
     ratios = {key: [round(a[key] / b[key], 4) for a, b in both] for key in keys}
+    if in_turn:  # a step, and the one that followed it
+        ratios["of_steps"] = [round(y / x, 4) for a, b in both for x, y in zip(a["seconds"], b["seconds"], strict=True)]
     return {
         "ours": " ".join(pair[:2]),
         "plain": " ".join(pair[2:]),
-        "of_ours": mine,
-        "of_plain": other,
+        "of_ours": seen[0],
+        "of_plain": seen[1],
         "ours_by_plain": {key: {"median": median(all_), "all": all_} for key, all_ in ratios.items() if all_},
     }
 

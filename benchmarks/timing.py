@@ -3,9 +3,11 @@
 import argparse
 import gc
 import json
+import os
 import resource
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,17 +49,22 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
     x seq per token; recomputation does not count) by what the GPU can do in bf16. peak_gib: largest memory that torch
     has reserved for tensors on a rank. host_gib: largest resident memory.
     """
+    turns = Turns()
     for number in range(WARM_UP):
+        turns.take(number)
         step(number)
+        turns.give(number)
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
     torch.cuda.reset_peak_memory_stats()
     _wait()
     seconds, loss = list[float](), 0.0
-    for number in range(options.steps):
+    for number in range(WARM_UP, WARM_UP + options.steps):
+        turns.take(number)
         began = time.perf_counter()
-        loss = step(WARM_UP + number)
+        loss = step(number)
         seconds.append(time.perf_counter() - began)
+        turns.give(number)
     tokens = options.rows * options.seq * data_ranks / dist.get_world_size()
     told = {
         "tokens_per_second": round(tokens / median(seconds)),
@@ -74,6 +81,30 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         print("MEASURED", json.dumps(together), flush=True)
     if options.profile:
         _profile(step, options.profile)
+
+
+class Turns:
+    """Alternates the steps of two programs that share the GPUs, under throughput.py --in-turn; does nothing otherwise.
+
+    TURNS in the environment is the port of a store on this host, a colon, and which of the two programs this is: 0,
+    whose step comes first, or 1. A program that has waited for ten minutes fails, since the other one must have failed.
+    """
+
+    def __init__(self) -> None:
+        port, _, me = os.environ.get("TURNS", "").partition(":")
+        self.me = int(me or 0)
+        self.store = dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(minutes=10)) if port else None
+        self.give(-1)  # the second program is ready
+
+    def take(self, number: int) -> None:
+        if self.store:
+            self.store.wait([f"{1 - self.me}/{number + self.me - 1}"])
+
+    def give(self, number: int) -> None:
+        if self.store:
+            _wait()
+            if dist.get_rank() == 0:
+                self.store.set(f"{self.me}/{number}", "")
 
 
 def _profile(step: Callable[[int], float], path: Path) -> None:
