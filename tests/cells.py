@@ -7,6 +7,7 @@ is the point, a test asks for it.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from conftest import make_cell
 
 from conformance.backend import BackendEntry
+from conformance.faults import Fault
 from conformance.layout import Layout
 from conformance.paths import FIXTURES
 from conformance.plan.cell import Cell, Leg
@@ -40,6 +42,19 @@ BACKENDS = {
     "megatron": BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend"),
 }
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[str]]) -> set[tuple[str, str]]:
+    """What a fast run plants: (backend, fault), for each stage the first fault that shows there, on the backends in
+    turn. A nightly run plants all of them on all backends.
+
+    having(fault): the names of backends that the fault can be planted on, one or more.
+    """
+    found = set()
+    for turn, stage in enumerate(dict.fromkeys(fault.stage for fault in faults)):
+        able = [(backend, fault.name) for fault in faults if fault.stage == stage for backend in having(fault.name)]
+        found.add(next((one for one in able if one[0] == [*BACKENDS][turn % len(BACKENDS)]), able[0]))
+    return found
 
 
 def ranks_of(backend: str, size: int) -> WorldConfig:

@@ -19,7 +19,7 @@ from impl.rl.advantages import Response
 
 Documents = list[Tensor]
 PHASES = (Phase.generate, Phase.shrink)
-FEW = 30  # random cases of each test, in the fast run
+FEW = 10  # random cases of each test, in the fast run
 GARBAGE = 3.25  # stands where nothing may be looked at
 
 

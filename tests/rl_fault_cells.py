@@ -5,11 +5,11 @@ A cell is small: as few rows as whole groups fit into, and one step, unless a fa
 
 from typing import Any
 
-from cells import BACKENDS, cell_of
+from cells import BACKENDS, cell_of, one_of_each_stage
 
 from conformance.plan.cell import Cell
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.places import CUT, PLACES, RL_LAYOUTS
+from impl.faults.places import PLACES, RL_LAYOUTS
 
 SCENARIOS = {fault.name: PLACES[fault.name].scenario for fault in RL_FAULTS}
 ROWS = 4
@@ -36,17 +36,7 @@ LOSS_AND_NORM_BLIND = {
     "optimistic-value-clip",
     "critic-leaks-into-policy",
 }
-OF_CUT = {name for name in SCENARIOS if PLACES[name].layouts == CUT}
 ALONE = {"fsdp2": "dp1", "deepspeed": "dp1.zero2", "megatron": "dp1"}
-# What depends on how ranks are arranged, or on a function that each backend has for itself.
-ON_EACH_BACKEND = {
-    *OF_CUT,
-    *(name for name in SCENARIOS if PLACES[name].dropout),
-    "dropout-by-default",
-    "critic-leaks-into-policy",
-    "temperature-not-in-training",
-    "values-off-by-one",
-}
 
 
 def layout_of(backend: str, name: str) -> str | None:
@@ -59,10 +49,14 @@ def cells() -> list[tuple[str, str]]:
     return [(backend, name) for name in SCENARIOS for backend in BACKENDS if layout_of(backend, name)]
 
 
-def in_a_fast_run(backend: str, name: str) -> bool:
-    """Each fault on one backend, or on all of them. Two take turns; cells of the third take twice as long."""
-    turn = ("fsdp2", "deepspeed")[list(SCENARIOS).index(name) % 2]
-    return name in ON_EACH_BACKEND or backend == turn
+def in_a_fast_run() -> set[tuple[str, str]]:
+    """(backend, fault). Cells of Megatron take twice as long, so it has those that no other backend can have."""
+
+    def having(name: str) -> list[str]:
+        able = [backend for backend in BACKENDS if layout_of(backend, name)]
+        return [backend for backend in able if backend != "megatron"] or able
+
+    return one_of_each_stage(RL_FAULTS, having)
 
 
 def fast_layout(backend: str, name: str) -> str | None:

@@ -176,6 +176,7 @@ def test_a_gradient_that_does_not_come_back_is_found(steps: Steps, tmp_path: Pat
     assert "  wrong: the gradient of the input of model.layers.1.mlp.down_proj is not there" in lines_of(found)
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_comes_back_on_one_rank_only_is_found(steps: Steps, tmp_path: Path) -> None:
     step = steps("llama")
     found_in(step, tmp_path)
@@ -215,6 +216,7 @@ def test_nothing_is_said_of_a_model_that_is_not_shown(steps: Steps, tmp_path: Pa
     assert bisect("policy", fused, step.oracle.gradients, step.oracle).where == "outside the model"
 
 
+@pytest.mark.exhaustive
 def test_what_is_wrong_from_the_loss_on_is_outside_the_model(steps: Steps, tmp_path: Path) -> None:
     step = steps("llama")
     backend = OneProcess(step)

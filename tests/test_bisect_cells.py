@@ -44,6 +44,7 @@ def test_bisecting_needs_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be bisected" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_defect_of_one_rank_is_found_there_and_its_collectives_are_listed(session: Session) -> None:
     defective = entry(BACKENDS["fsdp2"], "forward", "model.layers.1.self_attn")
     cell = make_cell("sft-packed", "qwen3", "tp2.seqpar.losspar", "exact", rows=6, backend=defective)

@@ -50,18 +50,18 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session,
     [
         exhaustive("sft-packed", "pangu", "dp1.zero1"),
         exhaustive("sft-packed", "pangu", "dp2.zero0"),
-        ("sft-padded", "llama", "dp2.zero1"),
+        exhaustive("sft-padded", "llama", "dp2.zero1"),
         exhaustive("sft-sgd", "qwen3", "dp2.zero2"),
         exhaustive("sft-packed", "gemma3", "dp2.zero3"),
         exhaustive("sft-warmup", "llama", "dp2.zero0"),
         exhaustive("sft-warmup", "qwen3", "dp2.zero2"),
         exhaustive("sft-uneven", "pangu", "dp3.tp2"),  # pieces with padding that ranks of a tensor-parallel pair share
-        ("sft-warmup", "pangu", "tp2.zero3"),
-        ("sft-packed", "qwen3", "tp2.zero0"),
+        exhaustive("sft-warmup", "pangu", "tp2.zero3"),
+        exhaustive("sft-packed", "qwen3", "tp2.zero0"),
         exhaustive("sft-packed", "gemma3", "tp2.zero1"),
         exhaustive("sft-sgd", "llama", "dp2.tp2.zero3"),
         exhaustive("sft-packed", "qwen3", "dp2.zero2.ckpt.offload"),
-        ("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
+        exhaustive("sft-packed", "gemma3", "dp2.zero3.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.zero2.compile"),
         ("sft-packed", "llama", "dp2.zero3.leaf"),
         exhaustive("sft-packed", "pangu", "dp2.tp2.zero3.ckpt.leaf"),
@@ -69,7 +69,7 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session,
         exhaustive("sft-packed", "qwen3-moe", "dp2.zero3.leaf"),
         exhaustive("sft-packed", "llama", "dp2.zero1.ownopt"),
         ("sft-sgd", "llama", "dp2.zero3.ownopt"),
-        ("sft-packed", "pangu", "sp2.zero0"),
+        exhaustive("sft-packed", "pangu", "sp2.zero0"),
         exhaustive("sft-padded", "llama", "dp2.sp2.zigzag.zero1"),
         exhaustive("sft-packed", "llama", "tp2.sp2.zero3"),
         exhaustive("sft-packed", "llama", "ulysses2.zero0"),
@@ -79,7 +79,7 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide(session: Session,
         exhaustive("sft-sgd", "llama", "tp2.ulysses2.zero1"),
         exhaustive("sft-uneven", "pangu", "dp3.zero1"),
         exhaustive("sft-uneven", "qwen3", "dp3.zero3"),
-        ("sft-frozen", "llama", "dp2.zero2"),
+        exhaustive("sft-frozen", "llama", "dp2.zero2"),
         ("sft-frozen", "llama", "dp2.zero3.leaf"),
         exhaustive("sft-lora", "pangu", "dp2.zero3.leaf"),
         exhaustive("sft-frozen", "qwen3", "tp2.zero3"),
@@ -163,7 +163,7 @@ def test_every_stage_with_and_without_accumulation_and_clipping(
 
 
 HALF_LAYOUTS = ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0", "tp2.zero1", "ulysses2.zero2")
-FAST = {("dp2.zero1", "fp16"), ("dp2.zero3", "bf16")}
+FAST = {("dp2.zero3", "bf16")}  # and .ci/run has ("dp2.zero1", "fp16")
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
@@ -207,9 +207,8 @@ def test_sums_in_half_precision_are_expected_where_they_can_be_told(
     assert verdict.state == state, verdict.reason
 
 
-@pytest.mark.parametrize(
-    "layout", [exhaustive("dp2.zero0.shipped"), exhaustive("dp2.tp2.zero0.shipped"), "dp2.zero3.shipped"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["dp2.zero0.shipped", "dp2.tp2.zero0.shipped", "dp2.zero3.shipped"])
 def test_rounded_masters_are_an_expected_difference(session: Session, layout: str) -> None:
     verdict = session.run(cell_of("deepspeed", "sft-packed", "qwen3", layout, "bf16")).verdict
     assert verdict.state == "expected_difference", verdict.reason

@@ -23,11 +23,11 @@ from impl.fsdp2.expected import EXPECTED
     ("scenario", "model", "layout"),
     [
         exhaustive("sft-packed", "pangu", "tp2.seqpar"),
-        ("sft-packed", "gemma3", "tp2.seqpar.losspar"),
+        exhaustive("sft-packed", "gemma3", "tp2.seqpar.losspar"),
         exhaustive("sft-packed", "qwen3", "tp2.plan"),
         exhaustive("sft-packed", "qwen3", "dp2.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.tp2.lastsync"),
-        ("sft-packed", "llama", "dp1.compile"),
+        exhaustive("sft-packed", "llama", "dp1.compile"),
         exhaustive("sft-packed", "gemma3", "dp2.compile"),
         exhaustive("sft-packed", "pangu", "tp2.compile"),
         exhaustive("sft-packed", "pangu", "dp2.tp2.plan.losspar.compile"),
@@ -35,7 +35,7 @@ from impl.fsdp2.expected import EXPECTED
         exhaustive("grpo", "qwen3", "dp2.compile"),
         exhaustive("sft-lora", "llama", "dp2.compile"),
         exhaustive("sft-packed", "pangu", "dp2.rep2.lastsync"),
-        ("sft-warmup", "qwen3", "dp2"),
+        exhaustive("sft-warmup", "qwen3", "dp2"),
         exhaustive("sft-packed", "llama", "sp2.stride2"),
         exhaustive("sft-packed", "qwen3", "sp3"),
         exhaustive("sft-packed", "pangu", "sp2.tp2.seqpar.losspar"),
@@ -44,9 +44,9 @@ from impl.fsdp2.expected import EXPECTED
         ("sft-padded", "llama", "sp2.torchcp"),
         ("sft-sgd", "pangu", "sp2.ring.ckpt"),
         exhaustive("sft-uneven", "gemma3", "dp3"),
-        ("sft-frozen", "qwen3", "dp2.ckpt"),
+        exhaustive("sft-frozen", "qwen3", "dp2.ckpt"),
         exhaustive("sft-frozen", "qwen3", "dp2.tp2"),
-        ("sft-cosine-end", "llama", "dp2"),
+        exhaustive("sft-cosine-end", "llama", "dp2"),
         exhaustive("sft-linear-end", "llama", "dp2"),
         exhaustive("sft-long", "gemma3", "sp2.ckpt"),
         exhaustive("sft-warmup", "pangu", "dp2.tp2"),
@@ -77,19 +77,20 @@ def test_exact_over_five_steps(session: Session) -> None:
     assert_honest(session, cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "exact", steps=5))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
         ("tp2", "fp16"),
-        exhaustive("sp2.ring", "bf16"),
-        exhaustive("dp2", "bf16"),
-        exhaustive("dp2.ckpt.compile", "bf16"),
-        exhaustive("dp2.compile", "fp16"),
-        exhaustive("sp2", "fp16"),
-        exhaustive("dp2", "fp16"),
-        exhaustive("tp2", "bf16"),
-        exhaustive("sp2", "bf16"),
-        exhaustive("sp2.ring", "fp16"),
+        ("sp2.ring", "bf16"),
+        ("dp2", "bf16"),
+        ("dp2.ckpt.compile", "bf16"),
+        ("dp2.compile", "fp16"),
+        ("sp2", "fp16"),
+        ("dp2", "fp16"),
+        ("tp2", "bf16"),
+        ("sp2", "bf16"),
+        ("sp2.ring", "fp16"),
     ],
 )
 def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
@@ -130,6 +131,7 @@ def test_the_embedding_is_cut_off_by_the_torch_that_does_it(
     assert defects_of(known) == ((LostEmbeddingGradient(),) if is_lost else ())
 
 
+@pytest.mark.exhaustive
 def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
     cell = cell_of("fsdp2", "sft-packed", "llama", "sp2.ring.shipped", "fp32", "cleared-gradients")
     assert session.run(cell).verdict.state == "differs"

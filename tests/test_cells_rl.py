@@ -24,10 +24,10 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
     [
         exhaustive("fsdp2", "grpo", "gemma3", "dp2.rep2"),
         exhaustive("fsdp2", "ppo", "llama", "sp2.zigzag"),
-        ("fsdp2", "ppo", "llama", "dp2"),
-        ("fsdp2", "gspo", "qwen3", "dp2"),
+        exhaustive("fsdp2", "ppo", "llama", "dp2"),
+        exhaustive("fsdp2", "gspo", "qwen3", "dp2"),
         ("fsdp2", "grpo-off-policy", "pangu", "dp2"),
-        ("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
+        exhaustive("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
         exhaustive("deepspeed", "ppo", "llama", "dp2.zero3"),
         exhaustive("megatron", "grpo", "pangu", "sp2"),
         exhaustive("megatron", "ppo", "qwen3", "pp2.vpp2"),

@@ -152,7 +152,7 @@ CONVERTED = [
     ("fsdp2", "dp2", "fp32"),
     exhaustive("fsdp2", "dp2.tp2", "exact"),
     exhaustive("fsdp2", "dp2", "fp16"),
-    ("deepspeed", "dp2.zero2", "bf16"),
+    exhaustive("deepspeed", "dp2.zero2", "bf16"),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", precision) for stage in range(4) for precision in ("exact", "fp16")),
     *(exhaustive("deepspeed", f"dp2.zero{stage}", "bf16") for stage in (0, 1, 3)),
     *(exhaustive("deepspeed", layout, "fp32") for layout in ("tp2.zero1", "dp2.tp2.zero3")),

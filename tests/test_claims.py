@@ -151,6 +151,7 @@ def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pyt
 # --- what was not shown ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_run(run: Runner) -> None:
     demands = ("--require", "*/normless/*", "--require", "*/shy/dp1/*", "--min_judged", "6")
     ran = run("Silent", "Shy", "Normless", also=demands)

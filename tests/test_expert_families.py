@@ -40,7 +40,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
     [
         ("fsdp2", "sft-packed", "gpt-oss", "sp2"),
         ("deepspeed", "sft-packed", "deepseek-v3", "dp2.zero2"),
-        ("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
+        exhaustive("megatron", "sft-packed", "gpt-oss", "tp2.seqpar"),
         *(
             exhaustive("fsdp2", "sft-packed", "gpt-oss", layout)
             for layout in ("dp2", "tp2.plan", "dp2.ep2", "sp2.tp2.plan")
@@ -66,10 +66,10 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
             )
         ),
         *(exhaustive("megatron", "grpo", "gpt-oss", layout) for layout in ("dp2", "ep2", "tp2.seqpar")),
-        ("megatron", "sft-packed", "deepseek-v3", "tp2.seqpar"),
+        exhaustive("megatron", "sft-packed", "deepseek-v3", "tp2.seqpar"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero2"),
         exhaustive("deepspeed", "sft-packed", "gpt-oss", "dp2.zero3"),
-        ("fsdp2", "sft-padded", "gpt-oss", "tp2.seqpar.losspar.ckpt"),
+        exhaustive("fsdp2", "sft-padded", "gpt-oss", "tp2.seqpar.losspar.ckpt"),
         exhaustive("fsdp2", "sft-padded", "gpt-oss", "ep2.tp2.seqpar.losspar.ckpt"),
         *(exhaustive("fsdp2", "sft-packed", m, layout) for m in DEEPSEEK for layout in ("dp2", "tp2", "sp2", "ep2")),
         *(exhaustive("megatron", "sft-packed", m, layout) for m in DEEPSEEK for layout in ON_MEGATRON),

@@ -1,7 +1,7 @@
 """Families beside openPangu, Llama, Qwen3 and Gemma 3: each computes what the oracle computes, however it is cut.
 
-A fast run has a cell of one family on each backend, in the way of cutting that asks most of it, and holds the oracle of
-every family against transformers (tests/test_oracle.py); the rest is the nightly's, and the profile `families`.
+A fast run holds the oracle of every family against transformers (tests/test_oracle.py), and the profile `quick`, which
+CI runs too, has cells of Gemma 2 and Llama 3; the cells here are the nightly's, and the profile `families`.
 """
 
 import json
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cells import BACKENDS, STEPS, assert_honest, cell_of, exhaustive
+from cells import BACKENDS, STEPS, assert_honest, cell_of
 
 from conformance.backend import Supported, Unsupported, find_backend
 from conformance.layout import Layout
@@ -25,23 +25,24 @@ HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
 ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral")  # their cells are in tests/test_mixture_cells.py
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "scenario", "model", "layout"),
     [
         ("deepspeed", "sft-packed", "qwen2", "tp2.zero1"),
         ("megatron", "grpo", "llama3", "pp2"),
-        exhaustive("megatron", "sft-packed", "mistral", "sp2"),
-        exhaustive("megatron", "sft-packed", "phi3", "tp2.seqpar"),
-        exhaustive("megatron", "grpo", "phi3", "sp2"),
-        exhaustive("megatron", "sft-packed", "qwen2-yarn", "sp2.pp2"),
+        ("megatron", "sft-packed", "mistral", "sp2"),
+        ("megatron", "sft-packed", "phi3", "tp2.seqpar"),
+        ("megatron", "grpo", "phi3", "sp2"),
+        ("megatron", "sft-packed", "qwen2-yarn", "sp2.pp2"),
         ("fsdp2", "sft-packed", "gemma2", "tp2.losspar"),
         ("fsdp2", "sft-packed", "phi3", "tp2.seqpar"),
-        exhaustive("fsdp2", "grpo", "olmo2", "tp2"),
-        exhaustive("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
-        exhaustive("megatron", "sft-packed", "qwen2", "pp2.vpp2"),
-        exhaustive("megatron", "sft-packed", "qwen2", "tp2.seqpar"),
-        exhaustive("fsdp2", "sft-packed", "olmo2", "tp2.seqpar.losspar"),
-        exhaustive("deepspeed", "grpo", "phi3", "ulysses2.zero2"),
+        ("fsdp2", "grpo", "olmo2", "tp2"),
+        ("deepspeed", "sft-packed", "qwen2-yarn", "sp2.zero2"),
+        ("megatron", "sft-packed", "qwen2", "pp2.vpp2"),
+        ("megatron", "sft-packed", "qwen2", "tp2.seqpar"),
+        ("fsdp2", "sft-packed", "olmo2", "tp2.seqpar.losspar"),
+        ("deepspeed", "grpo", "phi3", "ulysses2.zero2"),
     ],
 )
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cells import BACKENDS, MICRO_BATCHES, cell_of, small
+from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, small
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
 from conformance.backend import Backend
@@ -21,10 +21,8 @@ from conformance.objective import all_observables
 from conformance.record.verdict import Verdict
 from conformance.run.session import Session
 from conformance.scenario import Precision
-from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
-from impl.faults.architecture import ARCHITECTURE_FAULTS
+from impl.faults.adapters import MERGE_FAULTS
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
-from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.overflow import OVERFLOW_FAULTS
 from impl.faults.places import PLACES
@@ -78,26 +76,11 @@ def planted() -> list[tuple[str, str]]:
     return [(backend, name) for backend, cells in CELLS.items() for name in cells]
 
 
-def in_a_fast_run(backend: str, name: str) -> bool:
-    """A fault in code that all backends share, or by way of their common interface, is planted on one of them, on the
-    next one for the next fault."""
-    shared = [
-        fault.name
-        for fault in CATALOGUE
-        if len({_seams(b).get(fault.seam) for b in BACKENDS}) == 1
-        or fault.seam == "optimizer_step"
-        or fault in (*ARCHITECTURE_FAULTS, *ADAPTER_FAULTS, *EXPERT_FAULTS)
-    ]
-    having = [one for one in BACKENDS if name in CELLS[one]]
-    return name not in shared or having[shared.index(name) % len(having)] == backend
-
-
-def _seams(backend: str) -> dict[str, str]:
-    found: dict[str, str] = BACKENDS[backend].load().seams  # type: ignore[attr-defined]
-    return found
-
-
-PLANTED = [pytest.param(*one, marks=() if in_a_fast_run(*one) else pytest.mark.exhaustive) for one in planted()]
+FAST = one_of_each_stage(
+    [fault for fault in CATALOGUE if fault not in ELSEWHERE],
+    lambda name: [one for one in BACKENDS if name in CELLS[one]],
+)
+PLANTED = [one if one in FAST else exhaustive(*one) for one in planted()]
 
 
 @pytest.mark.parametrize("backend", CELLS)
@@ -108,8 +91,8 @@ def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) ->
     assert placed == {name for name, fault in catalogue().items() if fault.seam in seams}
 
 
-def test_every_fault_is_planted_in_a_fast_run() -> None:
-    assert {name for backend, name in planted() if in_a_fast_run(backend, name)} == {name for _, name in planted()}
+def test_a_fast_run_has_a_fault_of_every_stage() -> None:
+    assert {catalogue()[name].stage for _, name in FAST} == {catalogue()[name].stage for _, name in planted()}
 
 
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
@@ -161,7 +144,7 @@ def test_faults_of_other_layouts_are_caught_on_a_ring(session: Session, name: st
     assert verdict.first_stage == catalogue()[name].stage, verdict.reason
 
 
-@pytest.mark.parametrize("layout", ["dp2.sp2.zero1", "ulysses2.zero2", "sp2.zero3"])
+@pytest.mark.parametrize("layout", [exhaustive("dp2.sp2.zero1"), "ulysses2.zero2", exhaustive("sp2.zero3")])
 def test_division_by_sequence_ranks_is_caught_with_its_factor(session: Session, layout: str) -> None:
     asked = cell_of("deepspeed", "sft-sgd", "llama", layout, "exact", "divided-by-world", steps=1)
     verdict = session.run(asked).verdict

@@ -6,7 +6,7 @@ import pytest
 from fuzz_records import check, main
 from run_sample import write_sample_run
 
-SEEDS, FAST = 120, 20
+SEEDS, FAST = 120, 10
 
 
 @pytest.fixture(scope="module")

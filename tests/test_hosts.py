@@ -157,6 +157,7 @@ def test_the_ranks_of_an_agent_may_share_a_gpu(tmp_path: Path, monkeypatch: pyte
                 assert Ticket((place,), 1, folder=lease_folder()).serve() is None
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_an_agent_that_share_a_gpu_are_told_so(tmp_path: Path) -> None:
     """As those of one host. Of an agent whose device is the CPU, so its GPUs are names."""
     code = (

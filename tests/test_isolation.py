@@ -57,6 +57,7 @@ def breaks(session: Session) -> Ran:
     return run(session, "Breaks")
 
 
+@pytest.mark.exhaustive
 def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session: Session, leftover: Ran) -> None:
     verdict, values = leftover
     assert verdict.state == "differs"
@@ -69,11 +70,13 @@ def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session:
     assert (folder_of(session, cell_of("Leftover", 1)) / "fresh/0/record/record.jsonl").is_file()
 
 
+@pytest.mark.exhaustive
 def test_a_backend_that_asks_for_fresh_ranks_gets_them_for_every_cell(session: Session) -> None:
     verdict, values = run(session, "Isolated")
     assert (verdict.state, values["other"]) == ("conforms", None)
 
 
+@pytest.mark.exhaustive
 def test_each_leg_of_a_cell_runs_in_ranks_that_have_seen_no_other(session: Session) -> None:
     entry = BackendEntry(name="legs", target="plain_variants:Leftover")  # ranks of its own, by the name
     scenario = make_cell("sft-sgd", "llama", "dp2", "fp32", steps=4, rows=12).scenario
@@ -99,6 +102,7 @@ def test_a_cell_that_fails_only_after_other_cells_is_no_pass(breaks: Ran) -> Non
     assert (values["records"], values["other"]["fresh"]) == (["fresh/0/record"], False)
 
 
+@pytest.mark.exhaustive
 def test_a_cell_with_a_planted_fault_is_not_run_twice(session: Session) -> None:
     verdict, values = run(session, "Leftover", "inverted-clip")
     assert (verdict.state, values["other"]) == ("differs", None)

@@ -271,6 +271,7 @@ def cell_of(layout: str, seed: int, backend: str = "plain_backend:Plain") -> Cel
     return make_cell("sft-sgd", "llama", layout, "exact", backend=entry, seed=seed, steps=1, rows=12)
 
 
+@pytest.mark.exhaustive
 def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three cells of one GPU and one of both, on two GPUs: while a cell is judged, another one computes."""
     cells = [cell_of("dp1", 0), cell_of("dp1", 1), cell_of("dp2", 0), cell_of("dp1", 2)]
@@ -387,6 +388,7 @@ def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pyt
             assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path) -> None:
     """A cell of two ranks on one GPU: its command, the summary, the terminal and the reports tell that it is shared."""
     cell, out, where = cell_of("dp2", 0), tmp_path / "out", Ranks(device="cuda", ranks_per_gpu=2)

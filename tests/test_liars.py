@@ -21,9 +21,9 @@ def liar(name: str) -> BackendEntry:
 @pytest.mark.parametrize(
     ("name", "layout", "stage"),
     [
-        ("OtherRankLoss", "dp2", "loss"),
+        exhaustive("OtherRankLoss", "dp2", "loss"),
         exhaustive("OtherRankCount", "dp2", "loss"),
-        ("OtherRankNorm", "dp2", "gradient norm"),
+        exhaustive("OtherRankNorm", "dp2", "gradient norm"),
         exhaustive("OtherRankRate", "dp2", "clipped update"),
         ("OtherRankLogprobs", "tp2", "log-probs"),
         exhaustive("OtherRankIsSilent", "dp2", "gradient norm"),
@@ -42,7 +42,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("Fsdp2DropsItsOptions", "dp2.compile", "layers are compiled"),
         exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
-        ("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
+        exhaustive("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
         ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
         exhaustive(
             "Fsdp2DropsItsOptions", "dp2.tp2.seqpar.lastsync", "gradients are reduced after the last micro-batch"
@@ -50,8 +50,8 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
         exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
-        ("DeepspeedDropsItsOptions", "dp2.zero3.leaf", "weights of a layer are gathered together"),
-        ("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
+        exhaustive("DeepspeedDropsItsOptions", "dp2.zero3.leaf", "weights of a layer are gathered together"),
+        exhaustive("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),
         exhaustive("DeepspeedRunsStage0", "dp2.zero1", "updated weights are gathered"),
         ("DeepspeedRunsStage1", "dp2.zero2", "gradients of every micro-batch are reduced"),
@@ -74,7 +74,8 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     assert {finding.stage for finding in verdict.findings} == {"configuration"}
 
 
-@pytest.mark.parametrize("layout", ["dp2.tp2", exhaustive("dp2")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["dp2.tp2", "dp2"])
 def test_buckets_of_gradients_are_no_weights(session: Session, layout: str) -> None:
     """At real size DeepSpeed's bucket, of 500 million elements, is smaller than a model."""
     backend = liar("DeepspeedHasSmallBuckets")
@@ -83,7 +84,8 @@ def test_buckets_of_gradients_are_no_weights(session: Session, layout: str) -> N
     assert verdict.state == "conforms", verdict.reason
 
 
-@pytest.mark.parametrize("steps", [1, exhaustive(2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("steps", [1, 2])
 def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(session: Session, steps: int) -> None:
     """And the honest backend conforms: passes of a roll-out, and what is fetched ahead, count for neither."""
     layout, honest = "dp2.zero3.leaf", BACKENDS["deepspeed"]
@@ -100,11 +102,17 @@ def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(sess
         exhaustive("Fsdp2RecomputesOneLayer", "qwen3-moe", "dp2.ckpt", "exact", "activations of all layers"),
         exhaustive("CompilesOneLayer", "llama", "dp2.compile", "exact", "layers are compiled"),
         exhaustive("CompilesUnasked", "llama", "dp2", "exact", "layers run as they are written"),
-        ("MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"),
-        ("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
-        ("GathersOneLayer", "qwen2-moe", "dp2.zero3.leaf", "exact", "weights of a layer are gathered together"),
+        exhaustive(
+            "MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"
+        ),
+        exhaustive("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
+        exhaustive(
+            "GathersOneLayer", "qwen2-moe", "dp2.zero3.leaf", "exact", "weights of a layer are gathered together"
+        ),
         exhaustive("GathersOneLayer", "llama", "dp2.zero3.leaf", "bf16", "weights of a layer are gathered together"),
-        ("CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"),
+        exhaustive(
+            "CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"
+        ),
         ("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
     ],
 )
@@ -118,7 +126,8 @@ def test_a_part_of_what_was_asked_is_not_enough(
     assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
 
 
-@pytest.mark.parametrize("save", ["checkpoint", exhaustive("state")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("save", ["checkpoint", "state"])
 def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save: Handover) -> None:
     backend = BackendEntry(name="partial", target="partial_liars:RestoresNoFrozenWeights")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
@@ -130,6 +139,7 @@ def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save
     assert not any("lora" in tensor for tensor in loaded)
 
 
+@pytest.mark.exhaustive
 def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None:
     backend = BackendEntry(name="partial", target="partial_liars:ExportsOtherSettings")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
@@ -159,10 +169,10 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
 @pytest.mark.parametrize(
     ("name", "save", "stage"),
     [
-        ("WritesNoCheckpoint", "checkpoint", "weights"),
+        exhaustive("WritesNoCheckpoint", "checkpoint", "weights"),
         ("ForgetsTheOptimizer", "checkpoint", "training state"),
-        ("SeedsItself", "checkpoint", "generators"),
-        ("ExportsOtherWeights", "export", "weights"),
+        exhaustive("SeedsItself", "checkpoint", "generators"),
+        exhaustive("ExportsOtherWeights", "export", "weights"),
     ],
 )
 def test_what_was_not_saved_shows_at_the_first_step_after_loading(
@@ -179,7 +189,7 @@ def test_what_was_not_saved_shows_at_the_first_step_after_loading(
         exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero1.shipped", "bf16"),  # rounded masters
         exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0.shipped", "bf16"),  # and sums in half precision
         exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0", "bf16"),
-        ("DeepspeedDoublesTheRate", "llama", "ulysses2.zero3.shipped", "exact"),  # divided gradients
+        exhaustive("DeepspeedDoublesTheRate", "llama", "ulysses2.zero3.shipped", "exact"),  # divided gradients
         ("MegatronDoublesTheRate", "llama", "dp1.shipped", "exact"),  # padding in the softmax, and trained
         exhaustive("MegatronDoublesTheRate", "llama", "dp2.zero1.shipped", "fp16"),
         exhaustive("Fsdp2DoublesTheRate", "qwen3", "dp2.tp2.lastsync.shipped", "exact"),  # head norms

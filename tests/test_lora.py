@@ -1,6 +1,6 @@
 """Adapters (LoRA): the oracle's are those of peft, only they are trained, saved, resumed and merged, and faults show.
 
-A fast run has a cell of each backend in the way of cutting that asks most of it; the rest is the nightly's.
+The profile `quick`, which CI runs too, has a cell of each backend; the cells here are the nightly's.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cells import BACKENDS, MICRO_BATCHES, ROWS, assert_honest, cell_of, exhaustive, ranks_of, record_of
+from cells import BACKENDS, MICRO_BATCHES, ROWS, assert_honest, cell_of, ranks_of, record_of
 from conftest import make_cell
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -132,22 +132,23 @@ def test_another_seed_has_another_adapter_and_a_reference_is_the_base(tmp_path: 
 # Cells
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "name", "model", "layout"),
     [
         ("fsdp2", "sft-lora", "llama", "tp2.seqpar.losspar"),
         ("deepspeed", "sft-lora", "qwen3", "dp2.tp2.zero2"),
-        exhaustive("fsdp2", "grpo-lora", "pangu", "tp2"),
-        exhaustive("fsdp2", "grpo-lora", "llama", "dp2"),
-        exhaustive("fsdp2", "sft-lora", "qwen3", "dp2.sp2"),
-        exhaustive("fsdp2", "sft-lora", "gemma3", "tp2.plan"),
-        exhaustive("fsdp2", "sft-lora", "olmo2", "tp2.seqpar"),
-        exhaustive("fsdp2", "sft-lora", "llama", "dp2.ckpt.offload"),
-        exhaustive("deepspeed", "grpo-lora", "pangu", "tp2"),
-        exhaustive("deepspeed", "sft-lora", "llama", "dp2.zero0"),
-        exhaustive("deepspeed", "sft-lora", "llama", "sp2.zero1"),
-        exhaustive("deepspeed", "sft-lora", "llama", "ulysses2.zero3"),
-        exhaustive("deepspeed", "sft-lora", "gemma3", "dp2.zero3.ckpt.offload"),
+        ("fsdp2", "grpo-lora", "pangu", "tp2"),
+        ("fsdp2", "grpo-lora", "llama", "dp2"),
+        ("fsdp2", "sft-lora", "qwen3", "dp2.sp2"),
+        ("fsdp2", "sft-lora", "gemma3", "tp2.plan"),
+        ("fsdp2", "sft-lora", "olmo2", "tp2.seqpar"),
+        ("fsdp2", "sft-lora", "llama", "dp2.ckpt.offload"),
+        ("deepspeed", "grpo-lora", "pangu", "tp2"),
+        ("deepspeed", "sft-lora", "llama", "dp2.zero0"),
+        ("deepspeed", "sft-lora", "llama", "sp2.zero1"),
+        ("deepspeed", "sft-lora", "llama", "ulysses2.zero3"),
+        ("deepspeed", "sft-lora", "gemma3", "dp2.zero3.ckpt.offload"),
     ],
 )
 def test_exact(session: Session, backend: str, name: str, model: str, layout: str) -> None:
@@ -195,19 +196,20 @@ def program(backends: str, layouts: str, save: Handover, *faults: str, precision
     return Cell(scenario=asked.scenario, legs=tuple(legs), program=save, faults=faults)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backends", "layouts", "save"),
     [
-        exhaustive("fsdp2-to-fsdp2", "dp2-to-tp2", "checkpoint"),
+        ("fsdp2-to-fsdp2", "dp2-to-tp2", "checkpoint"),
         ("deepspeed-to-fsdp2", "tp2.zero1-to-dp2", "merge"),
-        exhaustive("fsdp2-to-fsdp2", "dp2-to-dp2", "checkpoint"),
-        exhaustive("fsdp2-to-deepspeed", "tp2-to-dp2.zero3", "state"),
-        exhaustive("fsdp2-to-deepspeed", "sp2-to-tp2.zero0", "merge"),
-        exhaustive("deepspeed-to-deepspeed", "dp2.zero1-to-tp2.zero1", "checkpoint"),
-        exhaustive("deepspeed-to-deepspeed", "tp2.zero1-to-dp2.zero1", "checkpoint"),
-        exhaustive("deepspeed-to-deepspeed", "dp2.zero3-to-dp2.zero3", "checkpoint"),
-        exhaustive("deepspeed-to-deepspeed", "dp2.zero2-to-tp2.zero3", "state"),
-        exhaustive("deepspeed-to-fsdp2", "dp2.zero3-to-tp2", "export"),
+        ("fsdp2-to-fsdp2", "dp2-to-dp2", "checkpoint"),
+        ("fsdp2-to-deepspeed", "tp2-to-dp2.zero3", "state"),
+        ("fsdp2-to-deepspeed", "sp2-to-tp2.zero0", "merge"),
+        ("deepspeed-to-deepspeed", "dp2.zero1-to-tp2.zero1", "checkpoint"),
+        ("deepspeed-to-deepspeed", "tp2.zero1-to-dp2.zero1", "checkpoint"),
+        ("deepspeed-to-deepspeed", "dp2.zero3-to-dp2.zero3", "checkpoint"),
+        ("deepspeed-to-deepspeed", "dp2.zero2-to-tp2.zero3", "state"),
+        ("deepspeed-to-fsdp2", "dp2.zero3-to-tp2", "export"),
     ],
 )
 def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts: str, save: Handover) -> None:
@@ -224,9 +226,8 @@ def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts
     assert {name for name in names if not is_adapter(name)} == {f"{target}.weight" for target in targets}
 
 
-@pytest.mark.parametrize(
-    ("precision", "backend"), [("exact", "fsdp2"), exhaustive("fp32", "fsdp2"), exhaustive("exact", "deepspeed")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("precision", "backend"), [("exact", "fsdp2"), ("fp32", "fsdp2"), ("exact", "deepspeed")])
 def test_a_merge_without_its_scale_is_told_directly_after_loading(
     session: Session, precision: Precision, backend: str
 ) -> None:
@@ -245,7 +246,8 @@ def test_a_merge_without_its_scale_is_told_directly_after_loading(
 # What is exported
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "tp2"), exhaustive("deepspeed", "dp2.zero3")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "tp2"), ("deepspeed", "dp2.zero3")])
 def test_an_adapter_is_loaded_by_peft_alone_and_what_is_merged_computes_the_same(
     pool: Pool, inputs: FrozenInputs, tmp_path: Path, backend: str, layout: str
 ) -> None:

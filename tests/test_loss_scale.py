@@ -11,7 +11,7 @@ from resume_runs import Ranks
 from conformance.world import Pool
 
 Told = Callable[[str, str], list[dict[str, Any]]]
-# Cells of tests/test_overflow.py see the same in a fast run; here the first scale is too large to be judged.
+# Cells of tests/test_overflow.py see the same; here the first scale is too large to be judged.
 LAYOUTS = [
     exhaustive("fsdp2", "dp2"),
     exhaustive("fsdp2", "tp2"),

@@ -20,46 +20,44 @@ from impl.megatron.adapter import MegatronBackend
 EXPERTS = 8  # of each router of qwen3-moe
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "scenario", "model", "layout"),
     [
         ("fsdp2", "sft-packed", "qwen3-moe", "dp2.ep2"),
         ("deepspeed", "sft-packed", "qwen2-moe", "dp2.zero3"),
         ("megatron", "sft-z-loss", "mixtral", "ep2.pp2"),
-        exhaustive("megatron", "sft-packed", "mixtral", "ep2.pp2"),
+        ("megatron", "sft-packed", "mixtral", "ep2.pp2"),
         *(
-            exhaustive("megatron", "sft-z-loss", "qwen3-moe", layout)
+            ("megatron", "sft-z-loss", "qwen3-moe", layout)
             for layout in ("dp2", "dp2.zero1", "ep2", "pp2", "tp2.seqpar", "ep2.sp2", "ep2.tp2.seqpar", "dp2.ckpt")
         ),
         *(
-            exhaustive("megatron", "sft-packed", "qwen3-moe", layout)
+            ("megatron", "sft-packed", "qwen3-moe", layout)
             for layout in (
                 *("dp1", "dp2", "dp2.zero1", "tp2.seqpar", "pp2", "sp2", "ep2", "ep2.zero1.overlap", "ep2.ckpt", "ep4"),
                 *("dp2.ep2", "dp2.ep2.zero1", "ep2.tp2.seqpar", "ep2.tp2.seqpar.losspar", "ep2.sp2"),
             )
         ),
-        *(
-            exhaustive("megatron", "sft-packed", "qwen2-moe", layout)
-            for layout in ("ep2.tp2.seqpar", "pp2", "dp2.ckpt")
-        ),
-        exhaustive("megatron", "sft-packed", "mixtral", "pp2.vpp2"),
-        *(exhaustive("megatron", "sft-padded", "qwen3-moe", layout) for layout in ("ep2", "sp2.zigzag")),
-        exhaustive("megatron", "grpo", "qwen3-moe", "ep2"),
-        exhaustive("megatron", "grpo", "qwen2-moe", "pp2"),
-        exhaustive("megatron", "ppo", "mixtral", "ep2.tp2.seqpar"),
-        *(exhaustive("fsdp2", "sft-packed", "qwen3-moe", layout) for layout in ("ep2", "ep4", "ep2.tp2", "ep2.sp2")),
-        exhaustive("fsdp2", "sft-packed", "mixtral", "dp2.rep2.ep2"),
-        exhaustive("fsdp2", "sft-packed", "qwen2-moe", "ep2.ckpt.offload.lastsync"),
-        exhaustive("fsdp2", "sft-padded", "qwen3-moe", "dp2.rep2"),
-        exhaustive("fsdp2", "sft-packed", "qwen2-moe", "dp2.tp2"),
-        exhaustive("fsdp2", "grpo", "qwen2-moe", "ep2"),
-        exhaustive("fsdp2", "ppo", "mixtral", "tp2"),
-        exhaustive("deepspeed", "grpo", "qwen3-moe", "dp2.zero2"),
-        exhaustive("deepspeed", "sft-packed", "mixtral", "ulysses2.zero2"),
-        exhaustive("fsdp2", "sft-z-loss", "qwen3-moe", "ep2.sp2"),
-        exhaustive("fsdp2", "sft-z-loss", "deepseek-v2", "tp2"),
-        exhaustive("deepspeed", "sft-z-loss", "mixtral", "sp2.zero2"),
-        *(exhaustive("deepspeed", "sft-packed", "mixtral", f"dp2.zero{stage}") for stage in (0, 1, 2)),
+        *(("megatron", "sft-packed", "qwen2-moe", layout) for layout in ("ep2.tp2.seqpar", "pp2", "dp2.ckpt")),
+        ("megatron", "sft-packed", "mixtral", "pp2.vpp2"),
+        *(("megatron", "sft-padded", "qwen3-moe", layout) for layout in ("ep2", "sp2.zigzag")),
+        ("megatron", "grpo", "qwen3-moe", "ep2"),
+        ("megatron", "grpo", "qwen2-moe", "pp2"),
+        ("megatron", "ppo", "mixtral", "ep2.tp2.seqpar"),
+        *(("fsdp2", "sft-packed", "qwen3-moe", layout) for layout in ("ep2", "ep4", "ep2.tp2", "ep2.sp2")),
+        ("fsdp2", "sft-packed", "mixtral", "dp2.rep2.ep2"),
+        ("fsdp2", "sft-packed", "qwen2-moe", "ep2.ckpt.offload.lastsync"),
+        ("fsdp2", "sft-padded", "qwen3-moe", "dp2.rep2"),
+        ("fsdp2", "sft-packed", "qwen2-moe", "dp2.tp2"),
+        ("fsdp2", "grpo", "qwen2-moe", "ep2"),
+        ("fsdp2", "ppo", "mixtral", "tp2"),
+        ("deepspeed", "grpo", "qwen3-moe", "dp2.zero2"),
+        ("deepspeed", "sft-packed", "mixtral", "ulysses2.zero2"),
+        ("fsdp2", "sft-z-loss", "qwen3-moe", "ep2.sp2"),
+        ("fsdp2", "sft-z-loss", "deepseek-v2", "tp2"),
+        ("deepspeed", "sft-z-loss", "mixtral", "sp2.zero2"),
+        *(("deepspeed", "sft-packed", "mixtral", f"dp2.zero{stage}") for stage in (0, 1, 2)),
     ],
 )
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
@@ -86,21 +84,22 @@ def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
     assert any(not bool(experts.all()) for experts in micro_batches)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "model", "layout", "precision"),
     [
         ("fsdp2", "mixtral", "ep2", "fp32"),
-        *(exhaustive("fsdp2", m, "dp2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
-        exhaustive("fsdp2", "qwen3-moe", "ep2", "bf16"),
-        exhaustive("fsdp2", "qwen2-moe", "tp2", "bf16"),
-        exhaustive("fsdp2", "qwen3-moe", "sp2", "bf16"),
-        exhaustive("deepspeed", "qwen3-moe", "dp2.zero2", "bf16"),
-        exhaustive("deepspeed", "mixtral", "sp2.zero3", "fp32"),
-        *(exhaustive("megatron", m, "ep2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
-        *(exhaustive("megatron", "qwen3-moe", layout, "bf16") for layout in ("dp2.zero1", "pp2", "sp2", "ep2.ckpt")),
-        *(exhaustive("megatron", "qwen2-moe", layout, "bf16") for layout in ("tp2.seqpar", "ep2.tp2.seqpar")),
-        exhaustive("megatron", "qwen3-moe", "dp2", "fp16"),
-        exhaustive("megatron", "qwen3-moe", "ep2.zero1", "fp16"),
+        *(("fsdp2", m, "dp2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
+        ("fsdp2", "qwen3-moe", "ep2", "bf16"),
+        ("fsdp2", "qwen2-moe", "tp2", "bf16"),
+        ("fsdp2", "qwen3-moe", "sp2", "bf16"),
+        ("deepspeed", "qwen3-moe", "dp2.zero2", "bf16"),
+        ("deepspeed", "mixtral", "sp2.zero3", "fp32"),
+        *(("megatron", m, "ep2", p) for m in ("qwen3-moe", "qwen2-moe", "mixtral") for p in ("fp32", "bf16")),
+        *(("megatron", "qwen3-moe", layout, "bf16") for layout in ("dp2.zero1", "pp2", "sp2", "ep2.ckpt")),
+        *(("megatron", "qwen2-moe", layout, "bf16") for layout in ("tp2.seqpar", "ep2.tp2.seqpar")),
+        ("megatron", "qwen3-moe", "dp2", "fp16"),
+        ("megatron", "qwen3-moe", "ep2.zero1", "fp16"),
     ],
 )
 def test_below_the_exact_tier_the_oracles_choices_are_taken(
@@ -166,13 +165,14 @@ def test_choices_that_are_not_taken_are_found(session: Session, backend: str, li
     assert (verdict.state, verdict.first_stage) == ("differs", "routing"), verdict.reason
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("liar", "layout"),
     [
-        exhaustive("Fsdp2RunsWholeExperts", "ep2"),  # tests/test_liars.py has one that cuts some of them
+        ("Fsdp2RunsWholeExperts", "ep2"),  # tests/test_liars.py has one that cuts some of them
         ("MegatronRunsWholeExperts", "ep2"),
-        exhaustive("Fsdp2RunsWholeExperts", "dp2.ep2"),
-        exhaustive("MegatronRunsWholeExperts", "dp2.ep2.zero1"),
+        ("Fsdp2RunsWholeExperts", "dp2.ep2"),
+        ("MegatronRunsWholeExperts", "dp2.ep2.zero1"),
     ],
 )
 def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right(

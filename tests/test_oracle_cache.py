@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy_objectives
+from cells import exhaustive
 from conftest import make_cell
 
 import conformance.oracle
@@ -282,7 +283,7 @@ def test_other_inputs_make_another_record(inputs: FrozenInputs, change: Callable
 @pytest.mark.parametrize(
     "file",
     [
-        *(f"oracle/{path.name}" for path in Path(conformance.oracle.__file__).parent.glob("*.py")),
+        *(exhaustive(f"oracle/{path.name}") for path in Path(conformance.oracle.__file__).parent.glob("*.py")),
         *("scenario.py", "batch.py", "defect.py", "observable.py", "record/format.py", "record/tensors.py"),
     ],
 )

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cells import exhaustive
 
 from conformance.backend import Supported, find_backend
 from conformance.layout import Layout
@@ -80,6 +81,10 @@ def test_quick_sets_all_three_backends_side_by_side() -> None:
     assert set.intersection(*groups)
 
 
+LARGE = ("full", "nightly", "gpu")
+PROFILES = [exhaustive(name) if name in LARGE else name for name in profile_names()]
+
+
 @cache
 def cells_of_named_tables(profile: str) -> list[Cell]:
     """Cells of the tables that name their backends."""
@@ -88,7 +93,7 @@ def cells_of_named_tables(profile: str) -> list[Cell]:
     return expand(dataclasses.replace(whole, cells=named), [find_backend(name) for name in BACKENDS], Overrides())
 
 
-@pytest.mark.parametrize("profile", profile_names())
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tables_that_name_a_backend_hold_cells_that_it_supports(profile: str, backend: str) -> None:
     mine = [cell for cell in cells_of_named_tables(profile) if backend in {leg.backend.name for leg in cell.legs}]
@@ -106,7 +111,7 @@ def test_quick_has_packed_and_padded_rows_sgd_and_adamw_clipping_on_and_off() ->
     assert {s.optimizer.max_grad_norm is None for s in scenarios} == {True, False}
 
 
-@pytest.mark.parametrize("profile", profile_names())
+@pytest.mark.parametrize("profile", PROFILES)
 def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
     cells = cells_of(profile)
     ids = [str(cell) for cell in cells]
@@ -116,6 +121,7 @@ def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
     assert ids == [str(cell) for cell in cells_of(profile)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(backend: str) -> None:
     """So that packing has something to fill every gap with, and a machine with four GPUs runs all of its profile."""
@@ -133,6 +139,7 @@ def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(back
         assert {"exact", "fp32", "bf16", "fp16"} <= {scenario.precision for scenario in scenarios}
 
 
+@pytest.mark.exhaustive
 def test_nightly_is_a_plan_of_cells_that_other_profiles_have() -> None:
     """Which are run on CPUs: what differs at night is then about GPUs, or is seen in the morning on a laptop."""
     plan = make_plan(Selection(profile="nightly", backend=BACKENDS), Demands(), Portion(), ranks=Ranks(device="cuda"))

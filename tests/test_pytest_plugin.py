@@ -146,11 +146,13 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_pytest(folder, *MINE, "-n", "2", "--parity-backend", "plain_backend:Plain", *cells)
 
 
+@pytest.mark.exhaustive
 def test_cells_that_conform_pass(parallel: Run) -> None:
     assert parallel.code == 0, parallel.text
     assert "2 passed" in parallel.text
 
 
+@pytest.mark.exhaustive
 def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) -> None:
     assert [path.name for path in parallel.out.parent.iterdir()] == [parallel.out.name]
     assert parallel.counts == {"conforms": 2}
@@ -163,12 +165,14 @@ def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) ->
     assert read_report(parallel.out).verdict == "conforms"
 
 
+@pytest.mark.exhaustive
 def test_the_last_lines_tell_the_verdict_and_where_the_report_is(parallel: Run) -> None:
     lines = [line for line in parallel.text.partition("parity ===")[2].splitlines()[1:] if "===" not in line]
     assert lines[0] == "conforms: 2 conforms"
     assert lines[-1] == f"report: {parallel.out / 'report.html'}"
 
 
+@pytest.mark.exhaustive
 def test_the_reproduce_command_asks_for_the_same_cell(
     parallel: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +185,7 @@ def test_the_reproduce_command_asks_for_the_same_cell(
         assert [row["id"] for row in json.loads(capsys.readouterr().out)["cells"]] == [cell["id"]]
 
 
+@pytest.mark.exhaustive
 def test_a_cell_without_a_verdict_makes_the_merged_summary_incomplete(parallel: Run, tmp_path: Path) -> None:
     out = Path(shutil.copytree(parallel.out, tmp_path / "out"))
     summary = json.loads((out / "summary.json").read_text())

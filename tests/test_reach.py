@@ -90,6 +90,7 @@ def test_long_documents_are_trained_on_every_backend(profile: str) -> None:
     assert any(leg.layout.sp > 1 for leg in long)
 
 
+@pytest.mark.exhaustive
 def test_full_has_pieces_that_are_not_equal_frozen_parameters_and_ends_of_schedules_on_every_backend() -> None:
     def pairs(of: Any) -> set[tuple[str, Any]]:
         cells = cells_of("full")

@@ -264,7 +264,7 @@ HEAD_NORMS = [f"model.layers.{i}.self_attn.{x}_norm.weight" for i in (1, 0) for 
 @pytest.mark.parametrize(
     ("backend", "fault", "model", "layout", "tensors", "where"),
     [
-        (planted("WrongBias"), (), "pangu", "dp2", ["model.layers.1.self_attn.o_proj.bias"], ""),
+        exhaustive(planted("WrongBias"), (), "pangu", "dp2", ["model.layers.1.self_attn.o_proj.bias"], ""),
         (planted("WrongRow"), (), "pangu", "dp2", ["lm_head.weight"], "row 203 by sketch"),
         exhaustive(planted("WrongRow"), (), "pangu", "dp2.tp2", ["lm_head.weight"], ""),
         (find_backend("megatron"), ("norms-not-summed",), "qwen3", "tp2", HEAD_NORMS, ""),
@@ -365,7 +365,8 @@ def test_the_profile_real_size_conforms_in_a_shape_that_fits_here(tmp_path: Path
     all_conform(tmp_path / "out", "--profile", "real-size", "--model", str(model), *chosen, *backends)
 
 
-@pytest.mark.parametrize("cells", ["sft-real/*/megatron/pp4/exact", exhaustive("*")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cells", ["sft-real/*/megatron/pp4/exact", "*"])
 def test_the_profile_of_four_gpus_conforms_in_a_shape_that_fits_here(tmp_path: Path, cells: str) -> None:
     model = shrunk(tmp_path / "models", num_hidden_layers=6)  # four stages of a pipeline, not all of one size
     all_conform(tmp_path / "out", "--profile", "real-size-4gpus", "--model", str(model), "--cells", cells)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cells import exhaustive
 from chromium import Browser
 from report_sample import (
     CELLS,
@@ -193,6 +194,7 @@ def test_the_strip_of_a_wrong_advantage_is_red_at_the_tokens_of_its_response(bro
     assert browser.problems == []
 
 
+@pytest.mark.exhaustive
 def test_tokens_that_are_not_numbers_are_drawn_as_such(browser: Browser, out: Path) -> None:
     verdict = entry_of(out, RL).verdict
     strip = next(strip for strip in verdict.strips if strip.stage == "values")
@@ -333,7 +335,7 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
 # How it looks
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1024, True), (1440, False)])
+@pytest.mark.parametrize(("width", "dark"), [(390, False), *map(exhaustive, (390, 1024, 1440), (True, True, False))])
 def test_the_page_never_scrolls_sideways(browser: Browser, address: str, width: int, dark: bool) -> None:
     for cell in (DIFFERS, CRASHED, RESUMED, RL):
         open_cell(browser, address, cell, width=width, dark=dark)
@@ -360,7 +362,7 @@ CONTRAST = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, exhaustive(True)])
 def test_all_text_has_the_contrast_that_wcag_asks_for(browser: Browser, address: str, dark: bool) -> None:
     for cell in (DIFFERS, EXPECTED, CRASHED, RL):
         open_cell(browser, address, cell, dark=dark)

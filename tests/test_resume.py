@@ -95,6 +95,7 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
     assert run.seconds > earlier.seconds
 
 
+@pytest.mark.exhaustive
 def test_a_cell_that_failed_once_says_so_for_ever(
     chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,14 +60,15 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
         (COMMAND_LINE, signal.SIGTERM, 143),
-        pytest.param(COMMAND_LINE, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
-        pytest.param(PYTEST, signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
-        pytest.param([*PYTEST, "-n", "1"], signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        (COMMAND_LINE, signal.SIGINT, 130),
+        (PYTEST, signal.SIGTERM, 143),
+        ([*PYTEST, "-n", "1"], signal.SIGTERM, 143),
     ],
     ids=["parity run, SIGTERM", "parity run, SIGINT", "pytest", "pytest with a worker"],
 )

@@ -138,6 +138,7 @@ def test_a_world_that_is_retired_is_a_line_with_the_reason(capsys: pytest.Captur
     assert [line.partition(" (")[0] for line in lines] == ["world 1", "world 1", "world 2"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_shows_the_phase_of_its_ranks(tmp_path: Path, tty: Tty, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_adapter.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -67,6 +67,7 @@ def test_a_training_has_the_same_numbers_on_other_ranks(trainings: Trainings, tm
     assert_same(alone, cut, 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_engine_and_policy_agree_on_every_logprob(trainings: Trainings, tmp_path: Path) -> None:
     lines = trainings(training(tmp_path, "grpo", layout="tp2", objective={"temperature": 0.7}))
     for line in lines:  # of other weights each
@@ -74,6 +75,7 @@ def test_engine_and_policy_agree_on_every_logprob(trainings: Trainings, tmp_path
         assert line["logprob_gap_exp"] == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_the_held_out_loss_is_that_of_a_step_on_the_same_documents(trainings: Trainings, tmp_path: Path) -> None:
     path = held_out(tmp_path)
     config = training(tmp_path, "sft", steps=1, data={"path": str(path), "rows": 4})
@@ -129,6 +131,7 @@ runpy.run_module("impl.train.process", run_name="__main__")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_ends_with_its_exit_code_whatever_finalization_would_do(tmp_path: Path) -> None:
     (file := tmp_path / "config.json").write_text("{}")
     rank = [sys.executable, "-c", ABORTS_AT_ITS_END, str(file)]
@@ -153,6 +156,7 @@ def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
     assert f"error: {config.output.log} is the log of another training" in again.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tmp_path: Path) -> None:
     config = writing_to(training(tmp_path, "sft", steps=1), ckpt_path=tmp_path / "checkpoints")
     trainings(config)
@@ -162,6 +166,7 @@ def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tm
     assert len(lines_of(config)) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tmp_path: Path) -> None:
     config = writing_to(training(tmp_path, "grpo", steps=1, precision="fp32"), ckpt_path=tmp_path / "checkpoints")
     trainings(config)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cells import exhaustive
 from gsm8k import write_problems
 from train_runs import Trainings, assert_same, training
 
@@ -35,7 +34,8 @@ def learned(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return log_of
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", exhaustive("deepspeed"), exhaustive("megatron")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["fsdp2", ("deepspeed"), ("megatron")])
 def test_sft_lowers_the_loss_of_held_out_problems(learned: Callable[[str], Log], backend: str) -> None:
     before, *_, after = [line["eval_loss"] for line in learned(backend) if "eval_loss" in line]
     assert after < 0.8 * before

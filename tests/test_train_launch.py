@@ -73,6 +73,7 @@ def launched(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+@pytest.mark.exhaustive
 def test_ranks_get_what_torchrun_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run_ranks(python(ENVIRONMENT, tmp_path), ranks=2, device="cpu") == 0
@@ -144,6 +145,7 @@ def test_a_rank_that_is_started_when_a_signal_comes_gets_it_once(monkeypatch: py
     assert sent == [(1, signal.SIGTERM), (1, signal.SIGKILL)]
 
 
+@pytest.mark.exhaustive
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
     """As SIGINT is in the background of a shell's script; SIGTERM still stops."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit

@@ -94,7 +94,8 @@ def test_only_the_adapter_is_trained_and_it_is_saved_beside_the_base_or_added_to
     assert (apart - together).norm() < 1e-6 * apart.norm(), "weights are written as the source has them, in float32"
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), exhaustive("deepspeed", "dp2.zero3")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2.zero3")])
 def test_responses_are_sampled_from_the_policy_with_its_adapter(
     trainings: Trainings, tmp_path: Path, backend: str, layout: str
 ) -> None:

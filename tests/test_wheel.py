@@ -81,6 +81,7 @@ def test_announced_commands_are_found(installed: Installed) -> None:
     assert found["format"] == "Hugging Face folder"
 
 
+@pytest.mark.exhaustive
 def test_the_package_parity_stands_beside_the_command_of_that_name(installed: Installed) -> None:
     where = "import parity; print(parity.__file__, parity.record.__module__)"
     place, module = installed.run(sys.executable, "-c", where).split()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import exhaustive
 from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.machine import available_memory
@@ -95,7 +96,7 @@ def test_worlds_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
     assert len({result["rank"] for world in found for result in world}) == 2 * (1 + 2 + 4)
 
 
-@pytest.mark.parametrize(("preload", "shared"), [((), ()), (("transformers",), SHARED.values())])
+@pytest.mark.parametrize(("preload", "shared"), [((), ()), exhaustive(("transformers",), SHARED.values())])
 def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(
     tmp_path: Path, preload: tuple[str, ...], shared: Collection[str]
 ) -> None:

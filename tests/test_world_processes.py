@@ -119,6 +119,7 @@ def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
         assert sorted(tmp_path.glob("zygote-*.log")) == logs
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
