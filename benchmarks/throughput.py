@@ -6,9 +6,10 @@ MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every p
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
 once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
 together and take their steps in turn, so that a slow second meets both; the GPUs need memory for both. Prints and
-writes, for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round. OUT.json
-is written after each program, so that a run which is stopped loses none of them, with the versions and GPUs of the run.
-All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
+writes, for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-
+turn also the speed of each step of ours by that of the plain step that follows (of_steps). OUT.json is written after
+each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the
+run. All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from timing import WARM_UP
 from torch.distributed import TCPStore
 
 from conformance.run.environment import environment
@@ -102,17 +104,29 @@ def one_round(pairs: list[Pair], options: argparse.Namespace) -> Iterator[tuple[
     """Run all programs once. Yields a pair, 0 for ours or 1 for the plain program, and what that one has measured."""
     if options.in_turn:
         for pair in pairs:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            with ThreadPoolExecutor() as pool:
-                turns = (f"{store.port}:0", f"{store.port}:1")
-                for of, found in enumerate(pool.map(run, (ours(pair), plain(pair)), (options, options), turns)):
-                    yield pair, of, found
+            for of, found in enumerate(in_turn(pair, options)):
+                yield pair, of, found
         return
     for program in dict.fromkeys(program for pair in pairs for program in (ours(pair), plain(pair))):
         found = run(program, options)
         for pair in pairs:
             if program in (ours(pair), plain(pair)):
                 yield pair, (ours(pair), plain(pair)).index(program), found
+
+
+def in_turn(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run both programs of a pair at once, whose steps alternate; where one fails, the other goes on alone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def one(me: int) -> dict[str, Any]:
+        try:
+            return run((ours, plain)[me](pair), options, f"{store.port}:{me}")
+        finally:  # a program that ended well has given all its turns
+            for number in range(-1, WARM_UP + options.steps):
+                store.set(f"{me}/{number}", "")
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, (0, 1)))
 
 
 def run(program: Program, options: argparse.Namespace, turns: str = "") -> dict[str, Any]:

@@ -35,14 +35,14 @@ def main() -> None:
 def picture(results: Iterable[Path]) -> str:
     """An SVG picture of all pairs that have a ratio, each from the rounds of all files that have it."""
     read = [json.loads(path.read_text(encoding="utf-8")) for path in results]
-    sizes = {tuple(result[key] for key in ("gpus", "seq", "rows")) for result in read}
+    sizes = {(*(result[key] for key in ("gpus", "seq", "rows")), result.get("in_turn", False)) for result in read}
     known = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for pair in (pair for result in read for pair in result["pairs"] if pair["ours_by_plain"]):
         known[pair["ours"], pair["plain"]].append(pair)
     pairs = [_joined(known[names]) for names in sorted(known, key=_in_order)]
     if len(sizes) != 1 or not pairs:
-        raise SystemExit("no picture: give files that have ratios, and all the same --gpus, --seq and --rows")
-    gpus, seq, rows = sizes.pop()
+        raise SystemExit("no picture: give files that have ratios, and the same --gpus, --seq, --rows and --in-turn")
+    gpus, seq, rows, _ = sizes.pop()
     fastest = max(speed for pair in pairs for side in ("of_ours", "of_plain") for speed in _speeds(pair[side]))
     scale = (WIDTH - LEFT - RIGHT) / fastest
     height = TOP + PAIR * len(pairs) + 8

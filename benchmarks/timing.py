@@ -53,11 +53,12 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
     for number in range(WARM_UP):
         turns.take(number)
         step(number)
+        if number == WARM_UP - 1:
+            gc.collect()
+            gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
+            torch.cuda.reset_peak_memory_stats()
+            _wait()
         turns.give(number)
-    gc.collect()
-    gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
-    torch.cuda.reset_peak_memory_stats()
-    _wait()
     seconds, loss = list[float](), 0.0
     for number in range(WARM_UP, WARM_UP + options.steps):
         turns.take(number)
@@ -65,6 +66,7 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         loss = step(number)
         seconds.append(time.perf_counter() - began)
         turns.give(number)
+    turns.end(WARM_UP + options.steps)
     tokens = options.rows * options.seq * data_ranks / dist.get_world_size()
     told = {
         "tokens_per_second": round(tokens / median(seconds)),
@@ -87,7 +89,7 @@ class Turns:
     """Alternates the steps of two programs that share the GPUs, under throughput.py --in-turn; does nothing otherwise.
 
     TURNS in the environment is the port of a store on this host, a colon, and which of the two programs this is: 0,
-    whose step comes first, or 1. A program that has waited for ten minutes fails, since the other one must have failed.
+    whose step comes first, or 1. A program that has waited for ten minutes fails.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,11 @@ class Turns:
             _wait()
             if dist.get_rank() == 0:
                 self.store.set(f"{self.me}/{number}", "")
+
+    def end(self, number: int) -> None:
+        """Wait, after ``number`` steps, until the other program has taken its last one: what ends slows nothing."""
+        if self.me == 0:
+            self.take(number)
 
 
 def _profile(step: Callable[[int], float], path: Path) -> None:

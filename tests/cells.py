@@ -45,8 +45,8 @@ exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[str]]) -> set[tuple[str, str]]:
-    """What a fast run plants: (backend, fault), for each stage the first fault that shows there, on the backends in
-    turn. A nightly run plants all of them on all backends.
+    """What a fast run plants: (backend, fault), one for each stage at which faults show, on the backends in turn: the
+    first that the backend can have, or else the first of all. A nightly run plants all of them on all backends.
 
     having(fault): the names of backends that the fault can be planted on, one or more.
     """

@@ -32,7 +32,6 @@ LONG = (
     "test_cells_megatron",
     "test_cells_rl",
     "test_train",
-    "test_train_gsm8k",
     "test_cells_fsdp2",
     "test_liars",
     "test_megatron_models",
@@ -43,14 +42,11 @@ LONG = (
     "test_oracle_cache",
     "test_checkpoint_files",
     "test_deepspeed",
-    "test_toy_objectives",
     "test_handover",
     "test_claims",
-    "test_overflow",
     "test_bisect_cells",
     "test_bisect_runs",
     "test_resume",
-    "test_stopping",
     "test_shards",
     "test_recording_diff",
     "test_recording",
@@ -61,7 +57,6 @@ LONG = (
     "test_state_deepspeed",
     "test_fsdp2_models",
     "test_fuzz_records",
-    "test_dropout",
     "test_wheel",
     "test_cli",
     "test_world_processes",
@@ -74,7 +69,6 @@ LONG = (
     "test_world_room",
     "test_world",
     "test_oracle_run",
-    "test_state_megatron",
 )
 
 

@@ -49,7 +49,7 @@ def cells() -> list[tuple[str, str]]:
     return [(backend, name) for name in SCENARIOS for backend in BACKENDS if layout_of(backend, name)]
 
 
-def in_a_fast_run() -> set[tuple[str, str]]:
+def fast_cells() -> set[tuple[str, str]]:
     """(backend, fault). Cells of Megatron take twice as long, so it has those that no other backend can have."""
 
     def having(name: str) -> list[str]:

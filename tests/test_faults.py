@@ -93,6 +93,7 @@ def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) ->
 
 def test_a_fast_run_has_a_fault_of_every_stage() -> None:
     assert {catalogue()[name].stage for _, name in FAST} == {catalogue()[name].stage for _, name in planted()}
+    assert {backend for backend, _ in FAST} == BACKENDS.keys()
 
 
 def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:

@@ -13,8 +13,8 @@ from rl_fault_cells import (
     LOSS_AND_NORM_BLIND,
     SCENARIOS,
     cells,
+    fast_cells,
     fast_layout,
-    in_a_fast_run,
     layout_of,
     rl_cell,
 )
@@ -29,7 +29,7 @@ from impl.faults.places import PLACES, RL_LAYOUTS, with_dropout
 
 PERCENT = 0.01
 REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
-FAST = [(*cell, fast_layout(*cell)) for cell in sorted(in_a_fast_run())]
+FAST = [(*cell, fast_layout(*cell)) for cell in sorted(fast_cells())]
 PLANTED = [*FAST, *(exhaustive(*cell, layout_of(*cell)) for cell in cells() if (*cell, layout_of(*cell)) not in FAST)]
 
 

@@ -20,8 +20,7 @@ def program(scenario: str, model: str, *legs: tuple[str, str, int, Handover | No
     return Cell(scenario=config, legs=tuple(parts), program="legs")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("model", ["pangu", "qwen3"])
+@pytest.mark.parametrize("model", ["pangu", exhaustive("qwen3")])
 def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session: Session, model: str) -> None:
     cell = program(
         "sft-packed",

@@ -1,6 +1,7 @@
 """Adapters (LoRA): the oracle's are those of peft, only they are trained, saved, resumed and merged, and faults show.
 
-The profile `quick`, which CI runs too, has a cell of each backend; the cells here are the nightly's.
+The profile `quick`, which CI runs too, has a cell of FSDP2 and one of DeepSpeed; the cells here
+are the nightly's.
 """
 
 import json

@@ -184,9 +184,8 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
     ("how", "layout", "other", "precision", "optimizer", "updates"),
     [
         ("state", "pp2.vpp2", "dp2.zero1.overlap", "fp32", "adamw", 2),
-        exhaustive(
-            "checkpoint", "dp2.zero1.overlap", "pp2.zero1", "fp16", "adamw", 2
-        ),  # buckets of the critic's are padded
+        # Buckets of the critic's are padded.
+        exhaustive("checkpoint", "dp2.zero1.overlap", "pp2.zero1", "fp16", "adamw", 2),
         exhaustive("checkpoint", "pp2", "tp2.seqpar", "fp16", "sgd", 2),
         exhaustive("checkpoint", "dp2.zero1.overlap", "tp2.zero1", "exact", "adamw", 0),
         exhaustive("checkpoint", "sp2", "pp2.vpp2", "exact", "sgd", 0),

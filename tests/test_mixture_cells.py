@@ -169,7 +169,7 @@ def test_choices_that_are_not_taken_are_found(session: Session, backend: str, li
 @pytest.mark.parametrize(
     ("liar", "layout"),
     [
-        ("Fsdp2RunsWholeExperts", "ep2"),  # tests/test_liars.py has one that cuts some of them
+        ("Fsdp2RunsWholeExperts", "ep2"),
         ("MegatronRunsWholeExperts", "ep2"),
         ("Fsdp2RunsWholeExperts", "dp2.ep2"),
         ("MegatronRunsWholeExperts", "dp2.ep2.zero1"),

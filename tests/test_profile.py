@@ -81,7 +81,7 @@ def test_quick_sets_all_three_backends_side_by_side() -> None:
     assert set.intersection(*groups)
 
 
-LARGE = ("full", "nightly", "gpu")
+LARGE = ("full", "nightly")
 PROFILES = [exhaustive(name) if name in LARGE else name for name in profile_names()]
 
 

@@ -147,13 +147,9 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.exhaustive
-def test_cells_that_conform_pass(parallel: Run) -> None:
+def test_cells_that_conform_pass_and_the_workers_write_one_summary_and_one_report(parallel: Run) -> None:
     assert parallel.code == 0, parallel.text
     assert "2 passed" in parallel.text
-
-
-@pytest.mark.exhaustive
-def test_the_workers_of_a_run_write_one_summary_and_one_report(parallel: Run) -> None:
     assert [path.name for path in parallel.out.parent.iterdir()] == [parallel.out.name]
     assert parallel.counts == {"conforms": 2}
     assert parallel.summary["verdict"] == "conforms"

@@ -335,7 +335,9 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
 # How it looks
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, False), *map(exhaustive, (390, 1024, 1440), (True, True, False))])
+@pytest.mark.parametrize(
+    ("width", "dark"), [(390, False), exhaustive(390, True), exhaustive(1024, True), exhaustive(1440, False)]
+)
 def test_the_page_never_scrolls_sideways(browser: Browser, address: str, width: int, dark: bool) -> None:
     for cell in (DIFFERS, CRASHED, RESUMED, RL):
         open_cell(browser, address, cell, width=width, dark=dark)

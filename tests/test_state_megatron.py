@@ -37,9 +37,9 @@ def goes_on(scenario: str, model: str, before: str, after: str, precision: Preci
     ("before", "after"),
     [
         ("dp2.zero1.overlap", "pp2.vpp2"),
-        *(pair for pair in permutations((*PLAIN, "dp2.zero1"), 2)),
-        *(pair for pair in product(PLAIN[:4], ["dp2.zero1.overlap"])),
-        *(pair for pair in (("tp2.pp2", "dp2.tp2.zero1"), ("dp2.tp2.zero1", "dp2"), ("dp2", "tp2.pp2"))),
+        *permutations((*PLAIN, "dp2.zero1"), 2),
+        *product(PLAIN[:4], ["dp2.zero1.overlap"]),
+        *(("tp2.pp2", "dp2.tp2.zero1"), ("dp2.tp2.zero1", "dp2"), ("dp2", "tp2.pp2")),
     ],
 )
 def test_a_state_goes_to_any_layout(session: Session, before: str, after: str) -> None:

@@ -1,11 +1,14 @@
 """benchmarks/throughput.py: how the steps of two programs alternate, and what is said of them."""
 
+import argparse
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -15,7 +18,7 @@ import throughput  # noqa: E402
 PAIR = ("fsdp2", "dp2.ckpt", "plain_fsdp2.py", "dp2")
 # A program of one rank without a GPU, whose step writes a line to a file that both programs share.
 PROGRAM = """
-import sys
+import sys, time
 import timing
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -23,6 +26,7 @@ timing._wait = lambda: None
 turns = timing.Turns()
 for number in range(3):
     turns.take(number)
+    time.sleep(0 if turns.me else 0.3)
     with open(sys.argv[1], "a") as file:
         print(turns.me, number, file=file)
     turns.give(number)
@@ -51,9 +55,31 @@ def test_steps_of_two_programs_alternate_and_ours_comes_first(tmp_path: Path) ->
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(log)],
-            env={**os.environ, "TURNS": f"{store.port}:{me}", "PYTHONPATH": os.pathsep.join([*sys.path])},
+            env={**os.environ, "TURNS": f"{store.port}:{me}", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         for me in (1, 0)
     ]
-    assert [program.wait(120) for program in programs] == [0, 0]
+    try:
+        assert [program.wait(120) for program in programs] == [0, 0]
+    finally:
+        for program in programs:
+            program.kill()
     assert log.read_text().split("\n")[:-1] == ["0 0", "1 0", "0 1", "1 1", "0 2", "1 2"]
+
+
+def test_where_one_program_fails_the_other_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, waited = argparse.Namespace(steps=2), []
+
+    def run(program: tuple[str, ...], options: argparse.Namespace, turns: str) -> dict[str, Any]:
+        port, _, me = turns.partition(":")
+        if me == "0":
+            return {"failed": "out of memory"}
+        store = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=20))
+        for number in range(-1, throughput.WARM_UP + options.steps):
+            store.wait([f"0/{number}"])
+            waited.append(number)
+        return measured(1.0)
+
+    monkeypatch.setattr(throughput, "run", run)
+    assert throughput.in_turn(PAIR, options) == [{"failed": "out of memory"}, measured(1.0)]
+    assert len(waited) == 1 + throughput.WARM_UP + 2

@@ -51,6 +51,7 @@ def test_bars_are_medians_and_ticks_are_rounds_of_all_files(tmp_path: Path) -> N
     assert ours / plain == pytest.approx(110 / 100, rel=1e-3)
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="the same --gpus, --seq and --rows"):
-        throughput_picture.picture([result(tmp_path, "two"), result(tmp_path, "one", gpus=1)])
+@pytest.mark.parametrize("sizes", [{"gpus": 1}, {"in_turn": True}])
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    with pytest.raises(SystemExit, match="the same --gpus, --seq, --rows and --in-turn"):
+        throughput_picture.picture([result(tmp_path, "two"), result(tmp_path, "one", **sizes)])
