@@ -5,11 +5,11 @@ python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--rows 4] [--rounds 3
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
 once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
-together and take their steps in turn, so that a slow second meets both; the GPUs need memory for both. Prints and
-writes, for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-
-turn also the speed of each step of ours by that of the plain step that follows (of_steps). OUT.json is written after
-each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the
-run. All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
+together and take their steps in turn, so that slow minutes meet both; the GPUs need memory for both. Prints and writes,
+for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-turn
+also the speed of each step of ours by that of the plain step that follows (of_steps). OUT.json is written after each
+program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the run.
+All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
