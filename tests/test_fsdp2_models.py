@@ -59,7 +59,7 @@ def worst(results: list[dict[str, dict[str, float]]]) -> float:
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("tp2", "qwen3"),
+        exhaustive("tp2", "qwen3"),
         exhaustive("tp2.plan", "pangu"),
         exhaustive("tp2.seqpar.losspar", "gemma3"),
         exhaustive("dp2.ckpt.offload", "llama"),

@@ -353,7 +353,7 @@ def test_a_planted_bug_is_located_to_the_tensor_among_a_billion_parameters(
 @pytest.mark.parametrize(
     "cells",
     [
-        ["sft-real/*/fsdp2/dp2/exact"],
+        exhaustive(["sft-real/*/fsdp2/dp2/exact"]),
         exhaustive(["sft-real/*/exact", "sft-real-sgd/*/exact", "grpo-real/*/exact"]),
         exhaustive(["grpo-real/*/fp32", "grpo-real-half/*/bf16"]),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import ranks_of
+from cells import exhaustive, ranks_of
 from conftest import make_cell
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def errors(pool: Pool, logs: Path, *, size: int = 2, device: Device = "cpu", **a
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", exhaustive("float32"), "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "documents"),
     [

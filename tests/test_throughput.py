@@ -50,6 +50,7 @@ def test_a_program_that_failed_has_no_ratio() -> None:
     assert told["of_plain"] == [{"failed": "out of memory"}]
 
 
+@pytest.mark.exhaustive
 def test_steps_of_two_programs_alternate_and_ours_comes_first(tmp_path: Path) -> None:
     store, log = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path / "log"
     programs = [

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cells import exhaustive
 
 from impl.train.launch import _Signals, run_ranks
 
@@ -96,7 +97,7 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("signals", "long"),
-    [((signal.SIGINT,), 0.5), pytest.param((signal.SIGTERM, signal.SIGINT), 600, marks=pytest.mark.exhaustive)],
+    [exhaustive((signal.SIGINT,), 0.5), exhaustive((signal.SIGTERM, signal.SIGINT), 600)],
 )
 def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
     signals: tuple[signal.Signals, ...], long: float, tmp_path: Path
