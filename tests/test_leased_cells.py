@@ -27,18 +27,13 @@ from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
 from conformance.inputs.prepare import prepare_inputs
 from conformance.plan.cell import Cell
-from conformance.plan.selection import Ranks, Selection
-from conformance.record.results import read_entry, read_output_json
-from conformance.record.summary import summary_lines
-from conformance.run.environment import environment
+from conformance.record.results import read_entry
 from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
 from conformance.world.places import NoLease
 from conformance.world.process import signal_process
-from reports.headline import headline
-from reports.load import read_report
 
 GPUS = ("GPU-a", "GPU-b")
 _numbers = itertools.count()
@@ -386,23 +381,3 @@ def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pyt
             assert entry.before == ("infrastructure",)
             assert entry.other is not None
             assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
-
-
-@pytest.mark.exhaustive
-def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path) -> None:
-    """A cell of two ranks on one GPU: its command, the summary, the terminal and the reports tell that it is shared."""
-    cell, out, where = cell_of("dp2", 0), tmp_path / "out", Ranks(device="cuda", ranks_per_gpu=2)
-    shares = shares_of(GPUS[:1], 2)
-    config = SessionConfig(out=out, gpus=shares, ranks_per_gpu=2, arguments=where.arguments(), budget_s=60)
-    with Session(config) as session:
-        session.run_all([cell], progress=lambda judged: None)
-        entry = read_entry(session.folder(cell) / "verdict.json")
-    assert entry.verdict.state == "conforms", entry.verdict.reason
-    assert entry.reproduce.startswith("parity run --device cuda --ranks_per_gpu 2 --cells ")
-    summary = read_output_json(out / "summary.json")
-    assert summary["environment"]["ranks_per_gpu"] == 2
-    said = "p to 2 ranks shared a GPU: times and free memory are not those of one GPU each"
-    assert summary_lines(summary)[-1] == f"u{said}"
-    assert headline(read_report(out))[1].endswith(f" U{said}.")
-    assert "ranks_per_gpu" not in environment()
-    assert Selection().text(where) != Selection().text(Ranks(device="cuda"))  # a history keeps them apart
