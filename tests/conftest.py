@@ -64,6 +64,25 @@ LONG = (
     "test_report_page",
     "test_recording_diff",
     "test_megatron_models",
+    # with the nightly's cases
+    "test_cells_rl",
+    "test_train",
+    "test_isolation",
+    "test_oracle_cache",
+    "test_checkpoint_files",
+    "test_claims",
+    "test_bisect_cells",
+    "test_recording",
+    "test_recipes",
+    "test_train_launch",
+    "test_train_memory",
+    "test_runs_real",
+    "test_state_deepspeed",
+    "test_wheel",
+    "test_mutation_score",
+    "test_cli_stops",
+    "test_world_room",
+    "test_oracle_run",
 )
 
 

@@ -56,23 +56,20 @@ def worst(results: list[dict[str, dict[str, float]]]) -> float:
     return max(error for result in results for errors in result.values() for error in errors.values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        exhaustive("tp2", "qwen3"),
-        exhaustive("tp2.plan", "pangu"),
-        exhaustive("tp2.seqpar.losspar", "gemma3"),
-        exhaustive("dp2.ckpt.offload", "llama"),
-        exhaustive("sp2", "gemma3"),
-        *itertools.starmap(exhaustive, itertools.product(["tp2", "tp2.plan", "tp2.seqpar.losspar", "sp2"], FAMILIES)),
-        exhaustive("dp2", "pangu"),
-        exhaustive("dp2.ckpt.offload", "gemma3"),
-        exhaustive("dp2.rep2.lastsync", "llama"),
-        exhaustive("dp2.tp2", "qwen3"),
-        exhaustive("tp2.losspar", "gemma3"),
-        exhaustive("tp2.seqpar", "pangu"),
-        exhaustive("sp2.zigzag", "llama"),
-        exhaustive("sp2.tp2.seqpar.losspar", "qwen3"),
+        *itertools.product(["tp2", "tp2.plan", "tp2.seqpar.losspar", "sp2"], FAMILIES),
+        ("dp2.ckpt.offload", "llama"),
+        ("dp2", "pangu"),
+        ("dp2.ckpt.offload", "gemma3"),
+        ("dp2.rep2.lastsync", "llama"),
+        ("dp2.tp2", "qwen3"),
+        ("tp2.losspar", "gemma3"),
+        ("tp2.seqpar", "pangu"),
+        ("sp2.zigzag", "llama"),
+        ("sp2.tp2.seqpar.losspar", "qwen3"),
     ],
 )
 def test_a_policy_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(

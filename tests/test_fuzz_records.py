@@ -25,13 +25,13 @@ def test_a_mutated_folder_is_judged_and_reported_and_what_was_spoiled_does_not_c
         check(seed, sample)
 
 
-@pytest.mark.parametrize("seed", [100_032, *map(exhaustive, (102_351, 102_974, 103_205, 103_552, 104_106, 104_694))])
+@pytest.mark.parametrize("seed", [100_032, 104_694, *map(exhaustive, (102_351, 102_974, 103_205, 103_552, 104_106))])
 def test_times_and_names_that_are_none_do_not_keep_reports_from_being_written(sample: Path, seed: int) -> None:
     """Seeds of the five thousand that had an exception instead of an answer."""
     check(seed, sample)
 
 
-@pytest.mark.parametrize("seed", [100_712, *map(exhaustive, (100_868, 101_481, 101_785, 102_702, 103_856, 103_876))])
+@pytest.mark.parametrize("seed", [100_712, 103_856, *map(exhaustive, (100_868, 101_481, 101_785, 102_702, 103_876))])
 def test_an_oracle_without_a_word_about_defects_and_links_to_nowhere_are_not_believed(sample: Path, seed: int) -> None:
     """Seeds of the five thousand that conformed although they were spoiled."""
     check(seed, sample)

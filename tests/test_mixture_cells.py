@@ -155,7 +155,7 @@ def experts_of(model: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("backend", "liar"), [exhaustive("fsdp2", "TakesOtherExperts"), exhaustive("megatron", "MegatronTakesOtherExperts")]
+    ("backend", "liar"), [("fsdp2", "TakesOtherExperts"), exhaustive("megatron", "MegatronTakesOtherExperts")]
 )
 def test_choices_that_are_not_taken_are_found(session: Session, backend: str, liar: str) -> None:
     """In fp32 a router's own choices are nearly always the oracle's, so these are moved by one."""

@@ -53,7 +53,6 @@ def experts(batch: Batch, key: str) -> list[tuple[float, ...]]:
     return columns  # type: ignore[return-value]
 
 
-@pytest.mark.exhaustive
 def test_each_pass_of_each_step_has_choices_of_its_own(record: Record) -> None:
     """The first update is made by the weights that looked ahead; from then on all differ."""
     first, second, again = read_batches(record.path / CHOICES)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cells import exhaustive
 
 from impl.train.launch import _Signals, run_ranks
 
@@ -94,10 +93,11 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
     assert "not this" not in told
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("signals", "long"),
-    [exhaustive((signal.SIGINT,), 0.5), exhaustive((signal.SIGTERM, signal.SIGINT), 600)],
+    [((signal.SIGINT,), 0.5), ((signal.SIGTERM, signal.SIGINT), 600)],
 )
 def test_a_signal_is_passed_on_once_and_waited_for_and_a_second_one_ends_all(
     signals: tuple[signal.Signals, ...], long: float, tmp_path: Path
