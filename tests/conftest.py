@@ -64,7 +64,7 @@ LONG = (
     "test_report_page",
     "test_recording_diff",
     "test_megatron_models",
-    # with the nightly's cases
+    # These take long with the cases of the nightly.
     "test_cells_rl",
     "test_train",
     "test_isolation",

@@ -15,7 +15,7 @@ import transformers
 from any_models import cell_with, make_model
 from cells import assert_honest, exhaustive
 from fsdp2_tasks import value_folder
-from test_oracle import BATCH, FAMILIES, FLOAT64, ROUTED, folder, relative, worst
+from test_oracle import BASE, BATCH, FLOAT64, FURTHER, ROUTED, folder, relative, worst
 
 from conformance.backend import BackendEntry, Unsupported
 from conformance.layout import Layout
@@ -68,7 +68,7 @@ def observed(decoder: Decoder, model: Path) -> Observed:
 # --- the two oracles -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*FAMILIES[:4], *map(exhaustive, FAMILIES[4:])])
+@pytest.mark.parametrize("family", [*BASE, *map(exhaustive, FURTHER)])
 def test_on_every_family_of_the_oracle_transformers_agrees_with_it(family: str, tmp_path: Path) -> None:
     model = folder(family)
     if family in ROUTED:  # with the loss of their routers, transformers' own is refused

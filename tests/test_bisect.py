@@ -120,7 +120,7 @@ def test_experts_are_one_module_and_latent_attention_is_whole_on_tensor_parallel
     assert (taken.first_feature == 0) == (family == "deepseek-v3")
 
 
-FAST = {  # a module of each kind, at both ends and within
+FAST = {  # an embedding, linear layers, blocks, a norm and the head
     ("forward", "model.embed_tokens"),
     ("backward", "model.layers.0.mlp.down_proj"),
     ("backward", "model.layers.1.self_attn"),
