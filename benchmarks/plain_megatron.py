@@ -1,7 +1,8 @@
-"""Plain megatron-core: its own GPTModel by the local spec, its schedules and its distributed optimizer, in bf16.
+"""Plain megatron-core: its own GPTModel, its schedules and its distributed optimizer, in bf16.
 
-torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, or dp2.tp2.zero1. See throughput.py. It has the sizes of the
-folder's model and random weights; o_proj has no bias, because megatron-core couples it to the MLP's.
+torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, or dp2.tp2.zero1. See throughput.py. Layers are those of the
+local spec, and with te, as in tp2.te, TransformerEngine's. It has the sizes of the folder's model and random weights;
+o_proj has no bias, because megatron-core couples it to the MLP's.
 """
 
 import json
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -29,6 +33,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     tp = 2 if "tp2" in options.layout else 1
+    engine = "te" in options.layout.split(".")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
     told = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
@@ -58,7 +63,9 @@ def main() -> None:
     vocabulary = -(-told["vocab_size"] // (128 * tp)) * 128 * tp
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec()
+        if engine
+        else get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=vocabulary,
         max_sequence_length=options.seq,
         share_embeddings_and_output_weights=told["tie_word_embeddings"],
@@ -88,7 +95,9 @@ def main() -> None:
     if "overlap" in options.layout:
         config.no_sync_func = wrapped.no_sync
     positions = torch.arange(options.seq, device="cuda").expand(options.rows, -1)
-    masked = torch.ones(options.seq, options.seq, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    masked = (
+        None if engine else torch.ones(options.seq, options.seq, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    )
     data_rank = parallel_state.get_data_parallel_rank()
 
     def run(rows: Any, chunk: Any) -> tuple[Tensor, Any]:

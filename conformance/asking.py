@@ -50,8 +50,8 @@ class Traits:
     """What an adapter says about itself, whatever the cell.
 
     packages: versions of the distributions that it names. seams: the names of its seams. methods: those of OPTIONAL
-    that it has. preload: modules to import before ranks are forked, its own among them. For the others, see
-    conformance.backend.
+    that it has. preload: modules to import before ranks are forked, its own among them; preload_apart: those instead,
+    by layout option. For the others, see conformance.backend.
     """
 
     default_zero: int | None
@@ -60,7 +60,13 @@ class Traits:
     seams: tuple[str, ...]
     methods: tuple[str, ...]
     preload: tuple[str, ...]
+    preload_apart: dict[str, tuple[str, ...]]
     fresh_ranks: bool
+
+    def preload_for(self, layout: Layout) -> tuple[str, ...]:
+        """The modules to import before the ranks of a cell in this layout are forked."""
+        apart = (modules for option, modules in self.preload_apart.items() if option in layout.options)
+        return next(apart, self.preload)
 
 
 class Adapter(Protocol):
@@ -100,13 +106,16 @@ class Here:
         # One that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
         # are forked from one process.
         says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
+        always = (says.__module__, "conformance.run.task")
+        apart: dict[str, tuple[str, ...]] = getattr(adapter, "preload_apart", {})
         return Traits(
             default_zero=info.default_zero,
             packages={package: package_version(package) for package in info.packages},
             objectives=self._objectives,
             seams=tuple(getattr(adapter, "seams", ())),
             methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
-            preload=(says.__module__, "conformance.run.task", *getattr(adapter, "preload", _PRELOAD)),
+            preload=(*always, *getattr(adapter, "preload", _PRELOAD)),
+            preload_apart={option: (*always, *modules) for option, modules in apart.items()},
             fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
         )
 

@@ -115,6 +115,8 @@ class Backend(Protocol):
     seams: functions that faults may wrap, see conformance.faults.
     expected: a tuple of conformance.expectation.ExpectedDifference.
     preload: names of modules that are slow to import; they are imported once, before ranks are forked.
+    preload_apart: by the name of a layout option, the modules to import instead, for options that ask for other
+        libraries in a process. Cells with such an option have ranks of their own.
     fresh_ranks: True for a framework that leaves state behind in its process. Each cell then runs in new ranks.
     shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a handover is judged
         only by the steps that follow it.

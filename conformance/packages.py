@@ -33,7 +33,7 @@ def missing_package(entry: EntryPoint | None, module: str) -> MissingPackage | N
     asked = _canonical(module)
     for package in _extra(entry.dist.requires or [], entry.name):
         alike = f"{asked}-".startswith(f"{package}-") or f"{package}-".startswith(f"{asked}-")
-        if alike and not _is_installed(package):
+        if alike and not is_installed(package):
             return MissingPackage(package=package, extra=f"{entry.dist.name}[{entry.name}]")
     return None
 
@@ -45,7 +45,8 @@ def _extra(requirements: list[str], extra: str) -> list[str]:
     return [_canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a distribution of this name is installed."""
     try:
         distribution(package)
     except PackageNotFoundError:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
     "fsdp2": "impl.fsdp2.context:Fsdp2Context",
-    "megatron": "impl.megatron.context:MegatronContext",
+    "megatron": "impl.megatron.start:megatron_context",
 }
 
 

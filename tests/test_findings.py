@@ -12,9 +12,12 @@ import pytest
 import torch
 from script_forks import Forker
 
+from conformance.packages import is_installed
+
 FINDINGS = Path(__file__).parent.parent / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
-ON_GPUS = {"inductor_ranks_choose.py"}  # what torch.compile chooses by the clock are kernels of GPUs
+# Scripts that need a GPU, and which package beside.
+ON_GPUS = {"inductor_ranks_choose.py": "", "transformer_engine_tf32.py": "transformer-engine"}
 SCRIPTS = sorted(path for path in FINDINGS.glob("*.py") if path.name not in HELPERS)
 PLAIN = (
     "torch.distributed.fsdp",
@@ -65,6 +68,8 @@ def megatron(plain: Forker) -> Iterator[Forker]:
 def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -> None:
     if script.name in ON_GPUS and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    if (package := ON_GPUS.get(script.name)) and not is_installed(package):
+        pytest.skip(f"needs {package}")
     family = script.stem.partition("_")[0]
     forker: Forker = request.getfixturevalue(family if family in ("deepspeed", "megatron") else "plain")
     done = forker.run(script, timeout=600 if script.name in ON_GPUS else 120)

@@ -44,6 +44,7 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # The share of the products of linear layers that have to be in the half precision that was asked for. Some routers
 # compute in float32; with one expert per token and small models they are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
+OF_A_LAYER = 4  # products of its linear layers, where q, k and v are one, and gate and up
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4}  # of a number, where all are of one dtype
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
@@ -179,6 +180,10 @@ class _Seen:
         """Those products of linear layers in forward passes that code of torch.compile makes, of all ranks."""
         return sum(rank.get("compiled", 0) for rank in self._ranks)
 
+    def engine(self) -> int:
+        """Those products of linear layers in forward passes that TransformerEngine makes, of all ranks."""
+        return sum(rank.get("engine", 0) for rank in self._ranks)
+
     def recomputed(self) -> float:
         """Products of linear layers that are recomputed, by those of forward passes, of all ranks; of a record that
         does not tell them apart, all products."""
@@ -244,6 +249,11 @@ def _claims(
             yield "layers are compiled", seen.linear() - seen.compiled() <= heads
         else:
             yield "layers run as they are written", seen.compiled() == 0
+        if "te" in layout.options:  # all but the product of the head
+            others = seen.linear() - seen.engine()
+            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * others <= seen.engine() > 0
+        else:
+            yield "layers are not TransformerEngine's", seen.engine() == 0
         again = seen.products("recomputed")
         more = seen.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:

@@ -72,11 +72,12 @@ class _Evidence:
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next four
+    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next five
     lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held_weights: tuple[tuple[Count, Count], ...] = ()
     compiled: Count = 0
+    engine: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

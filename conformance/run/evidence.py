@@ -2,7 +2,8 @@
 
 Serves claim 4: what ran is what was asked for. A dispatch mode sees each collective and each matrix product of the
 step, in Python and in the autograd engine, with its dtype, the size of its group, and the pass. The judge compares this
-with the layout (conformance.judge.configuration). Operations of the suite itself are not counted.
+with the layout (conformance.judge.configuration). Operations of the suite itself are not counted. The products of
+TransformerEngine, which no dispatch mode sees, are counted where its Python code asks for them.
 """
 
 import contextlib
@@ -12,9 +13,11 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
+ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class Watch(EagerMode):
     linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
         attention has them, whose number is that of the pieces that a kernel cuts its work into.
     compiled: number of those products of linear layers in forward passes that code of torch.compile makes.
+    engine: number of those products of linear layers in forward passes that TransformerEngine makes.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
         (rows, length, width), outside of the engine.
     again: number of those products of linear layers that are recomputed.
@@ -119,6 +124,7 @@ class Watch(EagerMode):
         self.products: Counter[tuple[str, str]] = Counter()
         self.linear: Counter[str] = Counter()
         self.compiled = 0
+        self.engine = 0
         self.widths: set[int] = set()
         self.lengths: set[int] = set()
         self.again = 0
@@ -129,6 +135,31 @@ class Watch(EagerMode):
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the call of the engine that was seen last
         self._reading = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Count inside this block, and the products of TransformerEngine, too, if this process has imported it."""
+        library: Any = sys.modules.get(ENGINE)
+        with contextlib.ExitStack() as both:
+            if library is not None:
+                counted = partial(self._engine_product, library.generic_gemm)
+                both.enter_context(mock.patch.object(library, "generic_gemm", counted))
+            both.enter_context(self)
+            yield
+
+    def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
+        """TransformerEngine's ``generic_gemm``. Only products of forward passes have the first matrix transposed, the
+        weight, and not the second; its autograd functions record no graph, by which recomputed ones would be known."""
+        found = own(a, flipped, b, b_flipped, *rest, **more)
+        if not self._reading:
+            in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped
+            dtype = _name(found[0].dtype)
+            phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
+            self.products[dtype, phase] += 1
+            self.linear[dtype] += phase == "forward"
+            self.engine += phase == "forward"
+            self.again += phase == "recomputed"
+        return found
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -213,6 +244,7 @@ class Watch(EagerMode):
             "products": [[*key, count] for key, count in sorted(self.products.items())],
             "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
             "compiled": self.compiled,
+            "engine": self.engine,
             "again": self.again,
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),

@@ -145,7 +145,7 @@ def world_config(leg: Leg, device: Device) -> WorldConfig:
     return WorldConfig(
         size=leg.layout.world_size,
         device=device,
-        preload=adapter_of(leg.backend).traits.preload,
+        preload=adapter_of(leg.backend).traits.preload_for(leg.layout),
         python=leg.backend.python,
     )
 

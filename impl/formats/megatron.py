@@ -16,18 +16,13 @@ from conformance.validation import UsageError
 from impl.checkpoints.pickles import METADATA, read_metadata, read_torch_file
 from impl.formats.contents import Checkpoint, Held
 from impl.formats.torch_distributed import stored_tensors, tensor_reader, writers
-from impl.megatron.convert import all_parameters, parts
+from impl.megatron.convert import FUSED, all_parameters, parts
 from impl.megatron.shape import read_shape
 from impl.megatron.spans import Part, Rank, copy_to_full
 from impl.training_state import WRITTEN
 
 FILE, COMMON = "metadata.json", "common.pt"
 ALONE = Rank(rank=0, size=1)
-# The library's names for what impl.megatron.convert calls otherwise: as TransformerEngine fuses layers.
-STORED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 # Where tensors of a kind are, in front of a parameter's name; of several, the first is taken. Without a prefix it is
 # what ranks compute with, which is the master in float32 and of what is frozen.
 PREFIXES: dict[str, tuple[str, ...]] = {
@@ -121,7 +116,7 @@ def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[Held], torch.Ten
 
 
 def _stored_name(name: str) -> str:
-    for ours, theirs in STORED.items():
+    for ours, theirs in FUSED.items():
         if name.endswith(f".{ours}"):
             return name.removesuffix(ours) + theirs
     return name

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from conformance.backend import BackendInfo, Support, Supported, Unsupported
 from conformance.layout import Layout
+from conformance.packages import is_installed
 from conformance.paths import resolve
 from conformance.scenario import Scenario
 from conformance.validation import UsageError
@@ -13,13 +14,28 @@ from impl.families import has_biased_experts
 from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
 from impl.megatron.mixture import expert_sizes, mixture_support
-from impl.megatron.shape import read_shape
+from impl.megatron.shape import ModelShape, read_shape
 from impl.ring.support import INSTALL, RING_MODULES, available, ring_support
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
 
-_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "overlap", "shipped")
+_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "overlap", "shipped")
+
+
+def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
+    """Whether TransformerEngine's layers can run a cell."""
+    if scenario.precision == "exact":
+        return Unsupported("TransformerEngine has no float64; use fp32 or bf16, or leave te out")
+    if shape.mixture or shape.latent or shape.sinks:
+        return Unsupported("te is built in for models without experts, latent attention and sinks; leave it out")
+    if layout.sp > 1:
+        return Unsupported("TransformerEngine's own ring is not built in; use sp without te, or te without sp")
+    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.importing)
+        return Unsupported(
+            "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        )
+    return Supported()
 
 
 class MegatronBackend(StrategyBackend):
@@ -32,6 +48,8 @@ class MegatronBackend(StrategyBackend):
         default_zero=0,
     )
     preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES)
+    # TransformerEngine asks for the GPU when it is imported, which a process that forks must not.
+    preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
@@ -101,6 +119,8 @@ class MegatronBackend(StrategyBackend):
             return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
         if layout.zero == 1 and scenario.optimizer.name != "adamw":
             return Unsupported("Megatron's distributed optimizer takes AdamW only; use zero0, or an AdamW scenario")
+        if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
+            return lacking
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         return ring_support(scenario, layout)

@@ -27,6 +27,11 @@ HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
 CORRECTION = "mlp.router.expert_bias"  # a buffer, by which experts are chosen
 _EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
+# The norms in front of linear layers, as TransformerEngine's layers hold them, and megatron-core's checkpoints.
+FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 

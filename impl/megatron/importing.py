@@ -1,12 +1,12 @@
-"""Imports megatron-core alike everywhere: without torch's compiler, and without TransformerEngine and Apex.
+"""Imports megatron-core alike everywhere: without torch's compiler, and without Apex and, mostly, TransformerEngine.
 
 megatron-core decorates functions by ``torch.compile``, which imports the compiler at once: two thirds of the time of
 the whole import, in every process, for functions that few models call. Here they are compiled when they are first
 called.
 
 Where TransformerEngine or Apex are installed, megatron-core takes optimizers, norms and layers of theirs. These know no
-float64 and have state of another layout, so this process does as if they were not installed. Import this module before
-anything of megatron-core.
+float64 and have state of another layout, so this process does as if they were not installed, unless impl.megatron.start
+has admitted TransformerEngine before. Import this module before anything of megatron-core.
 """
 
 import functools

@@ -104,6 +104,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
     window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     clamped = shape.mixture is not None and bool(shape.mixture.clamped)
+    engine = "te" in layout.options
     make = MLATransformerConfig if shape.latent else TransformerConfig
     config = make(
         num_layers=shape.layers,
@@ -132,7 +133,8 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         pipeline_dtype=compute,
         bf16=precision == "bf16",
         fp16=precision == "fp16",
-        attention_backend=AttnBackend.local,
+        transformer_impl="transformer_engine" if engine else "local",
+        attention_backend=AttnBackend.auto if engine else AttnBackend.local,
         attention_softmax_in_fp32=precision != "exact",
         tensor_model_parallel_size=layout.tp,
         sequence_parallel="seqpar" in layout.options,
@@ -207,9 +209,7 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
     last = index == len(stages.chunks) - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec(shape, layer) for layer in stages.chunks[index]], layer_norm=RMSNorm
-        ),
+        transformer_layer_spec=_layers(config, shape, stages.chunks[index]),
         vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
         pre_process=index == 0,
@@ -237,6 +237,15 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         # The library leaves routers, and the gates of shared experts, on the CPU.
         model.to(torch.cuda.current_device())
     return model
+
+
+def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
+    if config.transformer_impl == "transformer_engine":
+        from impl.megatron.engine import FINAL_NORM, engine_spec  # which others need not have
+
+        specs = [engine_spec(shape, config.params_dtype) for _ in layers]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm)
 
 
 def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:

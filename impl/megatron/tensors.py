@@ -21,6 +21,7 @@ from impl.megatron.convert import (
     CORRECTION,
     EMBEDDING,
     FINAL_NORM,
+    FUSED,
     HEAD,
     all_parameters,
     is_cut,
@@ -35,6 +36,7 @@ from impl.megatron.stages import Stages
 from impl.optimizers import update_count
 from impl.training_state import WrittenKind
 
+_APART = {fused: name for name, fused in FUSED.items()}
 _LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
 
 
@@ -49,14 +51,15 @@ def held_by(chunk: Any) -> dict[str, Any]:
 
 
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """The name of each tensor that ``held_by`` gives -> the same name with global numbers of layer and expert."""
+    """The name of each tensor that ``held_by`` gives -> that of impl.megatron.convert, with global numbers of layer and
+    expert."""
     numbers = layer_numbers(chunk)
     names = {}
     for name in held_by(chunk):
         if name.startswith("decoder.layers."):
             local, _, kind = name.removeprefix("decoder.layers.").partition(".")
             kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
-            names[name] = f"decoder.layers.{numbers[int(local)]}.{kind}"
+            names[name] = f"decoder.layers.{numbers[int(local)]}.{_APART.get(kind, kind)}"
         else:
             names[name] = name
     return names

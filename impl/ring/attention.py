@@ -124,6 +124,15 @@ class Ring:
             longest = int((placed.starts[1:] - placed.starts[:-1]).max())
             self._documents = (placed.starts.to(device), longest)
 
+    @property
+    def documents(self) -> tuple[Tensor, int]:
+        """Of a ring of one rank: where the documents start and the last one ends, laid end to end, int32
+        (documents + 1), and the length of the longest, in tokens."""
+        assert self._attention.config.kind == "llama3"
+        assert self._attention.size == 1
+        starts, _, longest, *_ = self._documents
+        return starts, longest
+
     def __call__(
         self,
         q: Tensor,
