@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
+from conformance.defect import Defect, DividedGradients
 from conformance.inputs.model import prepare_model
 from conformance.objective import Objective, Sft
 from conformance.oracle.architecture import read_architecture
@@ -233,11 +234,25 @@ def test_every_model_is_recorded_under_its_own_keys(several: Several) -> None:
         assert keys == {
             *("reference.logprob", "logprob", "critic.value"),
             *("gradient", "weight", "critic.gradient", "critic.weight"),
+            *("critic.value_gradient", "critic.shifted"),  # of the oracle alone
         }
         assert step.line["values"].keys() == {
             *("token_count", "loss", "grad_norm", "lr"),
             *("critic.loss", "critic.grad_norm", "critic.lr"),
         }
+
+
+def test_only_the_reference_says_how_far_rows_move(several: Several, tmp_path: Path) -> None:
+    """Nobody asks a run in another precision, and gradients of one with a defect may be others than these are of."""
+    models, steps, record = several
+    assert tensors(record.steps[1], "critic.shifted").keys() == {"model.embed_tokens.weight"}
+    runs: list[tuple[PolicyName, tuple[Defect, ...]]] = [("fp32", ()), ("float64", (DividedGradients(by=2),))]
+    for policy, defects in runs:
+        out, scenario = tmp_path / policy, replace(SEVERAL, steps=1)
+        run_oracle(scenario=scenario, models=models, batches=steps, out=out, policy_name=policy, defects=defects)
+        (step,) = read_record(out).steps
+        assert tensors(step, "critic.value_gradient").keys() == tensors(step, "critic.value").keys()
+        assert not tensors(step, "critic.shifted")
 
 
 def test_a_frozen_model_is_never_updated_and_the_others_are(several: Several) -> None:

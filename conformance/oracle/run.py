@@ -19,7 +19,7 @@ from conformance.batch import Batch
 from conformance.defect import Defect
 from conformance.inputs.model import elements_of
 from conformance.objective import all_observables
-from conformance.observable import SKIPPED, model_key
+from conformance.observable import SHIFTED, SKIPPED, model_key
 from conformance.oracle.choices import Choices
 from conformance.oracle.decoder import is_routed, is_written, read_decoder
 from conformance.oracle.defects import variant_of
@@ -29,6 +29,7 @@ from conformance.oracle.header import header
 from conformance.oracle.look_ahead import annotated, look_ahead, with_columns
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import rollout_functions_of
+from conformance.oracle.shifted import EMBEDDING
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.tap import Tap
 from conformance.oracle.training import clip_factor, global_norm, make_optimizer
@@ -112,7 +113,9 @@ def run_oracle(
             ),
         )
         started = time.perf_counter()
-        choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above)
+        # A defect changes gradients, and not how far they would move, so one that has any says nothing of that.
+        shifts = policy.compute == torch.float64 and not defects
+        choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above, shifts)
         told: dict[str, Any] = {"seconds": time.perf_counter() - started}
         if policy_name == "float64" and choices.routers:
             choices.write(out / CHOICES)
@@ -202,6 +205,7 @@ def _train(
     restarts: Sequence[int],
     merges: Sequence[int],
     above: float,
+    shifts: bool,
 ) -> Choices:
     writer.loaded({name: t for model in models for name, t in _kept(model, "weight", model.weights, above).items()})
     adapters = {model.role.name: {n: model.weights[n] for n in model.decoder.adapter_names} for model in models}
@@ -215,7 +219,7 @@ def _train(
             _begin(scenario, models)
         for model in (model for model in models if step in merges and adapters[model.role.name]):
             model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
-        observed = observe(looked.batch, models, scenario.objective, policy, variant)
+        observed = observe(looked.batch, models, scenario.objective, policy, variant, shifts=shifts)
         choices.note(step, observed.rows)
         values, tensors = dict(observed.values), dict[str, Tensor]()
         for key, rows in {**looked.rows, **observed.rows}.items():
@@ -237,6 +241,8 @@ def _train(
             if unnamed := {name: g for name, g in gradients.items() if name.startswith(UNNAMED)}:
                 values[model_key(prefix, UNNAMED_NORM)] = global_norm(unnamed)
             tensors |= _kept(model, "gradient", gradients, above)
+            if model.role.name in observed.shifted:
+                tensors[f"{model_key(prefix, SHIFTED)}/{EMBEDDING}"] = observed.shifted[model.role.name]
             factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             _update(model, gradients, factor, lr, is_last=step == scenario.steps - 1)
             tensors |= _kept(model, "weight", model.weights, above)

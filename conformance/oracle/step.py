@@ -13,12 +13,13 @@ from torch import Tensor
 
 from conformance.batch import Batch, Document, Row
 from conformance.objective import Objective
-from conformance.observable import ROUTER_LOSS, ROUTER_TERMS, ROUTER_Z_LOSS, ROUTING, model_key
+from conformance.observable import ROUTER_LOSS, ROUTER_TERMS, ROUTER_Z_LOSS, ROUTING, VALUE_GRADIENT, model_key
 from conformance.oracle.decoder import Decoder
 from conformance.oracle.forward import Policy, Weights
 from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.routing import Balance, Routing
+from conformance.oracle.shifted import EMBEDDING, Shifted, value_gradient
 from conformance.oracle.tap import NO_TAP, Tap
 from conformance.oracle.training import AdamW, Sgd
 from conformance.oracle.variant import HONEST, Variant
@@ -61,12 +62,14 @@ class Model:
 class Observed:
     """Forward and backward of one optimizer step: unclipped gradients by role, numbers and rows by observable.
 
-    ``rows[key][index]``: a tensor (targets,) of the row with this index.
+    ``rows[key][index]``: a tensor (targets,) of the row with this index. ``shifted``: by role, of value models
+    (Shifted.norms).
     """
 
     gradients: dict[str, Weights]
     values: dict[str, float]
     rows: dict[str, dict[int, Tensor]]
+    shifted: dict[str, Tensor]
 
 
 def observe(
@@ -76,9 +79,12 @@ def observe(
     policy: Policy,
     variant: Variant = HONEST,
     taps: Mapping[str, Tap] = MappingProxyType({}),
+    *,
+    shifts: bool = False,
 ) -> Observed:
     """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``taps``
-    see the modules of the models of these roles.
+    see the modules of the models of these roles. ``shifts``: whether ``shifted`` is found, which is a backward pass
+    more that taps would see.
 
     Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
     overflows.
@@ -96,6 +102,8 @@ def observe(
     tokens_of_step = sum(row.length for row in batch.rows)
     balances = {m.role.name: Balance() for m in running}
     chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
+    embeds = [m.role for m in running if EMBEDDING in m.trained]
+    shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
     for row in _rows(batch, leaves.values(), variant):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for at, document in enumerate(row.documents):
@@ -122,6 +130,11 @@ def observe(
                 term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
+                    if model.role.head == "value":
+                        gradient = value_gradient(term.loss, output, document, scale=model.scale(policy))
+                        parts[model_key(model.role.prefix, VALUE_GRADIENT)].append(gradient)
+                    if name in shifted:
+                        shifted[name].add(document, output, leaves[name][EMBEDDING])
                     ((term.loss + loss) * model.scale(policy)).backward()
                 others[name] = output.detach()
                 for key, number in term.values.items():
@@ -142,7 +155,8 @@ def observe(
         for model in models
         if model.trained
     }
-    return Observed(gradients=gradients, values=values | highest, rows=dict(rows))
+    norms = {name: found.norms for name, found in shifted.items()}
+    return Observed(gradients=gradients, values=values | highest, rows=dict(rows), shifted=norms)
 
 
 @torch.no_grad()
