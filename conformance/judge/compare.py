@@ -6,20 +6,21 @@ enough is for conformance.judge.tolerance, what it means for conformance.judge.v
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from conformance.judge.distance import Tensors, finite, infinite, number_off, tensor_off
+from conformance.judge.distance import Leeway, Tensors, finite, infinite, number_off, tensor_off
 from conformance.judge.handed import bound_of, end_of, generators
-from conformance.judge.seen import elementwise, named, norm_of, seen, tensors_apart
+from conformance.judge.seen import NO_LEEWAY, elementwise, named, norm_of, seen, tensors_apart
 from conformance.judge.strips import strip_of
 from conformance.judge.tolerance import (
     NOISE_FACTOR,
     NORM_ROUNDINGS,
     ROUNDING,
+    Key,
     Measurement,
 )
 from conformance.layout import Layout
@@ -36,8 +37,9 @@ class _Start:
     reference: Tensors
 
 
-def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
-    """All measurements of what both observed, by step. ``legs``: records with consecutive steps.
+def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
+    """All measurements of what both observed, by step. ``legs``: records with consecutive steps. ``leeway``: see
+    conformance.judge.seen.tensors_apart.
 
     What only one of them has gives a measurement of infinite error.
     """
@@ -60,7 +62,7 @@ def measure(legs: Sequence[Record], oracle: Record) -> list[Measurement]:
             break
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]))
+        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]), leeway=leeway)
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
@@ -132,7 +134,13 @@ def _is_there(observable: Observable, step: StepRecord) -> bool:
 
 
 def _step(
-    step: StepRecord, oracle: StepRecord, observables: Sequence[Observable], start: _Start, layout: Layout
+    step: StepRecord,
+    oracle: StepRecord,
+    observables: Sequence[Observable],
+    start: _Start,
+    layout: Layout,
+    *,
+    leeway: Mapping[Key, Leeway] = NO_LEEWAY,
 ) -> Iterator[Measurement]:
     tensors, reference = step.tensors(), oracle.tensors()
     for o in observables:
@@ -157,7 +165,7 @@ def _step(
             moved = seen(tensors, o.key).since(seen(start.own, o.key))
             yield from tensors_apart(o, step.step, moved, seen(reference, o.key).since(seen(start.reference, o.key)))
         else:
-            yield from tensors_apart(o, step.step, seen(tensors, o.key), seen(reference, o.key))
+            yield from tensors_apart(o, step.step, seen(tensors, o.key), seen(reference, o.key), leeway=leeway)
         yield from _replicas(o, step, layout)
 
 

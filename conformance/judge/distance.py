@@ -5,14 +5,32 @@ What is left of a difference when a factor is undone is measured with it, so tha
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from conformance.judge.tolerance import FLOOR, OF_ROWS, ROW_FLOOR, Measurement
+from conformance.judge.tolerance import FLOOR, NOISE_FACTOR, NOISE_LIMIT_OF_ALL, OF_ROWS, ROW_FLOOR, Measurement
 
 Tensors = Mapping[str, torch.Tensor]
 BY_SKETCH = " by sketch"  # follows the place of a difference that is not known to the element
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leeway:
+    """How far rounding may take the rows of a tensor, where this is more than the bound of its worst row.
+
+    rows: float64 (rows,), absolute. bound: of the worst row, relative; above 0.
+    """
+
+    rows: torch.Tensor
+    bound: float
+
+    def widened(self, units: torch.Tensor) -> torch.Tensor:
+        """The norms (rows,) that errors are relative to, so large that ``rows`` is within the bound, and half a norm
+        at most: no row that is lost, doubled or of the wrong sign is within it."""
+        most = NOISE_FACTOR * NOISE_LIMIT_OF_ALL * units
+        return torch.maximum(units, torch.minimum(self.rows, most) / self.bound)
 
 
 def floor_of(reference: Tensors) -> float:
@@ -63,11 +81,13 @@ def worst_row(
     *,
     floor: float,
     norms: torch.Tensor | None = None,
+    leeway: Leeway | None = None,
 ) -> Measurement:
     """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
 
     Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
-    not zero; of a vector, to that root mean square. ``norms``: those of the reference's rows, if it is sketched.
+    not zero; of a vector, to that root mean square. ``norms``: those of the reference's rows, if it is sketched. Rows
+    with a ``leeway`` are relative to what it makes of that.
     """
     sketched = norms is not None
     x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
@@ -77,9 +97,11 @@ def worst_row(
     typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
     least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
     least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
-    errors = off / norms.clamp(min=least)
+    units = norms.clamp(min=least)
+    units = leeway.widened(units) if leeway else units
+    errors = off / units
     at = int(errors.argmax()) if len(errors) else 0
-    unit = max(norms[at].item(), least) if len(errors) else 1.0
+    unit = units[at].item() if len(errors) else 1.0
     scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
     broken = _broken(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
     # Of a sketched row, no element is further off than its norm says.

@@ -9,13 +9,16 @@ for.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
-from conformance.judge.distance import BY_SKETCH, Tensors, finite, floor_of, infinite, tensor_off, worst_row
-from conformance.judge.tolerance import Measurement
+from conformance.judge.distance import BY_SKETCH, Leeway, Tensors, finite, floor_of, infinite, tensor_off, worst_row
+from conformance.judge.tolerance import OF_ROWS, Key, Measurement
 from conformance.observable import Observable
 from conformance.record.sketch import COLUMNS, NORMS, SAMPLE
+
+NO_LEEWAY: Mapping[Key, Leeway] = MappingProxyType({})
 
 
 class Lazy(Mapping[str, torch.Tensor]):
@@ -83,8 +86,11 @@ def movement(weights: Tensors, start: Tensors) -> Tensors:
     return Lazy(names, lambda name: weights[name].double() - start[name].double())
 
 
-def tensors_apart(observable: Observable, step: int, own: Seen, reference: Seen) -> Iterator[Measurement]:
-    """The distance of every tensor of the reference, and of its worst row; infinite of what only one of them has."""
+def tensors_apart(
+    observable: Observable, step: int, own: Seen, reference: Seen, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY
+) -> Iterator[Measurement]:
+    """The distance of every tensor of the reference, and of its worst row; infinite of what only one of them has.
+    ``leeway``: of rows, by the key of the measurement of the worst one."""
     stage, floor = observable.stage, floor_of(reference.tensors)
     for name in reference.tensors:
         ref = reference.tensors[name]
@@ -101,7 +107,8 @@ def tensors_apart(observable: Observable, step: int, own: Seen, reference: Seen)
             yield replace(found, fixed=observable.exact_bound)
             if observable.rowwise:
                 norms = reference.norms.get(name) if sketched else None
-                yield worst_row(stage, name, step, x, ref, floor=floor, norms=norms)
+                its_own = leeway.get((stage, f"{name} {OF_ROWS}", step))
+                yield worst_row(stage, name, step, x, ref, floor=floor, norms=norms, leeway=its_own)
     for name in own.tensors.keys() - reference.tensors.keys():
         yield infinite(stage, f"{name} (unexpected)", step)
 

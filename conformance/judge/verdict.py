@@ -8,6 +8,7 @@ import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from conformance.batch import Batch
@@ -19,6 +20,7 @@ from conformance.judge.configuration import configurations, sizes_of
 from conformance.judge.grain import grains
 from conformance.judge.hints import Facts, backward_place, circumstances, facts_of_steps, hint
 from conformance.judge.rebuild import rebuilt_updates
+from conformance.judge.shifted import leeway_of_rows
 from conformance.judge.tolerance import (
     Measurement,
     allowed_errors,
@@ -69,31 +71,33 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     scenario = parse_scenario(legs[0].header["scenario"])
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
-    found = [
-        *measure(legs, oracle),
-        *configurations(legs, scenario, sizes_of(oracle)),
-        *rebuilt_updates(legs, oracle, scenario),
-        *grains(legs, scenario, [o for o in observables if o.stage in gradients], batches),
-    ]
     runs = [measure([run], oracle) for run in noise]
     # What an optimizer makes of noise is that of runs whose gradients can all be judged by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
     steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else usable
     amplified = amplified_noise(steps, oracle, scenario)
     rounding = noisiest(runs, precision=precision, gradients=gradients, amplified=amplified.updates.keys())
-    if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
-        name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
-        stage = next(o.stage for o in observables if o.stage in gradients)
-        found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
-    found += _leaks(legs, observables)
-    bounds = allowed_errors(
-        found,
+    bounds_of = partial(
+        allowed_errors,
         precision=precision,
         noise=rounding,
         gradients=gradients,
         amplified=amplified.updates,
         drift=amplified.drift,
     )
+    leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
+    found = [
+        *measure(legs, oracle, leeway=leeway),
+        *configurations(legs, scenario, sizes_of(oracle)),
+        *rebuilt_updates(legs, oracle, scenario),
+        *grains(legs, scenario, [o for o in observables if o.stage in gradients], batches),
+    ]
+    if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
+        name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
+        stage = next(o.stage for o in observables if o.stage in gradients)
+        found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
+    found += _leaks(legs, observables)
+    bounds = bounds_of(found)
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
     facts = facts_of_steps(legs, oracle, scenario, observables)
