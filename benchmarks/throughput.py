@@ -47,8 +47,11 @@ TWO_GPUS = (
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
-    ("megatron", "dp2.zero1.overlap.ckpt.te", "plain_megatron.py", "dp2.zero1.overlap.te"),
-    ("megatron", "tp2.ckpt.te", "plain_megatron.py", "tp2.te"),
+    *(
+        ("megatron", f"{layout}.ckpt{te}", "plain_megatron.py", f"{layout}.te")  # te needs TransformerEngine
+        for layout in ("dp2.zero1.overlap", "tp2")
+        for te in ("", ".te")
+    ),
 )
 FOUR_GPUS = (
     ("fsdp2", "dp4.ckpt", "plain_fsdp2.py", "dp4"),
