@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import conformance
-from conformance.packages import package_version
+from conformance.packages import is_installed, package_version
 from conformance.record.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.validation import UsageError
 
@@ -24,6 +24,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Prefixes of the variables that change what libraries compute or how ranks communicate.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
+WHERE_INSTALLED = ("transformer-engine",)  # and of these, where there is one
 
 
 def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
         **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
-        **{name: package_version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in (*PACKAGES, *filter(is_installed, WHERE_INSTALLED))},
         "backend-parity": conformance.__version__,
         COMMIT: commit(PACKAGE.parent),
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
