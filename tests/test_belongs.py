@@ -190,7 +190,7 @@ def test_noise_that_begins_elsewhere_is_no_bound(out: Path) -> None:
 
 
 def test_a_defect_of_the_judge_is_told_as_that_and_stops_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("a defect")
 
     monkeypatch.setattr(verdict, "measure", fail)

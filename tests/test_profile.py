@@ -95,7 +95,11 @@ def cells_of_named_tables(profile: str) -> list[Cell]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tables_that_name_a_backend_hold_cells_that_it_supports(profile: str, backend: str) -> None:
+def test_tables_that_name_a_backend_hold_cells_that_it_supports(
+    monkeypatch: pytest.MonkeyPatch, profile: str, backend: str
+) -> None:
+    """On a machine that has what the profile is for, such as TransformerEngine beside its GPUs."""
+    monkeypatch.setattr("impl.megatron.adapter.is_installed", lambda package: True)
     mine = [cell for cell in cells_of_named_tables(profile) if backend in {leg.backend.name for leg in cell.legs}]
     assert mine
     adapter = find_backend(backend).load()
