@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,8 +60,8 @@ class Traits:
     seams: tuple[str, ...]
     methods: tuple[str, ...]
     preload: tuple[str, ...]
-    preload_apart: dict[str, tuple[str, ...]]
     fresh_ranks: bool
+    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)  # an older suite has none
 
     def preload_for(self, layout: Layout) -> tuple[str, ...]:
         """The modules to import before the ranks of a cell in this layout are forked."""
