@@ -166,18 +166,20 @@ class There:
             )
         except OSError as error:
             raise UsageError(f"{self._what}: {error.strerror}; give the executable of an environment") from None
-        hello = self._receive()
+        hello, asked = self._receive(), _NEEDS.format(conformance.__version__)
         if "suite" not in hello:
-            raise UsageError(
-                f"{self._what}: it does not answer; the environment {_NEEDS.format(conformance.__version__)}"
-            )
+            raise UsageError(f"{self._what}: it does not answer; the environment {asked}")
         if hello["suite"] != conformance.__version__:
-            asked = _NEEDS.format(conformance.__version__)
             raise UsageError(f"{self._what}: backend-parity {hello['suite']} is there; the environment {asked}")
         if "message" in hello:
             raise UsageError(f"{self._what}: {hello['message']}")
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
-        self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
+        try:
+            self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
+        except ValidationError as error:
+            raise UsageError(
+                f"{self._what}: another suite is there ({one_line(error)}); the environment {asked}"
+            ) from None
         self.version: str = hello["python"]
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:

@@ -121,6 +121,9 @@ class Backend(Protocol):
     shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a handover is judged
         only by the steps that follow it.
 
+    Optional class method: ``begin(layout)`` is called first in every rank, before faults are planted, which imports
+    what they are planted in. It is for choices of the layout that have to be made before that.
+
     Optional method: ``traced(model, batch) -> conformance.activations.Traced`` says which modules of a trained model
     this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be bisected.
     """

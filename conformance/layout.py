@@ -32,7 +32,7 @@ OPTIONS = {
     "lastsync": "gradients reduced at the last micro-batch only",
     "ckpt": "activation checkpointing",
     "compile": "layers compiled by torch.compile",
-    "te": "layers and attention of TransformerEngine instead of the backend's own",
+    "te": "layers of TransformerEngine, in half precision with its attention, instead of the backend's own",
     "offload": "parameters, gradients and optimizer state kept on the CPU",
     "leaf": "weights that ZeRO-3 cuts gathered for a layer at a time, not for each module in it",
     "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",

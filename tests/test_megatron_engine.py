@@ -3,12 +3,13 @@
 They need the package and a GPU, so cells of them run on GPU machines only, at the end of this file.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from conftest import make_cell
 from judge_sample import evidence, unchanged, verdict_of
 
 from conformance.asking import adapter_of
-from conformance.backend import BackendEntry, Unsupported
+from conformance.backend import BackendEntry, BackendInfo, Unsupported
 from conformance.gpus.inventory import gpus_of_host
 from conformance.gpus.shares import shares_of
 from conformance.layout import Layout
@@ -25,8 +26,12 @@ from conformance.packages import is_installed
 from conformance.run.evidence import ENGINE, Watch
 from conformance.run.legs import world_config
 from conformance.run.session import Session, SessionConfig
-from conformance.scenario import Precision
+from conformance.run.task import run_leg
+from conformance.scenario import Precision, scenario_to_json
 from conformance.validation import UsageError
+from conformance.world.heartbeat import RankContext
+from impl.megatron import start
+from impl.megatron.adapter import MegatronBackend
 from impl.megatron.convert import FUSED
 from impl.megatron.start import megatron_context
 from impl.strategy import ContextConfig
@@ -38,8 +43,11 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.parametrize(
     ("model", "layout", "precision", "advice"),
     [
-        ("llama", "dp2.te", "exact", "no float64; use fp32 or bf16, or leave te out"),
-        ("qwen3-moe", "dp2.te", "bf16", "without experts, latent attention and sinks; leave it out"),
+        ("llama", "dp2.te", "exact", "no float64; use fp32, bf16 or fp16, or leave te out"),
+        ("qwen3-moe", "dp2.te", "bf16", "without experts, .*; leave te out"),
+        ("deepseek-v2", "dp2.te", "bf16", "latent attention"),
+        ("gpt-oss", "dp2.te", "bf16", "sinks"),
+        ("mistral", "dp2.te", "bf16", "sliding windows; leave te out"),
         ("llama", "sp2.te", "bf16", "use sp without te, or te without sp"),
         pytest.param(
             *("llama", "dp2.te", "bf16", r"pip install --no-build-isolation 'transformer-engine\[pytorch\]'"),
@@ -71,6 +79,15 @@ def test_cells_with_transformer_engine_have_ranks_of_their_own() -> None:
     )
 
 
+def test_a_checkpoint_with_transformer_engines_norms_goes_on_with_them_only() -> None:
+    adapter, cell = adapter_of(BACKENDS["megatron"]), cell_of("megatron", "sft-warmup", "llama", "dp2", "bf16")
+    for before, after in (("dp2", "dp2.te"), ("tp2.te", "tp2")):
+        answer = adapter.supports_checkpoint(cell.scenario, Layout.parse(before), Layout.parse(after))
+        assert "hand over a state" in str(answer)
+    both = Layout.parse("dp2.te"), Layout.parse("tp2.te")
+    assert str(adapter.supports_checkpoint(cell.scenario, *both)) == "Supported()"
+
+
 def config(layout: str) -> ContextConfig:
     return ContextConfig(layout=Layout.parse(layout), precision="bf16", device="cpu", accumulation=1, packed=True)
 
@@ -79,7 +96,7 @@ def test_a_process_is_for_transformer_engine_or_not(monkeypatch: pytest.MonkeyPa
     assert type(megatron_context(config("dp1"))).__name__ == "MegatronContext"  # with it, megatron-core is imported
     with pytest.raises(UsageError, match=r"without TransformerEngine, and dp1\.te needs the contrary"):
         megatron_context(config("dp1.te"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())
+    monkeypatch.setattr(start, "_admitted", True)
     with pytest.raises(UsageError, match="with TransformerEngine, and dp1 needs the contrary; begin in a new process"):
         megatron_context(config("dp1"))
 
@@ -87,12 +104,95 @@ def test_a_process_is_for_transformer_engine_or_not(monkeypatch: pytest.MonkeyPa
 def test_without_a_gpu_or_the_package_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())  # somebody has imported it
     with pytest.raises(UsageError, match=r"need a GPU \(--device cuda\); leave the layout's option te out"):
         megatron_context(config("dp1.te"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch")
     with pytest.raises(UsageError, match=r"cannot be imported: .*; run: pip install .*, or leave .* te out"):
         megatron_context(config("dp1.te"))
+
+
+@pytest.mark.parametrize("users", ["", "1"])
+def test_float32_is_not_tf32_and_optimizers_are_torchs(monkeypatch: pytest.MonkeyPatch, users: str) -> None:
+    """Whoever has imported TransformerEngine before; and what the user has said of TF32 counts."""
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setattr(start, "_admitted", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", users)
+    if not users:
+        monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    optimizers = SimpleNamespace(FusedAdam=1, FusedSGD=2, multi_tensor_applier=3)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", optimizers)
+    start.begin(Layout.parse("tp2"))
+    assert "FusedAdam" in vars(optimizers)
+    for _ in range(2):
+        start.begin(Layout.parse("tp2.te"))
+        assert os.environ["NVIDIA_TF32_OVERRIDE"] == (users or "0")
+        assert vars(optimizers) == {"multi_tensor_applier": 3}
+
+
+class BeginsFirst(MegatronBackend):
+    """Notes in which order it is asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def begin(cls, layout: Layout) -> None:
+        cls.asked.append(f"begin {layout}")
+
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        cls.asked.append("describe")
+        raise ValueError("that is enough")
+
+
+def test_a_backend_begins_with_its_layout_before_faults_are_planted(tmp_path: Path) -> None:
+    """Planting imports what faults are planted in, so megatron-core, too."""
+    rank = RankContext(rank=0, world_size=1, device="cpu", beat=lambda place: None)
+    asked: dict[str, Any] = {
+        "cell": "any",
+        "target": f"{__name__}:BeginsFirst",
+        "scenario": scenario_to_json(cell_of("megatron", "sft-packed", "llama", "dp2", "bf16").scenario),
+        "layout": "tp2.te",
+        "models": {},
+        "batches": "",
+        "first_step": 0,
+        "steps": 1,
+        "load": None,
+        "merged": False,
+        "save": None,
+        "record": str(tmp_path / "record"),
+        "planted": ["dropped-o-bias"],
+    }
+    with pytest.raises(ValueError, match="that is enough"):
+        run_leg(rank, **asked)
+    assert BeginsFirst.asked == ["begin tp2.te", "describe"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_modules_whose_norms_are_in_linear_layers_are_not_traced(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """What goes into them is another number than at Hugging Face, because it is not normed yet."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from impl.megatron import traced
+
+    alone = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 1, get_tensor_model_parallel_rank=lambda: 0)
+    monkeypatch.setattr(traced, "parallel_state", alone)
+    norms, others = ("input_layernorm", "pre_mlp_layernorm"), ("self_attention", "self_attention.linear_proj", "mlp")
+    found = {name: IdentityOp() if fused else torch.nn.RMSNorm(4) for name in norms}
+    found |= {name: torch.nn.Identity() for name in (*others, "mlp.linear_fc2")}
+    chunk = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=False),
+        named_modules=lambda: [(f"decoder.layers.0.{name}", module) for name, module in found.items()],
+    )
+    shape: Any = SimpleNamespace(attended=4, ffn=8, mixture=None)
+    names = {one.name.removeprefix("model.layers.0.") for one in traced._of_chunk(chunk, range(1), shape)}
+    assert {"self_attn.o_proj", "mlp.down_proj"} <= names
+    assert len(names) == (2 if fused else 6)
 
 
 def test_norms_in_linear_layers_have_the_names_that_they_have_apart() -> None:

@@ -117,30 +117,47 @@ def reference(far: float) -> Change:
     return change
 
 
-def noisy(step: int, values: Values, tensors: Tensors) -> None:
+def noisy(step: int, values: Values, tensors: Tensors, *, times: float = 1.0) -> None:
+    """``times``: how large the errors of values are, of which those of the second step are a tenth."""
     if step >= 0:
         for name in ("gradient/a", "gradient/b"):
             tensors[name] *= 1 + NOISE
-        # Alike in size only: it is the root mean square that counts.
-        signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(25)
-        tensors["value_gradient/0"] = torch.linspace(-1, 1, 50, dtype=torch.float64) + NOISE * signs
+        # None alike and half of them 0: it is the root mean square that counts.
+        errors = torch.tensor([1.0, 0.0, -1.0, 0.0], dtype=torch.float64).repeat(13)[:50] * 2**0.5
+        errors *= NOISE * times * (0.1 if step else 1.0)
+        tensors["value_gradient/0"] = torch.linspace(-1, 1, 50, dtype=torch.float64) + errors
 
 
-def ratio(tmp_path: Path, row: int, off: float, *, far: float = MOVES, told: bool = True, **options: Any) -> float:
-    """Observed / allowed of the worst row of ``a`` where ``row`` is ``off``, relative to its norm.
+def quiet(step: int, values: Values, tensors: Tensors) -> None:
+    noisy(step, values, tensors, times=0.2)
 
-    ``told``: whether the oracle says how far rows move.
+
+def ratio(
+    tmp_path: Path,
+    row: int,
+    off: float,
+    *,
+    far: float = MOVES,
+    told: bool = True,
+    runs: tuple[Change, ...] = (noisy,),
+    at: int = 0,
+    **options: Any,
+) -> float:
+    """Observed / allowed of the worst row of ``a`` where ``row`` is ``off`` at step ``at``, relative to its norm.
+
+    ``told``: whether the oracle says how far rows move. ``runs``: the single-process runs.
     """
 
     def wrong(step: int, values: Values, tensors: Tensors) -> None:
-        if step == 0:
+        if step == at:
             tensors["gradient/a"][row] *= 1 + off
 
     precision = options.get("precision", "fp32")
     oracle = write(tmp_path / "oracle", reference(far) if told else unchanged)
-    noise = [] if precision == "exact" else [write(tmp_path / "noise", noisy, precision=precision)]
-    verdict = judge([write(tmp_path / "cell", wrong, precision=precision)], oracle=oracle, noise=noise)
-    (found,) = (q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("gradients", "a (worst row)", 0))
+    noise = [write(tmp_path / f"noise{n}", run, precision=precision) for n, run in enumerate(runs)]
+    cell = write(tmp_path / "cell", wrong, precision=precision)
+    verdict = judge([cell], oracle=oracle, noise=[] if precision == "exact" else noise)
+    (found,) = (q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("gradients", "a (worst row)", at))
     return found.ratio
 
 
@@ -149,6 +166,24 @@ def test_a_row_that_moves_farther_than_its_noise_is_allowed_that_and_no_other_ro
     allowed = BOUND * (MOVES if row == CANCELS else 1.0)
     assert ratio(tmp_path / "within", row, 0.99 * allowed) == pytest.approx(0.99, abs=0.02)
     assert ratio(tmp_path / "beyond", row, 3 * allowed) == pytest.approx(3, abs=0.06)
+
+
+@pytest.mark.parametrize("runs", [(noisy, quiet), (quiet, noisy)])
+def test_of_several_single_process_runs_the_noisiest_counts(tmp_path: Path, runs: tuple[Change, ...]) -> None:
+    assert ratio(tmp_path, CANCELS, 3 * BOUND * MOVES, runs=runs) == pytest.approx(3, abs=0.06)
+
+
+def test_what_a_row_is_allowed_is_of_the_errors_at_its_step(tmp_path: Path) -> None:
+    """A tenth of those at the first one, so the row is allowed what any other is."""
+    assert ratio(tmp_path, CANCELS, 3 * BOUND, at=2) == pytest.approx(3, abs=0.06)
+
+
+def test_a_run_that_lost_values_gives_no_leeway(tmp_path: Path) -> None:
+    def fewer(step: int, values: Values, tensors: Tensors) -> None:
+        noisy(step, values, tensors)
+        tensors.pop("value_gradient/0", None)
+
+    assert ratio(tmp_path, CANCELS, 3 * BOUND, runs=(fewer,)) == pytest.approx(3, abs=0.06)
 
 
 def test_where_the_oracle_does_not_say_how_far_rows_move_every_bound_is_as_it_was(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ precision is that ZeRO-2, which never holds whole gradients, has to reduce those
 once.
 
 What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``ownopt``, ``stride``,
-``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, and ZeRO-2 without
-accumulation.
+``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, ZeRO-2 without
+accumulation, and of ``te`` all but the products of linear layers.
 """
 
 import math

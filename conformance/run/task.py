@@ -70,7 +70,9 @@ def run_leg(
     """
     config = parse_scenario(scenario)
     with contextlib.ExitStack() as stack:
-        adapter = BackendEntry(name="", target=target).load()
+        adapter: Any = BackendEntry(name="", target=target).load()
+        if hasattr(adapter, "begin"):
+            adapter.begin(Layout.parse(layout))
         begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
         begins["environment"] |= stack.enter_context(settings_of(config.precision, rank.device))
         folders = {role: Path(folder) for role, folder in models.items()}

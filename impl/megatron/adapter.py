@@ -15,6 +15,7 @@ from impl.megatron.convert import all_parameters, is_trained
 from impl.megatron.expected import EXPECTED
 from impl.megatron.mixture import expert_sizes, mixture_support
 from impl.megatron.shape import ModelShape, read_shape
+from impl.megatron.start import begin
 from impl.ring.support import INSTALL, RING_MODULES, available, ring_support
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
@@ -26,9 +27,13 @@ _OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "ove
 def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
     """Whether TransformerEngine's layers can run a cell."""
     if scenario.precision == "exact":
-        return Unsupported("TransformerEngine has no float64; use fp32 or bf16, or leave te out")
-    if shape.mixture or shape.latent or shape.sinks:
-        return Unsupported("te is built in for models without experts, latent attention and sinks; leave it out")
+        return Unsupported("TransformerEngine has no float64; use fp32, bf16 or fp16, or leave te out")
+    if shape.mixture or shape.latent or shape.sinks or any(shape.windows):
+        return Unsupported(
+            "te is built in for models without experts, latent attention, sinks and sliding windows; leave te out"
+        )
+    if shape.attention_dropout:
+        return Unsupported("dropout in attention not built in for te; set attention_dropout to 0.0")
     if layout.sp > 1:
         return Unsupported("TransformerEngine's own ring is not built in; use sp without te, or te without sp")
     if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.importing)
@@ -88,6 +93,10 @@ class MegatronBackend(StrategyBackend):
     }
 
     @classmethod
+    def begin(cls, layout: Layout) -> None:
+        begin(layout)
+
+    @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         try:
             shape = read_shape(resolve(scenario.model))
@@ -128,6 +137,11 @@ class MegatronBackend(StrategyBackend):
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Whether a checkpoint of one layout can be loaded in the other."""
+        if ("te" in before.options) != ("te" in after.options):
+            return Unsupported(
+                "TransformerEngine's norms have entries of their own in checkpoints, which others lack; "
+                "hand over a state"
+            )
         if (before.zero == 1) != (after.zero == 1):
             return Unsupported(
                 "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"

@@ -84,7 +84,8 @@ def refuse_foreign(optimizer: Any) -> None:
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
         raise UsageError(
             f"megatron-core has taken {kind.__module__}.{kind.__name__}, whose state cannot be written or read here, "
-            f"only that of torch's AdamW and SGD; import impl.megatron.context before transformer_engine and apex"
+            f"only that of torch's AdamW and SGD; call impl.megatron.start.begin before transformer_engine and apex "
+            f"are imported"
         )
 
 
