@@ -1,8 +1,9 @@
 """Plain megatron-core: its own GPTModel, its schedules and its distributed optimizer, in bf16.
 
 torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, or dp2.tp2.zero1. See throughput.py. Layers are those of the
-local spec, and with te, as in tp2.te, TransformerEngine's. It has the sizes of the folder's model and random weights;
-o_proj has no bias, because megatron-core couples it to the MLP's.
+local spec, and with te, as in tp2.te, TransformerEngine's, whose AdamW megatron-core takes for either where it is
+installed. The model has the sizes of the folder's and random weights; o_proj has no bias, because megatron-core
+couples it to the MLP's.
 """
 
 import json

@@ -133,8 +133,9 @@ ROUTING, ROUTER_LOSS, ROUTER_Z_LOSS = "routing", "router_loss", "router_z_loss"
 ROUTER_TERMS = "router_loss_terms"  # rows of the oracle alone: the terms of the load-balancing loss
 OLD_ROUTING = "old_routing"
 
-# Of the oracle's value models alone: rows, the gradients of the loss with respect to the values of targets; and of the
-# rows of the embedding how far they move where these are off, in the float64 run (conformance.oracle.shifted).
+# Of the oracle's value models alone. VALUE_GRADIENT: rows, the gradients of the loss with respect to the values of
+# targets. SHIFTED, in the float64 run: how far each row of the embedding moves where these gradients are off alike
+# (conformance.oracle.shifted).
 VALUE_GRADIENT, SHIFTED = "value_gradient", "shifted"
 
 # Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,

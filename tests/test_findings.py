@@ -16,7 +16,7 @@ from conformance.packages import is_installed
 
 FINDINGS = Path(__file__).parent.parent / "docs" / "findings"
 HELPERS = {"flash_attn_stand_in.py", "megatron_on_cpu.py"}  # what several scripts import
-# Scripts that need a GPU, and which package beside.
+# Scripts that need a GPU, each with the package that it needs as well.
 ON_GPUS = {"inductor_ranks_choose.py": "", "transformer_engine_tf32.py": "transformer-engine"}
 SCRIPTS = sorted(path for path in FINDINGS.glob("*.py") if path.name not in HELPERS)
 PLAIN = (

@@ -27,8 +27,9 @@ class Leeway:
     bound: float
 
     def widened(self, units: torch.Tensor) -> torch.Tensor:
-        """The norms (rows,) that errors are relative to, so large that ``rows`` is within the bound, and half a norm
-        at most: no row that is lost, doubled or of the wrong sign is within it."""
+        """``units`` (rows,), the norms that errors are relative to, made so large that an error of ``rows`` is at the
+        bound; but no larger than lets an error of half a unit be at the bound, so that no row that is lost, doubled or
+        of the wrong sign is within it."""
         most = NOISE_FACTOR * NOISE_LIMIT_OF_ALL * units
         return torch.maximum(units, torch.minimum(self.rows, most) / self.bound)
 

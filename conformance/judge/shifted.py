@@ -1,8 +1,9 @@
 """Shifted rows: how far the rounding of values may take a row of a value model's embedding.
 
 Serves claim 6. What the values of a document add to a row may nearly cancel, where their errors, which are alike, do
-not (docs/tolerances.md). How large these are is the error of the gradients with respect to values in single-process
-runs: one of hundreds, so that no run is lucky. How far they move a row is the oracle's (conformance.oracle.shifted).
+not (docs/tolerances.md). How large these are is told by single-process runs: the root mean square, over hundreds of
+values, of the errors of the gradients of the loss with respect to them, which is not small by luck. How far a row moves
+with them is told by the oracle (conformance.oracle.shifted).
 """
 
 import math
@@ -50,7 +51,7 @@ def _read(step: StepRecord, key: str) -> dict[str, Tensor]:
 
 
 def _error(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """The root mean square of the differences; 0 of a run that has others, or none."""
+    """The root mean square of the differences; 0 of a run that has other rows, or none."""
     if own.keys() != reference.keys() or any(own[row].shape != ref.shape for row, ref in reference.items()):
         return 0.0
     squares = sum((own[row] - ref).square().sum().item() for row, ref in reference.items())

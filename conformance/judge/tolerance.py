@@ -45,7 +45,8 @@ Key = tuple[str, str, int]  # of a measurement: stage, tensor, step
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
-    norm of the stage's tensors); of a number or of rows it is relative to what their observable declares.
+    norm of the stage's tensors); of a number or of rows it is relative to what their observable declares, and of a row
+    that has a leeway (conformance.judge.distance.Leeway) to more.
 
     scalar: one number per step, and value: this number. of_row: the worst row of a tensor, not the whole. fixed: a
     bound that holds in every precision, None where the rule decides. max_abs and where: the largest absolute difference

@@ -148,8 +148,9 @@ class Watch(EagerMode):
             yield
 
     def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
-        """TransformerEngine's ``generic_gemm``. Only products of forward passes have the first matrix transposed, the
-        weight, and not the second; its autograd functions record no graph, by which recomputed ones would be known."""
+        """TransformerEngine's ``generic_gemm``. In a product of a forward pass, the first matrix, the weight, is
+        transposed, and the second is not; in those of backward passes it is otherwise. By this recomputed products are
+        known, because TransformerEngine computes them in autograd functions, which record no graph."""
         found = own(a, flipped, b, b_flipped, *rest, **more)
         if not self._reading:
             in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped

@@ -1,4 +1,4 @@
-"""Layers of TransformerEngine for megatron-core's GPTModel: the layout option ``te``, which most users of Megatron run.
+"""Layers of TransformerEngine for megatron-core's GPTModel: the layout option ``te``.
 
 Import this module only in a process in which impl.megatron.start has admitted TransformerEngine. Its linear layers hold
 the norms in front of them, and all of it needs a GPU. Its attention takes the documents of a micro-batch, laid end to
