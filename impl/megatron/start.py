@@ -51,6 +51,8 @@ def _admit_engine() -> None:
     global _admitted
     if not torch.cuda.is_available():
         raise UsageError("TransformerEngine's layers need a GPU (--device cuda); leave the layout's option te out")
+    # Its products in float32 would be in TF32, whatever torch is told (docs/findings/transformer-engine-tf32.md).
+    os.environ.setdefault(_TF32, "0")
     try:
         import_module(ENGINE)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -58,8 +60,6 @@ def _admit_engine() -> None:
             f"TransformerEngine cannot be imported: {error}; run: pip install --no-build-isolation "
             f"'transformer-engine[pytorch]', or leave the layout's option te out"
         ) from error
-    # Its products in float32 would be in TF32, whatever torch is told (docs/findings/transformer-engine-tf32.md).
-    os.environ.setdefault(_TF32, "0")
     # Its optimizers have states that are neither written nor read here (impl.megatron.tensors), so megatron-core is to
     # find torch's. What clips gradients and copies masters in one kernel stays.
     optimizers = import_module(f"{ENGINE}.optimizers")
