@@ -53,7 +53,7 @@ class MegatronBackend(StrategyBackend):
         default_zero=0,
     )
     preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES)
-    # TransformerEngine asks for the GPU when it is imported, which a process that forks must not.
+    # TransformerEngine may ask for the GPU when it is imported, which a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {

@@ -51,7 +51,6 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        # The next module would be handed strided gradients otherwise, which the kernels refuse.
         q, k, v = (x.squeeze(1).contiguous() for x in (query, key, value))
         out: Tensor = super().forward(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=told)
         return out.view(len(query), 1, -1)  # (length, 1, heads * E)
