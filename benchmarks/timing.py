@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from waits import waits_of
 
 GIB = 2**30
 WARM_UP = 4  # steps
@@ -31,6 +32,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--layout", default="dp2", help="of ours; of plain DeepSpeed its stage counts")
     parser.add_argument("--backend", default="fsdp2", help="of ours")
     parser.add_argument("--profile", type=Path, help="write a Chrome trace of one more step there")
+    parser.add_argument("--waits", action="store_true", help="tell where the host waits for the GPU in one more step")
     return parser.parse_args()
 
 
@@ -83,6 +85,10 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         print("MEASURED", json.dumps(together), flush=True)
     if options.profile:
         _profile(step, options.profile)
+    if options.waits:
+        waits = waits_of(lambda: step(WARM_UP))
+        if dist.get_rank() == 0:
+            print("WAITS", json.dumps(waits), flush=True)
 
 
 class Turns:

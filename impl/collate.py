@@ -1,12 +1,13 @@
 """Converts rows to tensors: padding, packing by position ids, and labels shifted inside each document."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from conformance.batch import OF_INPUTS, Row
+from impl.moving import moved
 
 NO_TARGET = -100  # the label that torch's cross-entropy ignores
 
@@ -23,6 +24,7 @@ class MicroBatch:
     columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts,
         or, if the name begins with OF_INPUTS, to the token at position i.
         They are 0 in padding. A column with a single number for a document has that number at all its positions.
+    origin: the same on the CPU, of a micro-batch that ``to`` has moved from there.
     """
 
     tokens: torch.Tensor
@@ -30,6 +32,7 @@ class MicroBatch:
     positions: torch.Tensor
     real: torch.Tensor
     columns: dict[str, torch.Tensor]
+    origin: "MicroBatch | None" = field(default=None, repr=False, compare=False)
 
     @property
     def targets(self) -> torch.Tensor:
@@ -37,8 +40,15 @@ class MicroBatch:
         return self.labels != NO_TARGET
 
     def to(self, device: str) -> "MicroBatch":
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "columns"}
-        return MicroBatch(**moved, columns={name: column.to(device) for name, column in self.columns.items()})
+        """The micro-batch, which is on the CPU, on ``device``; the host does not wait for it."""
+        return MicroBatch(
+            tokens=moved(self.tokens, device),
+            labels=moved(self.labels, device),
+            positions=moved(self.positions, device),
+            real=moved(self.real, device),
+            columns={name: moved(column, device) for name, column in self.columns.items()},
+            origin=self,
+        )
 
 
 def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:

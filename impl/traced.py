@@ -1,6 +1,7 @@
 """Which modules of a Hugging Face model a rank runs, and how their activations are cut, for `parity bisect`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,9 +40,7 @@ def numbered(batch: Batch, rows: Sequence[Row], inputs: MicroBatch) -> MicroBatc
     numbers = torch.zeros_like(inputs.tokens)
     for r, row in enumerate(rows):
         numbers[r, : row.length] = torch.arange(starts[row.index], starts[row.index + 1]) + 1
-    return MicroBatch(
-        tokens=numbers, labels=inputs.labels, positions=inputs.positions, real=inputs.real, columns=inputs.columns
-    )
+    return replace(inputs, tokens=numbers)
 
 
 def token_numbers(part: MicroBatch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from conformance.role import Role
 from impl.collate import MicroBatch, collate
 from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
+from impl.moving import moved
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
 from impl.routing import (
@@ -107,7 +108,7 @@ def step_totals(
 ) -> dict[str, float]:
     """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss."""
     own = functions.totals([row for rows in micro_batches for row in rows])
-    numbers = torch.tensor([*own.values()], dtype=torch.float64, device=context.config.device)
+    numbers = moved(torch.tensor([*own.values()], dtype=torch.float64), context.config.device)
     return dict(zip(own, _summed(context, numbers), strict=True))
 
 

@@ -58,14 +58,15 @@ def errors(
     inputs = MicroBatch(tokens=nothing, labels=nothing, positions=positions, real=real, columns={}).to(context.device)
     with exact_tier() if type_ == torch.float64 else contextlib.nullcontext():
         _, ring = ring_attention.shard(inputs)
-        source = ring.source[context.rank]
+        sources = ring.source.cpu()
+        source = sources[context.rank]
         own = [_own(x.detach().to(type_), source, padding=1.0).to(context.device).requires_grad_() for x in leaves]
         own_dout = _own(dout.to(type_), source, padding=0.0).to(context.device)
         own_scores = None if scores is None else scores.detach().to(type_).to(context.device).requires_grad_()
         own_out = ring(*own, scale=SCALE, window=(-1, -1) if window is None else (window - 1, 0), sinks=own_scores)
         found = [own_out.detach(), *torch.autograd.grad(own_out, own, own_dout, retain_graph=True)]
         assert all(x.dtype == type_ for x in found)
-        whole = [_whole(x, ring.source, rows, real.flatten()) for x in found]
+        whole = [_whole(x, sources, rows, real.flatten()) for x in found]
     expected = [x * real.flatten()[:, None, None] for x in expected]
     names, sizes = ["out", "dq", "dk", "dv"], [x.norm() for x in expected]
     if scores is not None:

@@ -9,6 +9,7 @@ import torch
 from cells import exhaustive, ranks_of
 from conftest import make_cell
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conformance.batch import Column, Document, Row
 from conformance.inputs.documents import build_batches
@@ -235,6 +236,19 @@ def test_columns_travel_with_their_tokens_whatever_they_are_called(split: SplitM
     for shard in shards:  # number i of a document is that of its token i, so it stands where token i is the label
         assert list(shard.columns) == ["per_token", "per_document"]
         assert torch.equal(shard.columns["per_token"][shard.targets] * 8, shard.labels[shard.targets].float())
+
+
+@pytest.mark.parametrize(("split", "zigzag"), SPLITS)
+def test_whoever_cuts_and_restores_reads_nothing_from_the_device(split: SplitMode, zigzag: bool) -> None:
+    """The host would wait for it. Tensors without numbers, as here, fail for whoever reads one or asks for a size."""
+    inputs = micro_batch()
+    rows, length = inputs.labels.shape
+    source = place(inputs, split=split, size=2, zigzag=zigzag, multiple=1).source
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shards = [shard_inputs(inputs, part) for part in source]
+        parts = torch.stack([shard.tokens.float() for shard in shards]).requires_grad_()
+        restore(parts, source, rows=rows, length=length).sum().backward()
+        assert parts.grad is not None
 
 
 @pytest.mark.parametrize(("dp", "size"), [(1, 2), (2, 2), (1, 4), (4, 2), (1, 8)])

@@ -106,6 +106,7 @@ def cutting_settings(config: ContextConfig, *, told: bool = False) -> dict[str, 
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": NEVER,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at both ends of a step
         "zero_optimization": _zero(config),
     }
     if config.layout.tp > 1:

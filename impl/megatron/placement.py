@@ -1,10 +1,12 @@
 """Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
 
 On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
-and no computed number changes (tests/test_megatron_placement.py) but the gradient norm, which the library takes with
-torch's norm, and that loses digits on a CPU. Streams and events, which order the work on a GPU, do nothing on the CPU,
-where an op is done when it returns. The exact tier needs one more replacement, on GPUs as well: the
-library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double has to pass as float.
+and no computed number changes (tests/test_megatron_placement.py) but the gradient norm. Without Apex and
+TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
+gradient by itself, for each of which the host waits for a GPU; so it is replaced on both. Streams and events, which
+order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs one more
+replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double has
+to pass as float.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.overrides import TorchFunctionMode
 
 from impl.squares import sums_of_squares
@@ -31,6 +34,8 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
         if on_cpu:
             for owner, replacements in _REPLACEMENTS:
                 stack.enter_context(replaced(owner, replacements))
+        if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+            stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
         if on_cpu or exact:
             stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
         yield
@@ -109,9 +114,9 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
 def _l2_norm(
     _chunk: int, _flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """In the place of Apex' ``multi_tensor_l2norm`` (docs/findings/torch-norm-on-cpus.md)."""
+    """In the place of ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md)."""
     squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
-    return torch.tensor([squares.sum().sqrt().item()], dtype=torch.float, device=_CPU), None
+    return squares.sum().sqrt().to(torch.float).view(1), None
 
 
 def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -166,7 +171,6 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}),
     (torch.nn.Module, {"cuda": lambda module, *_: module}),
     (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
-    (clip_grads, {"l2_norm_impl": _l2_norm}),
     (mappings, {"_gather_along_first_dim": _gather, "_reduce_scatter_along_first_dim": _reduce_scatter}),
     (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_to_cpu}),
 )

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from conformance.layout import Layout
 from impl.collate import MicroBatch
+from impl.moving import moved
 from impl.ring import placement
 from impl.ring.flash import HEAD_SIZES, kernel
 from impl.ring.placement import Placement
@@ -75,7 +76,7 @@ class RingAttention:
         """
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
-            inputs.to("cpu"),
+            inputs.origin or inputs,
             split="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
             zigzag=kind in ("zigzag", "torchcp"),
@@ -85,7 +86,7 @@ class RingAttention:
         source = placed.source[self.rank]
         if self.slices:
             source = source.chunk(dist.get_world_size(self.slices), dim=1)[dist.get_rank(self.slices)]
-        return placement.shard_inputs(inputs, source.to(device)), Ring(self, placed, device)
+        return placement.shard_inputs(inputs, moved(source, device)), Ring(self, placed, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
         """Gather the outputs of all tokens, (rows, length) and 0 in padding, on all ranks, from each rank's ``own``.
@@ -97,14 +98,14 @@ class RingAttention:
         if self.slices:
             own = torch.cat(_gather(own, self.slices).unbind(), dim=1)
         parts = _gather(own, self.group)
-        return placement.restore(parts, ring.source.to(own.device), rows=rows, length=length)
+        return placement.restore(parts, ring.source, rows=rows, length=length)
 
 
 class Ring:
     """One micro-batch on the ring: what the attention of every layer needs."""
 
     def __init__(self, attention: RingAttention, placed: Placement, device: torch.device) -> None:
-        self.source = placed.source
+        self.source = moved(placed.source, device)
         self._attention = attention
         self._documents: tuple[Any, ...] = ()  # arguments of the functions for documents laid end to end
         self._equal = 0  # on a ring of one rank, the number of documents if they are equally long
@@ -116,13 +117,13 @@ class Ring:
             starts_q, starts_k, *longest, own_keys = package.llama3.llama3_flash_attn_prepare_cu_seqlens(
                 placed.starts, causal=True, rank=attention.rank, world_size=attention.size
             )
-            starts = (starts_q.to(device), starts_k.to(device))
+            starts = (moved(starts_q, device), moved(starts_k, device))
             self._documents = (*starts, *longest, attention.config.head_stride, own_keys)
             lengths = placed.starts.diff()
             self._equal = len(lengths) if attention.size == 1 and bool((lengths == lengths[0]).all()) else 0
         elif placed.starts is not None:
             longest = int((placed.starts[1:] - placed.starts[:-1]).max())
-            self._documents = (placed.starts.to(device), longest)
+            self._documents = (moved(placed.starts, device), longest)
 
     @property
     def documents(self) -> tuple[Tensor, int]:

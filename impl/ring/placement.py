@@ -95,6 +95,7 @@ def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
 
     ``parts``, ``source``: (size, rows, length), by rank; ``parts`` and the result may have further dimensions.
     """
-    placed, further = source >= 0, parts.shape[3:]
-    whole = parts.new_zeros(rows * length, *further)
-    return whole.index_put((source[placed],), parts[placed]).view(rows, length, *further)
+    size, further = rows * length, parts.shape[3:]
+    whole = parts.new_zeros(size + 1, *further)  # the last place is for padding: to leave it out, the host had to wait
+    at = source.where(source >= 0, size)  # (size, rows, length)
+    return whole.index_copy(0, at.flatten(), parts.flatten(0, 2))[:size].view(rows, length, *further)

@@ -1,0 +1,50 @@
+"""Counts how often the host waits for the GPU during a step, and where: each such wait empties the GPU's queue."""
+
+import json
+import re
+import tempfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+SHOWN = 3  # functions of a place, the innermost last
+
+
+def waits_of(step: Callable[[], object]) -> dict[str, int]:
+    """How often the host waits for the GPU while ``step`` runs, by place: the innermost Python functions around it.
+
+    A wait is a call of CUDA's runtime that returns when the GPU has done what was asked of it before: of a stream, of
+    an event, of the device, or a copy that is not asynchronous. Copies from memory that is not pinned wait as well, but
+    CUDA names no call for it; PyTorch waits for the stream after them.
+    """
+    with torch.profiler.profile(with_stack=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return dict(Counter(places(events)))
+
+
+def places(events: list[dict[str, Any]]) -> list[str]:
+    """The place of each wait in a Chrome trace's events."""
+    functions = sorted(
+        (event for event in events if event.get("cat") == "python_function"), key=lambda event: event["ts"]
+    )
+    begins = [function["ts"] for function in functions]
+    found = []
+    for event in events:
+        if event.get("cat") not in ("cuda_runtime", "cuda_driver") or event["name"] not in WAITS:
+            continue
+        before = functions[: bisect_right(begins, event["ts"])]
+        around = [one["name"] for one in before if one["ts"] + one["dur"] >= event["ts"] + event["dur"]]
+        if any("torch/profiler/" in name for name in around):
+            continue  # the profiler's own
+        named = [re.sub(r"\.py\(\d+\):", ".py:", name) for name in around if ".py(" in name]
+        found.append(" > ".join(named[-SHOWN:]) + f" [{event['name']}]")
+    return found

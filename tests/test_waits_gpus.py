@@ -1,0 +1,76 @@
+"""benchmarks/waits.py: where the host waits for the GPU in a step of a reference backend.
+
+A wait empties the GPU's queue. Of ours, there is one before the first forward pass, when the queue is empty anyway, one
+for the gradient norm, and one for the step's other numbers; the rest are the libraries' own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+MODEL = BENCHMARKS.parent / "fixtures/models/pangu"
+sys.path.insert(0, str(BENCHMARKS))
+from waits import places  # noqa: E402
+
+TOTALS, NUMBERS = "step_totals > impl/trainer.py: _summed", "of_all_ranks > impl/trainer.py: _summed"
+# What waits in a step of one micro-batch, by what its place has to contain, and how often at most.
+HUGGING_FACE = {TOTALS: 1, NUMBERS: 1, "optimizer_step [": 1, "find_packed_sequence_indices [": 1}
+DEEPSPEED = {**HUGGING_FACE, "deepspeed/runtime/": 20}  # overflow, and norms of its groups
+MEGATRON = {TOTALS: 1, NUMBERS: 1, "clip_grads.py: get_grad_norm_fp32 [": 1}
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def function(name: str, begin: float, end: float) -> dict[str, object]:
+    return {"cat": "python_function", "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_a_wait_is_placed_in_the_innermost_functions_around_it() -> None:
+    functions = [
+        function("impl/trainer.py(30): train_step", 0, 100),
+        function("impl/trainer.py(90): before", 1, 9),
+        function("impl/trainer.py(98): step_inputs", 10, 40),
+        function("<built-in method to>", 12, 30),
+        function("torch/profiler/profiler.py(1): stop", 90, 100),
+    ]
+    call = {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 20, "dur": 5}
+    ending, launch = {**call, "ts": 95, "dur": 1}, {**call, "name": "cudaLaunchKernel"}
+    where = "impl/trainer.py: train_step > impl/trainer.py: step_inputs [cudaStreamSynchronize]"
+    assert places([*functions, call, launch, ending, call]) == [where, where]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    ("backend", "layout", "expected"),
+    [
+        *(("fsdp2", layout, HUGGING_FACE) for layout in ("dp2", "tp2", "sp2", "sp2.zigzag")),
+        *(("deepspeed", layout, DEEPSPEED) for layout in ("dp2.zero2", "dp2.zero3", "sp2.zero1")),
+        *(("megatron", layout, MEGATRON) for layout in ("dp2.zero1.overlap", "tp2.ckpt", "sp2", "pp2")),
+    ],
+)
+def test_a_step_waits_where_numbers_are_read_and_where_the_library_does(
+    backend: str, layout: str, expected: dict[str, int]
+) -> None:
+    program = [str(BENCHMARKS / "ours.py"), str(MODEL), "--backend", backend, "--layout", layout]
+    sizes = ["--seq", "256", "--rows", "2", "--steps", "1", "--waits"]
+    paths = f"{BENCHMARKS.parent}:{os.environ.get('PYTHONPATH', '')}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    told = [line.removeprefix("WAITS ") for line in ended.stdout.splitlines() if line.startswith("WAITS ")]
+    assert told, ended.stderr[-3000:]
+    waits: dict[str, int] = json.loads(told[0])
+    of_each = {name: sum(count for place, count in waits.items() if name in place) for name in expected}
+    assert sum(of_each.values()) == sum(waits.values()), waits
+    assert all(of_each[name] <= most for name, most in expected.items()), waits
+    assert of_each[NUMBERS] == 1, "a count that misses this one cannot be trusted"
