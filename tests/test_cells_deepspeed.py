@@ -163,7 +163,7 @@ def test_every_stage_with_and_without_accumulation_and_clipping(
 
 
 HALF_LAYOUTS = ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0", "tp2.zero1", "ulysses2.zero2")
-FAST = {("dp2.zero3", "bf16")}  # and .ci/run has ("dp2.zero1", "fp16")
+FAST = {("dp2.zero3", "bf16")}  # and .github/workflows/test.yml has ("dp2.zero1", "fp16")
 LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
