@@ -9,6 +9,6 @@ def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     A copy to a GPU is made from pinned memory. From any other memory, the host would wait until everything that was
     asked of the GPU before is done.
     """
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
