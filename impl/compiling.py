@@ -5,7 +5,7 @@ outside of it, and so do its hooks, which torch would compile anew for each laye
 norm and head run as they are written.
 """
 
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +28,25 @@ def compile_layers(model: transformers.PreTrainedModel, *, alike: bool, shipped:
     where ranks add its output up.
     """
     compiled = torch.compile(_forward, options={"deterministic": True} if alike else None)
-    for layer in layers_of(model):
-        setattr(layer, "forward", MethodType(compiled, layer))  # noqa: B010 (a type checker takes it for a method)
+    layers = layers_of(model)
+    kinds = {kind: _with_compiled_forward(kind, compiled) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
     if not shipped:
         model.get_input_embeddings().register_forward_hook(_arrived)
 
 
-def _forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # The class is asked for when the layer runs, because FSDP2 gives it one of its own, which recomputes.
-    return type(layer).forward(layer, *args, **kwargs)
+def _with_compiled_forward(kind: type[torch.nn.Module], compiled: Callable[..., Any]) -> type[torch.nn.Module]:
+    """A subclass of the layers' class ``kind``: transformers recomputes what a subclass runs, compiled or not."""
+
+    def forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return compiled(kind.forward, layer, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _forward(function: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return function(layer, *args, **kwargs)
 
 
 def _arrived(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from conformance.run.evidence import Watch
 from conformance.run.exact import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
@@ -209,11 +210,12 @@ def _nest_and_raise() -> None:
 
 
 def test_everything_is_restored_after_an_exception_and_after_nesting() -> None:
-    constructor = torch.FloatTensor
+    constructor, engine = torch.FloatTensor, torch.autograd._engine_run_backward
     with pytest.raises(RuntimeError, match="stop"):
         _nest_and_raise()
     assert torch.get_default_dtype() == torch.float32
     assert torch.FloatTensor is constructor
+    assert torch.autograd._engine_run_backward is engine
     assert X.float().dtype == torch.float32
     assert torch.zeros(1).dtype == torch.float32
 
@@ -334,6 +336,18 @@ def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None
         found = compiled(X)
     torch.testing.assert_close(found, X, rtol=1e-15, atol=0)
     assert not watch.leaks
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_compiled_code_that_a_backward_pass_runs_again_is_what_ran_in_the_forward_pass() -> None:
+    """Otherwise torch compiles it anew and not lifted, and what it fuses into kernels no mode reaches."""
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: x.float().square().to(x.dtype), backend=counter)
+    x = X.clone().requires_grad_()
+    with exact_tier():
+        checkpoint(compiled, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * X, rtol=1e-15, atol=0)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 

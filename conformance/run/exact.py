@@ -7,11 +7,11 @@ losses, gradient norms. For a float64 model these are *down*casts, which cause e
 What is replaced, for arguments that are float64, integer or bool, and for factories without a tensor argument:
 
 * below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``, in which
-  ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end. This
-  reaches backward too, where the other mode is not active (on CUDA's backward threads as well);
+  ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end;
 * in Python (a TorchFunctionMode): ``dtype`` arguments of all torch functions, before numbers are rounded on their way
   in (``torch.tensor([...], dtype=)``, ``new_tensor``), and the casts ``.float()``, ``.half()`` and ``.bfloat16()``. All
-  that torch.compile compiles is lifted here, because the other mode takes no part in it;
+  that torch.compile compiles is lifted here, because the other mode takes no part in it. torch leaves this mode before
+  a backward pass and would not lift compiled code that the pass runs again (recomputation), so it is entered again;
 * the old constructors (``torch.FloatTensor([...])``), replaced as attributes of torch;
 * the default dtype is float64, so that factories without a dtype make float64.
 
@@ -19,10 +19,10 @@ What is not changed: integer and bool results; tensors that already are float32,
 from a file, whose digits are lost already; reinterpreted memory (``view(dtype)``, ``frombuffer``, unpickling).
 
 What is not detected: kernels that compute in lower precision inside; values that reach torch as float32 (numpy arrays,
-``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode and in compiled code; all of
-compiled code that a backward pass runs again, where the second mode is not active; complex64; other Python threads
-(modes belong to a thread); code that sets the default dtype itself; types imported by name beforehand (``from torch
-import FloatTensor``). LeakWatch shows most of these, but not what compiled code does in one kernel.
+``torch.asarray([...], dtype=)``); ``to(other)`` and ``type_as(other)`` in inference mode and in compiled code;
+complex64; other Python threads (modes belong to a thread, and to the threads of its backward passes); code that sets
+the default dtype itself; types imported by name beforehand (``from torch import FloatTensor``). LeakWatch shows most of
+these, but not what compiled code does in one kernel.
 """
 
 import sys
@@ -63,16 +63,18 @@ def exact_tier() -> Iterator[None]:
     old constructors belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be
     nested.
     """
-    default = torch.get_default_dtype()
+    default, engine = torch.get_default_dtype(), torch.autograd._engine_run_backward
     old = [(module, name, getattr(module, name)) for module in (torch, torch.cuda) for name in _OLD_CONSTRUCTORS]
     torch.set_default_dtype(torch.float64)
     for module, name, _ in old:
         setattr(module, name, module.DoubleTensor)
+    torch.autograd._engine_run_backward = _lifting_in_python(engine)
     try:
         with _LiftInPython(), _LiftBelowAutograd():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_default_dtype(default)
+        torch.autograd._engine_run_backward = engine
         for module, name, constructor in old:
             setattr(module, name, constructor)
 
@@ -86,6 +88,14 @@ class _LiftInPython(TorchFunctionMode):
             return args[0].double(**kwargs)
         args, kwargs = _lifted(func, args, kwargs) or (args, kwargs)
         return func(*args, **kwargs)
+
+
+def _lifting_in_python(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def lifting(*args: Any, **kwargs: Any) -> Any:
+        with _LiftInPython():
+            return run_backward(*args, **kwargs)
+
+    return lifting
 
 
 class EagerMode(TorchDispatchMode):
