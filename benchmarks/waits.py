@@ -19,8 +19,9 @@ def waits_of(step: Callable[[], object]) -> dict[str, int]:
     """How often the host waits for the GPU while ``step`` runs, by place: the innermost Python functions around it.
 
     A wait is a call of CUDA's runtime that returns when the GPU has done what was asked of it before: of a stream, of
-    an event, of the device, or a copy that is not asynchronous. Copies from memory that is not pinned wait as well, but
-    CUDA names no call for it; PyTorch waits for the stream after them.
+    an event, of the device, or a copy that is not asynchronous. After a copy from or to memory that is not pinned,
+    PyTorch waits for the stream, unless it was told not to (``non_blocking``); then CUDA itself may wait inside of the
+    copy, which is not counted.
     """
     with torch.profiler.profile(with_stack=True) as profiler:
         step()
@@ -32,14 +33,15 @@ def waits_of(step: Callable[[], object]) -> dict[str, int]:
 
 
 def places(events: list[dict[str, Any]]) -> list[str]:
-    """The place of each wait in a Chrome trace's events."""
+    """The place of each wait in a Chrome trace's events; its functions are of any thread, because a backward pass has
+    threads of its own, and the thread that waits for them waits inside of functions that begin earlier."""
     functions = sorted(
         (event for event in events if event.get("cat") == "python_function"), key=lambda event: event["ts"]
     )
     begins = [function["ts"] for function in functions]
     found = []
     for event in events:
-        if event.get("cat") not in ("cuda_runtime", "cuda_driver") or event["name"] not in WAITS:
+        if event.get("cat") != "cuda_runtime" or event["name"] not in WAITS:
             continue
         before = functions[: bisect_right(begins, event["ts"])]
         around = [one["name"] for one in before if one["ts"] + one["dur"] >= event["ts"] + event["dur"]]

@@ -24,7 +24,8 @@ class MicroBatch:
     columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts,
         or, if the name begins with OF_INPUTS, to the token at position i.
         They are 0 in padding. A column with a single number for a document has that number at all its positions.
-    origin: the same on the CPU, of a micro-batch that ``to`` has moved from there.
+    origin: what ``to`` has made this micro-batch from. Its ``positions`` and ``real`` have the same numbers, to be read
+        without waiting for the device; the rest may have been replaced since.
     """
 
     tokens: torch.Tensor
@@ -40,7 +41,7 @@ class MicroBatch:
         return self.labels != NO_TARGET
 
     def to(self, device: str) -> "MicroBatch":
-        """The micro-batch, which is on the CPU, on ``device``; the host does not wait for it."""
+        """The micro-batch on ``device``; the host does not wait for what goes from the CPU to a GPU."""
         return MicroBatch(
             tokens=moved(self.tokens, device),
             labels=moved(self.labels, device),

@@ -246,15 +246,15 @@ def _told(squares: Tensor | None) -> Tensor:
 
 def tokens_of(context: Context, inputs: Sequence[MicroBatch]) -> float:
     """Of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
-    return context.all_reduce(float(sum(int(one.real.sum()) for one in inputs)))
+    return context.all_reduce(float(sum(int((one.origin or one).real.sum()) for one in inputs)))
 
 
 def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> float | None:
     """The z-loss of a step without its factor; None from a backend that does not tell it. Collective."""
     if found[0].squares is None:
         return None
-    own = sum(square_sum(mine, outputs).item() for mine, outputs in zip(inputs, found, strict=True))
-    return context.all_reduce(own) / tokens_of(context, inputs)
+    own = torch.stack([square_sum(mine, outputs).double() for mine, outputs in zip(inputs, found, strict=True)]).sum()
+    return context.all_reduce(own.item()) / tokens_of(context, inputs)
 
 
 def z_loss(factor: float, tokens: float, squares: Tensor) -> Tensor:

@@ -82,8 +82,11 @@ def of_all_ranks(
     largest of ``highest`` on any rank."""
     numbers = torch.stack([value.to(context.config.device) for value in sums.values()])
     summed = dict(zip(sums, _summed(context, numbers), strict=True))
-    own = {key: largest(torch.stack([*values]).tolist()) for key, values in highest.items()}
-    return summed | {key: largest(context.all_gather(value)) for key, value in own.items()}
+    if not highest:
+        return summed
+    own = torch.stack([torch.stack([*values]).amax() for values in highest.values()])
+    every = zip(*context.all_gather(own.tolist()), strict=True)  # by key, the numbers of all ranks
+    return summed | {key: largest(values) for key, values in zip(highest, every, strict=True)}
 
 
 def _summed(context: Context, own: Tensor) -> list[float]:

@@ -18,6 +18,8 @@ from conformance.record.tensors import read_record
 from conformance.run.legs import leg_arguments
 from conformance.scenario import Precision, scenario_to_json
 from conformance.world import Outcome, Pool
+from impl.deepspeed.settings import cutting_settings
+from impl.strategy import ContextConfig
 
 pytest.importorskip("deepspeed")
 
@@ -224,3 +226,11 @@ def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
         log_dir=folder / "logs",
         budget_s=120.0,
     )
+
+
+def test_no_timer_of_the_library_waits_for_the_gpu() -> None:
+    from deepspeed.utils.config import get_timers_config
+
+    config = ContextConfig(layout=Layout(dp=2), precision="bf16", device="cpu", accumulation=1, packed=False)
+    assert get_timers_config({}).enabled
+    assert not get_timers_config(cutting_settings(config)).enabled

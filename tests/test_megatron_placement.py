@@ -10,7 +10,9 @@ import torch.utils.checkpoint
 
 pytest.importorskip("megatron.core")
 
-from impl.megatron.placement import _REPLACEMENTS, placed
+from megatron.core.optimizer import clip_grads
+
+from impl.megatron.placement import _REPLACEMENTS, _l2_norm, placed
 
 
 def step(device: str | None) -> dict[str, torch.Tensor]:
@@ -49,7 +51,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def attributes() -> list[Any]:
-    return [vars(owner).get(name) for owner, replacements in _REPLACEMENTS for name in replacements]
+    return [vars(owner).get(name) for owner, replacements in _REPLACEMENTS for name in replacements] + [
+        clip_grads.l2_norm_impl
+    ]
 
 
 def test_nothing_is_left_even_after_an_exception() -> None:
@@ -72,11 +76,17 @@ def test_dtypes_have_the_names_that_megatron_looks_for() -> None:
         assert torch.zeros(1, dtype=torch.float64).type() == "torch.cuda.FloatTensor"
 
 
-def test_on_a_gpu_only_the_exact_tier_needs_anything() -> None:
+def test_on_a_gpu_the_norm_is_replaced_and_in_the_exact_tier_the_names_of_dtypes() -> None:
     before = attributes()
+    for exact, dtype in ((False, torch.float32), (True, torch.float64)):
+        with placed("cuda:0", exact=exact), placed("cuda:0", exact=exact):
+            assert attributes() == [*before[:-1], _l2_norm]
+            assert torch.zeros(1, dtype=dtype).type() == "torch.FloatTensor"
+        assert attributes() == before
+
+
+def test_a_norm_of_another_package_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Apex or TransformerEngine, where megatron-core has found one."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", sum)
     with placed("cuda:0", exact=False):
-        assert attributes() == before
-        assert torch.zeros(1).type() == "torch.FloatTensor"
-    with placed("cuda:0", exact=True):
-        assert attributes() == before
-        assert torch.zeros(1, dtype=torch.float64).type() == "torch.FloatTensor"
+        assert clip_grads.l2_norm_impl is sum

@@ -1,7 +1,7 @@
 """benchmarks/waits.py: where the host waits for the GPU in a step of a reference backend.
 
-A wait empties the GPU's queue. Of ours, there is one before the first forward pass, when the queue is empty anyway, one
-for the gradient norm, and one for the step's other numbers; the rest are the libraries' own.
+A wait empties the GPU's queue. Of ours, SFT of a dense model has one before the first forward pass, when the queue is
+empty anyway, one for the gradient norm, and one for the step's other numbers; the rest are the libraries' own.
 """
 
 import json
@@ -18,10 +18,12 @@ MODEL = BENCHMARKS.parent / "fixtures/models/pangu"
 sys.path.insert(0, str(BENCHMARKS))
 from waits import places  # noqa: E402
 
+from impl.moving import moved  # noqa: E402
+
 TOTALS, NUMBERS = "step_totals > impl/trainer.py: _summed", "of_all_ranks > impl/trainer.py: _summed"
 # What waits in a step of one micro-batch, by what its place has to contain, and how often at most.
 HUGGING_FACE = {TOTALS: 1, NUMBERS: 1, "optimizer_step [": 1, "find_packed_sequence_indices [": 1}
-DEEPSPEED = {**HUGGING_FACE, "deepspeed/runtime/": 20}  # overflow, and norms of its groups
+DEEPSPEED = {**HUGGING_FACE, "deepspeed/runtime/": 8}  # overflow, and norms of its groups
 MEGATRON = {TOTALS: 1, NUMBERS: 1, "clip_grads.py: get_grad_norm_fp32 [": 1}
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -32,17 +34,33 @@ def function(name: str, begin: float, end: float) -> dict[str, object]:
 
 
 def test_a_wait_is_placed_in_the_innermost_functions_around_it() -> None:
-    functions = [
-        function("impl/trainer.py(30): train_step", 0, 100),
-        function("impl/trainer.py(90): before", 1, 9),
+    functions = [  # in no order
+        function("<built-in method to>", 20, 30),
+        function("impl/moving.py(6): moved", 20, 30),
+        function("impl/collate.py(39): to", 12, 40),
+        function("impl/trainer.py(90): ended before", 11, 19),
+        function("impl/trainer.py(91): ends meanwhile", 13, 22),
         function("impl/trainer.py(98): step_inputs", 10, 40),
-        function("<built-in method to>", 12, 30),
+        function("impl/trainer.py(30): train_step", 0, 100),
         function("torch/profiler/profiler.py(1): stop", 90, 100),
     ]
     call = {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 20, "dur": 5}
+    of_device, of_event = {**call, "name": "cudaDeviceSynchronize"}, {**call, "name": "cudaEventSynchronize"}
     ending, launch = {**call, "ts": 95, "dur": 1}, {**call, "name": "cudaLaunchKernel"}
-    where = "impl/trainer.py: train_step > impl/trainer.py: step_inputs [cudaStreamSynchronize]"
-    assert places([*functions, call, launch, ending, call]) == [where, where]
+    kernel = {**call, "cat": "kernel"}
+    where = "impl/trainer.py: step_inputs > impl/collate.py: to > impl/moving.py: moved"
+    found = places([*functions, call, launch, ending, kernel, of_device, of_event, {**call, "name": "cudaMemcpy"}])
+    names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    assert found == [f"{where} [{name}]" for name in names]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_tensors_get_to_a_gpu_as_they_are_whatever_their_strides() -> None:
+    numbers = torch.arange(6.0)
+    for tensor in (numbers, numbers.expand(3, 6), numbers.view(2, 3).T, numbers[::2], numbers[:0], numbers.cuda()):
+        found = moved(tensor, "cuda")
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), tensor.cpu())
 
 
 @needs_two_gpus

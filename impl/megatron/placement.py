@@ -3,10 +3,10 @@
 On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
 and no computed number changes (tests/test_megatron_placement.py) but the gradient norm. Without Apex and
 TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
-gradient by itself, for each of which the host waits for a GPU; so it is replaced on both. Streams and events, which
-order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs one more
-replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so double has
-to pass as float.
+gradient by itself, for each of which the host waits for a GPU; so its norm is replaced on CPUs and on GPUs. Streams and
+events, which order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs
+one more replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so
+double has to pass as float.
 """
 
 import contextlib
@@ -114,7 +114,8 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
 def _l2_norm(
     _chunk: int, _flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """In the place of ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md)."""
+    """The 2-norm of all tensors together, (1,) in float32 on their device, and None: in the place of
+    ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md)."""
     squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
     return squares.sum().sqrt().to(torch.float).view(1), None
 

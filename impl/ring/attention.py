@@ -72,11 +72,12 @@ class RingAttention:
     def shard(self, inputs: MicroBatch, *, multiple: int | None = None) -> tuple[MicroBatch, "Ring"]:
         """This rank's part of a micro-batch, and the argument ``ring`` for the model.
 
-        ``multiple`` replaces the configured one; it serves to give several micro-batches the same length.
+        ``multiple`` replaces the configured one; it serves to give several micro-batches the same length. Where the
+        tokens go is computed on the CPU, from the ``origin`` of ``inputs``, or from a copy if it has none.
         """
         kind, packed = self.config.kind, self.config.packed
         placed = placement.place(
-            inputs.origin or inputs,
+            inputs.origin or inputs.to("cpu"),
             split="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
             zigzag=kind in ("zigzag", "torchcp"),
