@@ -95,7 +95,7 @@ def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
 
     ``parts``, ``source``: (size, rows, length), by rank; ``parts`` and the result may have further dimensions.
     """
-    size, further = rows * length, parts.shape[3:]
-    whole = parts.new_zeros(size + 1, *further)  # the last is for padding: to leave it out, the host would wait
-    at = source.where(source >= 0, size)  # (size, rows, length)
-    return whole.index_copy(0, at.flatten(), parts.flatten(0, 2))[:size].view(rows, length, *further)
+    tokens, further = rows * length, parts.shape[3:]
+    whole = parts.new_zeros(tokens + 1, *further)  # the last is for padding: to leave it out, the host would wait
+    at = source.where(source >= 0, tokens)  # (size, rows, length)
+    return whole.index_copy(0, at.flatten(), parts.flatten(0, 2))[:tokens].view(rows, length, *further)
