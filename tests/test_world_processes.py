@@ -1,9 +1,12 @@
 """Worlds: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,9 @@ import torch
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.world import Pool, WorldConfig, nursery, zygote
+from conformance.world.launch import StartError
+from conformance.world.process import process_state
+from conformance.world.zygotes import Zygotes
 
 
 def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
@@ -41,6 +47,64 @@ def test_the_zygotes_of_all_pools_are_forked_from_one_process(tmp_path: Path) ->
             zygotes.append(results(Runner(pool, tmp_path)("pids"))[0]["zygote"])
             assert zygotes[-1] in children_of(nursery_of(os.getpid()))
     assert zygotes[0] != zygotes[1]
+
+
+@pytest.fixture
+def stopped_nursery(tmp_path: Path) -> Iterator[int]:
+    """The pid of this process's nursery, which receives nothing, as one that still imports torch from a slow disk."""
+    with Pool(work_dir=tmp_path / "before") as before:
+        Runner(before, tmp_path)("pids")
+    pid = nursery_of(os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    while process_state(pid) != "T":
+        time.sleep(0.01)
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+
+
+WORLD = WorldConfig(size=1, device="cpu", preload=("json",))
+
+
+def test_all_places_of_a_host_ask_a_nursery_that_still_imports_for_zygotes(
+    stopped_nursery: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
+    monkeypatch.setenv("LONG", "x" * 20_000)
+    zygotes = [Zygotes(tmp_path) for _ in range(16)]
+    began = time.monotonic()
+    for each in zygotes:
+        each.prepare(WORLD)
+    assert time.monotonic() - began < 2
+    os.kill(stopped_nursery, signal.SIGCONT)
+    for each in zygotes:
+        each.of(WORLD).wait_until_ready()
+        each.close()
+
+
+def test_a_request_waits_for_room_until_the_nursery_reads(stopped_nursery: int, tmp_path: Path) -> None:
+    fill_socket()
+    timer = threading.Timer(0.5, os.kill, (stopped_nursery, signal.SIGCONT))
+    timer.start()
+    zygotes = Zygotes(tmp_path)
+    zygotes.of(WORLD).wait_until_ready()
+    zygotes.close()
+    timer.join()
+
+
+@pytest.mark.usefixtures("stopped_nursery")
+def test_a_nursery_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_socket()
+    monkeypatch.setattr(nursery, "START_LIMIT_S", 0.1)
+    with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
+        Zygotes(tmp_path).start(WORLD)
+    Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the world is told
+
+
+def fill_socket() -> None:
+    """Send the stopped nursery signals for nobody, until its socket takes no more."""
+    assert nursery._nursery is not None
+    while nursery._nursery.wire.send({"do": "signal", "zygote": -1, "signal": 0}, limit_s=0.0):
+        pass
 
 
 def nursery_of(controller: int) -> int:

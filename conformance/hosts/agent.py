@@ -154,7 +154,7 @@ class Agent:
         gpus = tuple(self._gpus[slot] for slot in part["slots"]) if self._gpus else ()
         try:
             zygote = self._zygotes.of(config)
-        except OSError as error:
+        except (OSError, StartError) as error:
             return self._say_started(number, error=str(error))
         self._asked[number] = _Asked(
             number=number,

@@ -33,6 +33,7 @@ from typing import IO, NoReturn
 from conformance.paths import cache_folder
 from conformance.world import zygote
 from conformance.world.flight import ENTRIES
+from conformance.world.launch import START_LIMIT_S, StartError
 from conformance.world.wire import Message, Wire, wire_pair
 
 # What cannot be imported is left to the zygotes that need it, which say why.
@@ -109,15 +110,18 @@ class _Nursery:
         return self._has_imported
 
     def fork(self, preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
-        """Ask for a zygote, without waiting for it."""
+        """Ask for a zygote, without waiting for it. Raises StartError if the nursery does not take the request."""
         number = next(self._numbers)
         asked: Message = {"do": "fork", "zygote": number, "preload": preload, "cwd": str(Path.cwd())}
         asked |= {"environment": environment(), "path": absolute_path()}
         ours, theirs = os.pipe()
         try:
-            self.wire.send(asked, fds=[control.fileno(), log.fileno(), theirs])
+            is_taken = self.wire.send(asked, fds=[control.fileno(), log.fileno(), theirs], limit_s=START_LIMIT_S)
         finally:
             os.close(theirs)
+        if not is_taken:
+            os.close(ours)
+            raise StartError(f"the process that forks others has died, or has read nothing for {START_LIMIT_S:g} s")
         return Forked(self, number, ours)
 
     def _close(self) -> None:
@@ -133,7 +137,8 @@ _choosing = threading.Lock()
 def fork_zygote(preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
     """Fork a zygote that imports ``preload``, from the nursery of this process, which begins with the first of them.
 
-    control: the zygote's end of its control socket. log: gets its output. Raises OSError if the host has no room.
+    control: the zygote's end of its control socket. log: gets its output. Raises OSError if the host has no room, and
+    StartError if the nursery takes no requests.
     """
     global _nursery
     with _choosing:

@@ -5,17 +5,22 @@ sent at all, and no message is read in part. A message that is too long for a pa
 memory, whose descriptor is sent instead. Nothing has a name on disk, so nothing is left there if a process is killed.
 """
 
+import array
 import contextlib
 import fcntl
 import json
 import os
+import select
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
 
-_LONGEST_PACKET = 1 << 16  # the kernel refuses more than the socket's send buffer, some 200 KiB
+# All packets that the other side has not received yet have to fit into the socket's send buffer, of some 200 KiB, and a
+# process that imports receives nothing for many seconds.
+_LONGEST_PACKET = 1 << 12
 _LONGEST_MESSAGE = 1 << 28  # larger results have to be written to a file
 _IN_FILE = b"in the last descriptor"  # sent instead of a message that is in a file
 MOST_FDS = 250  # the kernel's limit per packet is 253
@@ -36,8 +41,10 @@ class Wire:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
-        """Send a message. It is dropped if the other process has died or does not read; the watchdog detects both."""
+    def send(self, message: Message, *, fds: Sequence[int] = (), limit_s: float = _SEND_LIMIT_S) -> bool:
+        """Send a message, and return whether it was sent. It is dropped if the other process has died or does not read
+        within ``limit_s`` seconds; the watchdog detects both. Threads may share this end."""
+        deadline = time.monotonic() + limit_s
         data = json.dumps(message).encode()
         with contextlib.ExitStack() as stack:
             if len(data) > _LONGEST_PACKET:
@@ -45,10 +52,16 @@ class Wire:
                 file.write(data)
                 file.flush()
                 data, fds = _IN_FILE, [*fds, file.fileno()]
-            self._socket.settimeout(_SEND_LIMIT_S)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-                socket.send_fds(self._socket, [data], fds)
-            self._socket.settimeout(None)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                while True:
+                    try:
+                        self._socket.sendmsg([data], rights, socket.MSG_DONTWAIT)
+                        return True
+                    except BlockingIOError:
+                        if not self._has_room(limit_s=deadline - time.monotonic()):
+                            break
+        return False
 
     def receive(self) -> tuple[Message | None, list[int]]:
         """Wait for a message and its file descriptors; the message is None if the other end closed. Raises Garbage."""
@@ -68,6 +81,12 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _has_room(self, *, limit_s: float) -> bool:
+        """Wait until a packet may fit, or the other process has died; False if neither comes in time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(max(0.0, limit_s) * 1000))
 
 
 def wire_pair() -> tuple[Wire, socket.socket]:

@@ -151,7 +151,7 @@ class Zygotes:
 
     def prepare(self, config: WorldConfig) -> None:
         """Start to import the modules that a world of this config preloads, in the background; does not wait."""
-        with contextlib.suppress(OSError):  # the next world of this config will report the error
+        with contextlib.suppress(OSError, StartError):  # the next world of this config will report the error
             self.of(config)
 
     def start(self, config: WorldConfig) -> World:
