@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +342,20 @@ def export(
                 "changed": any((weights[key] != before[key]).any().item() for key in weights),
             }
     return results
+
+
+def offloaded(context: RankContext, *, layout: str, folder: str) -> dict[str, list[str]]:
+    """The devices of a model's parameters and of its buffers, where ranks compute on "meta" instead of a GPU."""
+    opened = open_context(context, layout)
+    trainable = opened.new_trainable("causal")
+    model = trainable.load_model(Path(folder))
+    trainable._shard(model)  # still for the CPU: memory cannot be pinned without a GPU
+    opened.config = replace(opened.config, device="meta")
+    trainable._read_weights(model)
+    return {
+        "parameters": sorted({part.device.type for p in model.parameters() for part in (p, p.to_local())}),
+        "buffers": sorted({buffer.device.type for buffer in model.buffers()}),
+    }
 
 
 def vocabulary_shards(context: RankContext, *, layout: str, vocabulary: int) -> dict[str, Any]:

@@ -97,6 +97,13 @@ def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide_is_cut_all_the_sa
     assert worst(results) < HONEST, results
 
 
+def test_offloaded_parameters_lie_on_the_host_also_those_that_are_tied_and_buffers_on_the_device(
+    run_ranks: Run,
+) -> None:
+    results = run_ranks("offloaded", "dp2.offload", folder=str(FIXTURES / "models" / "qwen3"))
+    assert results == [{"parameters": ["cpu"], "buffers": ["meta"]}] * 2
+
+
 @pytest.mark.parametrize(("vocabulary", "sizes"), [(264, [88, 88, 88]), (7, [3, 3, 1]), (4, [2, 2, 0])])
 def test_vocabulary_shards_begin_where_dtensor_cuts(run_ranks: Run, vocabulary: int, sizes: list[int]) -> None:
     results = run_ranks("vocabulary_shards", "tp3", vocabulary=vocabulary)

@@ -152,8 +152,15 @@ class Fsdp2Trainable:
         """Read this rank's parts of the parameters, which have no memory yet."""
         device = self.context.config.device
         of_parts = "cpu" if "offload" in self.options else device
+
+        def placed(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=of_parts)
+            # A parameter that is tied to another comes twice, and has its place.
+            return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.to(device)
+
         unread: UnreadWeights = model.unread
-        model._apply(lambda t: torch.empty_like(t, device=of_parts) if t.is_meta else t.to(device))
+        model._apply(placed)
         with unread.opened() as read, torch.no_grad():
             for name, parameter in named_parameters(model):
                 write_region(cast(DTensor, parameter), name, read)
