@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cells import HONEST, cell_of, exhaustive, ranks_of
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
@@ -18,7 +19,6 @@ from conformance.record.tensors import read_record
 from conformance.run.legs import leg_arguments
 from conformance.scenario import Precision, scenario_to_json
 from conformance.world import Outcome, Pool
-from impl.deepspeed.settings import cutting_settings
 from impl.strategy import ContextConfig
 
 pytest.importorskip("deepspeed")
@@ -80,8 +80,8 @@ def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) ->
 def test_zero3_keeps_no_weight_that_it_has_gathered_for_the_backward_pass(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
-    """With torch's linear layers one remains: that of the head, which is neither recomputed nor compiled."""
-    of_torch = "ckpt" in layout or "compile" in layout  # docs/findings/deepspeed-compiled-biases.md
+    """With torch's linear layers one remains: that of the head, which is not compiled."""
+    of_torch = "compile" in layout  # docs/findings/deepspeed-compiled-biases.md
     for kept in in_ranks(pool, tmp_path, "kept_weights", layout):
         assert kept == of_torch
 
@@ -231,6 +231,25 @@ def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
 def test_no_timer_of_the_library_waits_for_the_gpu() -> None:
     from deepspeed.utils.config import get_timers_config
 
+    from impl.deepspeed.settings import cutting_settings
+
     config = ContextConfig(layout=Layout(dp=2), precision="bf16", device="cpu", accumulation=1, packed=False)
     assert get_timers_config({}).enabled
-    assert not get_timers_config(cutting_settings(config)).enabled
+    assert not get_timers_config(cutting_settings(config, torch.nn.Linear(2, 2))).enabled
+
+
+def test_vectors_stay_whole_at_zero3_as_in_the_library_and_matrices_are_cut() -> None:
+    """DeepSpeed's default number of elements is larger than any matrix of the fixtures."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from impl.deepspeed.settings import cutting_settings
+
+    config = ContextConfig(
+        layout=Layout.parse("dp2.zero3"), precision="bf16", device="cpu", accumulation=1, packed=False
+    )
+    tiny, large = (torch.nn.Linear(size, size + 1, device="meta") for size in (2, 200_000))
+    thresholds = [
+        cutting_settings(config, model)["zero_optimization"]["stage3_param_persistence_threshold"]
+        for model in (tiny, large)
+    ]
+    assert thresholds == [3, DeepSpeedZeroConfig().param_persistence_threshold]

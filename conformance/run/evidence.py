@@ -47,6 +47,7 @@ COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
+ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers that DeepSpeed's ZeRO-3 puts in torch's place
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ class Watch(EagerMode):
 
     collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
     products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
-        forward pass inside a backward pass, recognised by the autograd graph that it records.
+        forward pass inside a backward pass, recognised by the autograd graph that it records, or that the function of
+        ZeRO-3's linear layers is recorded in.
     linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
         attention has them, whose number is that of the pieces that a kernel cuts its work into.
     compiled: number of those products of linear layers in forward passes that code of torch.compile makes.
@@ -134,18 +136,32 @@ class Watch(EagerMode):
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the call of the engine that was seen last
+        self._recorded = False  # a function runs, without gradients, that a graph is recorded of
         self._reading = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count inside this block, and the products of TransformerEngine, too, if this process has imported it."""
-        library: Any = sys.modules.get(ENGINE)
-        with contextlib.ExitStack() as both:
-            if library is not None:
-                counted = partial(self._engine_product, library.generic_gemm)
-                both.enter_context(mock.patch.object(library, "generic_gemm", counted))
-            both.enter_context(self)
+        """Count inside this block, and the products of TransformerEngine and of ZeRO-3's linear layers as what they
+        are, if this process has imported these libraries."""
+        engine: Any = sys.modules.get(ENGINE)
+        zero: Any = sys.modules.get(ZERO)
+        with contextlib.ExitStack() as all_:
+            if engine is not None:
+                counted = partial(self._engine_product, engine.generic_gemm)
+                all_.enter_context(mock.patch.object(engine, "generic_gemm", counted))
+            if zero is not None:
+                function = zero.LinearFunctionForZeroStage3
+                all_.enter_context(mock.patch.object(function, "apply", partial(self._zero_product, function.apply)))
+            all_.enter_context(self)
             yield
+
+    def _zero_product(self, own: Any, *tensors: Any) -> Any:
+        """``LinearFunctionForZeroStage3.apply``, which computes without gradients."""
+        self._recorded = torch.is_grad_enabled()
+        try:
+            return own(*tensors)
+        finally:
+            self._recorded = False
 
     def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
         """TransformerEngine's ``generic_gemm``. In a product of a forward pass, the first matrix, the weight, is
@@ -218,7 +234,7 @@ class Watch(EagerMode):
             return  # DTensor asks for the shape of a whole tensor so; no rank holds it
         where = self._pass()
         if operator in _PRODUCTS:
-            again = "recomputed" if torch.is_grad_enabled() else "backward"
+            again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
             if operator in _LINEAR:

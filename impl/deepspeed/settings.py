@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
@@ -59,10 +60,12 @@ def plans_the_head_alone(model: torch.nn.Module) -> bool:
     return bool(plan) and not any("*" in name for name in plan) and is_known  # layers are planned by a pattern
 
 
-def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, told: bool = False) -> dict[str, Any]:
+def training_settings(
+    config: ContextConfig, optimizer: OptimizerConfig, model: torch.nn.Module, *, told: bool = False
+) -> dict[str, Any]:
     """The configuration of an engine that trains. ``told``: AutoTP has to be told how it cuts layers."""
     settings: dict[str, Any] = {
-        **cutting_settings(config, told=told),
+        **cutting_settings(config, model, told=told),
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
@@ -88,17 +91,17 @@ def training_settings(config: ContextConfig, optimizer: OptimizerConfig, *, told
     return settings
 
 
-def frozen_settings(config: ContextConfig, *, told: bool = False) -> dict[str, Any]:
+def frozen_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
     """The configuration of an engine without an optimizer, for a model that is in its compute dtype already.
 
     ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing of it and require an
     optimizer, so stage 0 takes their place.
     """
-    settings = cutting_settings(config, told=told)
+    settings = cutting_settings(config, model, told=told)
     return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
-def cutting_settings(config: ContextConfig, *, told: bool = False) -> dict[str, Any]:
+def cutting_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
     """The settings that all engines share.
 
     The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
@@ -107,7 +110,7 @@ def cutting_settings(config: ContextConfig, *, told: bool = False) -> dict[str, 
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": NEVER,
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at both ends of a step
-        "zero_optimization": _zero(config),
+        "zero_optimization": _zero(config, model),
     }
     if config.layout.tp > 1:
         # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
@@ -130,17 +133,18 @@ def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, A
     return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
 
 
-def _zero(config: ContextConfig) -> dict[str, Any]:
+def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0  # tiny parameters are partitioned like large ones
+        # DeepSpeed leaves small parameters whole on every rank, which would be all of a tiny model: so only vectors.
+        default = DeepSpeedZeroConfig().param_persistence_threshold
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
+        zero["stage3_param_persistence_threshold"] = min(default, max(vectors, default=0))
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
-        # at a time; DeepSpeed's own keep none. Recomputation keeps nothing anyway, and the suite recognises it by
-        # matrix products that record a graph, which those of DeepSpeed's layers do not. Compiled layers keep the
-        # parameter itself, and torch 2.11 loses their gradients behind DeepSpeed's own
-        # (docs/findings/deepspeed-compiled-biases.md).
-        zero["memory_efficient_linear"] = {"ckpt", "compile"}.isdisjoint(config.layout.options)
+        # at a time; DeepSpeed's own keep none. Compiled layers keep the parameter itself, and torch 2.11 loses their
+        # gradients behind DeepSpeed's own (docs/findings/deepspeed-compiled-biases.md).
+        zero["memory_efficient_linear"] = "compile" not in config.layout.options
     if "offload" in config.layout.options:
         device = {"device": "cpu", "pin_memory": config.device != "cpu"}
         zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}

@@ -106,7 +106,7 @@ class DeepspeedTrainable:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
         told = self.adapted is not None or plans_the_head_alone(model)
-        self.settings = training_settings(self.context.config, optimizer, told=told)
+        self.settings = training_settings(self.context.config, optimizer, model, told=told)
         self._initialize(
             model,
             optimizer=None if own else self.create_optimizer(model, optimizer),
@@ -120,7 +120,7 @@ class DeepspeedTrainable:
             self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
-        self.settings = frozen_settings(self.context.config, told=plans_the_head_alone(model))
+        self.settings = frozen_settings(self.context.config, model, told=plans_the_head_alone(model))
         self._initialize(model.eval())
         model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = FrozenTensors(model, self._place())
