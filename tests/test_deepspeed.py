@@ -11,11 +11,13 @@ import torch
 from cells import HONEST, cell_of, exhaustive, ranks_of
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
+from torch.utils.checkpoint import checkpoint
 
 from conformance.inputs.prepare import prepare_inputs
 from conformance.layout import Layout
 from conformance.plan.cell import Cell
 from conformance.record.tensors import read_record
+from conformance.run.evidence import Watch
 from conformance.run.legs import leg_arguments
 from conformance.scenario import Precision, scenario_to_json
 from conformance.world import Outcome, Pool
@@ -253,3 +255,22 @@ def test_vectors_stay_whole_at_zero3_as_in_the_library_and_matrices_are_cut() ->
         for model in (tiny, large)
     ]
     assert thresholds == [3, DeepSpeedZeroConfig().param_persistence_threshold]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_recomputed_products_of_the_librarys_linear_layers_are_told_from_those_of_backward_passes(
+    recomputed: bool,
+) -> None:
+    """ZeRO-3 puts them in the place of torch's. Their forward pass records no graph of the products inside of it."""
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> Any:
+        return LinearFunctionForZeroStage3.apply(x, weight)  # type: ignore[no-untyped-call]
+
+    with (watch := Watch()).step():
+        (checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)).sum().backward()
+    once = {("float32", "forward"): 1, ("float32", "backward"): 2}
+    assert dict(watch.products) == (once | {("float32", "recomputed"): 1} if recomputed else once)
+    assert watch.again == recomputed
