@@ -281,6 +281,17 @@ def numbered(name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Ten
     return sum(grid * 1e-3**n / 512 for n, grid in enumerate(torch.meshgrid(*places, indexing="ij")))  # type: ignore[return-value]
 
 
+def rewritten(
+    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
+) -> dict[str, bool]:
+    """Of every frozen parameter that is written after a step, whether it is what was written."""
+    with set_up(context, scenario, layout, models) as backend:
+        backend.train_step(read_batches(Path(batches))[0], lambda model: None)
+        policy: Any = backend.models["policy"]
+        policy.tensors.write_frozen(numbered)
+        return _numbered(policy)
+
+
 def save_numbered(
     context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
 ) -> None:
@@ -297,10 +308,14 @@ def load_numbered(
     """Of every frozen parameter, whether it is the checkpoint's."""
     with set_up(context, scenario, layout, models) as backend:
         backend.load(Path(batches).with_name("saved"))
-        policy = backend.models["policy"]
-        frozen = {name for name, p in named_parameters(policy.model) if not p.requires_grad}  # type: ignore[attr-defined]
-        weights = {name: tensor for name, tensor in policy.named_tensors("weight") if name in frozen}
-        return {name: torch.equal(t, numbered(name, [0] * t.ndim, t.shape)) for name, t in weights.items()}
+        return _numbered(backend.models["policy"])
+
+
+def _numbered(policy: Any) -> dict[str, bool]:
+    """Of every frozen parameter, whether its elements tell where they are."""
+    frozen = {name for name, p in named_parameters(policy.model) if not p.requires_grad}
+    weights = {name: tensor for name, tensor in policy.named_tensors("weight") if name in frozen}
+    return {name: torch.equal(t, numbered(name, [0] * t.ndim, t.shape)) for name, t in weights.items()}
 
 
 def progress(

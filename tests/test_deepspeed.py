@@ -88,6 +88,13 @@ def test_zero3_keeps_no_weight_that_it_has_gathered_for_the_backward_pass(
         assert kept == of_torch
 
 
+def test_frozen_vectors_that_zero3_has_left_whole_are_those_that_are_written(pool: Pool, tmp_path: Path) -> None:
+    """A rank writes its pieces, and DeepSpeed gathers no parameter that it has whole."""
+    for written in in_ranks(pool, tmp_path, "rewritten", "dp2.zero3", scenario="sft-frozen"):
+        assert any(name.endswith("norm.weight") for name in written)
+        assert all(written.values()), written
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_layer_is_without_the_hooks_of_deepspeed(pool: Pool, tmp_path: Path) -> None:
     """They differ from layer to layer, so torch would compile them anew for each, and give up after the eighth."""
@@ -267,7 +274,7 @@ def test_recomputed_products_of_the_librarys_linear_layers_are_told_from_those_o
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
 
     def layer(x: torch.Tensor) -> Any:
-        return LinearFunctionForZeroStage3.apply(x, weight)  # type: ignore[no-untyped-call]
+        return LinearFunctionForZeroStage3.apply(x, weight)
 
     with (watch := Watch()).step():
         (checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)).sum().backward()

@@ -176,6 +176,8 @@ def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _fill_computed_with(name: str, parameter: Any, place: RankPlace, read: ReadRegion) -> None:
     """Set this rank's piece of the compute weight."""
+    if hasattr(parameter, "ds_id"):
+        parameter.partition()  # one that is whole, as small ones are after a pass, would keep its numbers
     _, own = _own_computed_with(parameter, place)
     place.fill(own.view(-1), name, parameter, place.start(parameter), read)
 
