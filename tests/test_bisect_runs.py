@@ -30,6 +30,8 @@ from conformance.run.session import Session, SessionConfig
 from reports.load import read_report
 from reports.words import details
 
+pytestmark = pytest.mark.slow
+
 PROFILE = """
 description = "a layout that conforms and one that differs, in two precisions"
 [[cells]]

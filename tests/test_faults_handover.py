@@ -15,6 +15,8 @@ from conformance.scenario import Precision
 from impl.faults.handover import HANDOVER_FAULTS
 from impl.faults.places import PLACES, with_handover
 
+pytestmark = pytest.mark.slow
+
 LOADED = 2  # the first step after loading
 BELOW: dict[str, Precision] = {"loss-scale-forgotten": "fp16", "masters-from-bf16": "fp32"}  # nothing elsewhere
 

@@ -27,6 +27,8 @@ from conformance.run.session import Session
 from impl.faults.catalogue import RL_FAULTS
 from impl.faults.places import PLACES, RL_LAYOUTS, with_dropout
 
+pytestmark = pytest.mark.slow
+
 PERCENT = 0.01
 REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
 FAST = [(*cell, fast_layout(*cell)) for cell in sorted(fast_cells())]

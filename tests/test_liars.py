@@ -28,6 +28,7 @@ def liar(name: str) -> BackendEntry:
         ("OtherRankLogprobs", "tp2", "log-probs"),
         exhaustive("OtherRankIsSilent", "dp2", "gradient norm"),
         ("OtherRankDrifts", "dp2.rep2", "gradient replicas"),
+        ("KeepsAnOldVector", "dp2.zero3", "weight replicas"),
     ],
 )
 def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: str) -> None:

@@ -17,6 +17,8 @@ from conformance.plan.cell import Cell
 from conformance.plan.coverage import Coverage, DocumentReach, measure_coverage
 from conformance.plan.profile import Overrides, expand, load_profile, profile_names
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = ("fsdp2", "deepspeed", "megatron")
 # Quick is cut to three steps; the others train the same documents, so they are measured together.
 PROFILES = {"quick": ["quick"], "others": sorted(set(profile_names()) - {"quick"})}

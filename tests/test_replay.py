@@ -20,6 +20,8 @@ from impl.collate import collate
 from impl.rollouts import Looked, Rollouts
 from impl.routing import choices_for
 
+pytestmark = pytest.mark.slow
+
 PASSES = ("routing", "old_routing", "reference.routing")  # of a step of GRPO, as they are recorded
 SLOTS = [(layer, slot) for layer in range(2) for slot in range(2)]  # of qwen3-moe's two routers
 

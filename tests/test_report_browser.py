@@ -34,6 +34,8 @@ from conformance.rl import Ppo
 from reports import words
 from reports.html import write_html
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 OPENED = "document.querySelector('.cell')?.dataset.cell ?? ''"
 FOCUSED = "document.activeElement.dataset.find ?? document.activeElement.dataset.cell ?? document.activeElement.id"

@@ -28,6 +28,8 @@ from report_sample import (
 from conformance.record.results import cell_summary, write_summary
 from reports.html import write_html
 
+pytestmark = pytest.mark.slow
+
 STAGES = "scenario-2/pangu/megatron/dp2.tp2.pp2/fp32"
 WIDTHS = (390, 1024, 1440)
 SHOWN = "boxes.filter((box) => box.checkVisibility({visibilityProperty: true})).map((box) => box.dataset.cell)"

@@ -19,6 +19,8 @@ from reports.html import write_html
 from reports.markdown import write_markdown
 from reports.side_by_side import PAIRS, read_groups, to_markdown
 
+pytestmark = pytest.mark.slow
+
 DEEPSPEED, FSDP2, FSDP2_TP, MEGATRON = MEMBERS
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
 STALE = "This comparison is not of the verdicts and records that lie here now"

@@ -116,10 +116,12 @@ class Agent:
 
     def _obey_all(self) -> bool:
         for message in self._stream.arrived():
-            self._heard = time.monotonic()
             if message["do"] == "end":
                 return False
             self._obey(message)
+            self._heard = (
+                time.monotonic()
+            )  # not before: to fork a process may take longer than a lost controller is missed
         return True
 
     def _obey(self, message: Message) -> None:

@@ -3,7 +3,8 @@
 Serves claim 4: what ran is what was asked for. A dispatch mode sees each collective and each matrix product of the
 step, in Python and in the autograd engine, with its dtype, the size of its group, and the pass. The judge compares this
 with the layout (conformance.judge.configuration). Operations of the suite itself are not counted. The products of
-TransformerEngine, which no dispatch mode sees, are counted where its Python code asks for them.
+TransformerEngine, which no dispatch mode sees, are counted where its Python code asks for them. Where DeepSpeed's does,
+those of ZeRO-3's linear layers are told to be recomputed or not.
 """
 
 import contextlib
@@ -155,11 +156,11 @@ class Watch(EagerMode):
             all_.enter_context(self)
             yield
 
-    def _zero_product(self, own: Any, *tensors: Any) -> Any:
+    def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """``LinearFunctionForZeroStage3.apply``, which computes without gradients."""
         self._recorded = torch.is_grad_enabled()
         try:
-            return own(*tensors)
+            return own(*args, **kwargs)
         finally:
             self._recorded = False
 

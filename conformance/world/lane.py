@@ -49,7 +49,7 @@ class Starter(Protocol):
         """Raises StartError."""
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start in the background what a world of this config needs; does not wait, and raises nothing."""
+        """Start in the background what a world of this config needs; does not wait for it, and raises nothing."""
 
     def terminate(self) -> None:
         """End all worlds, and every later one, from another thread."""

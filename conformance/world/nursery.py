@@ -71,8 +71,8 @@ class Forked:
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            self._nursery.wire.send({"do": "signal", "zygote": self._number, "signal": number})
-            if not self._nursery.has_imported():  # it is not forked yet; this ends it when it is
+            is_taken = self._nursery.wire.send({"do": "signal", "zygote": self._number, "signal": number})
+            if is_taken and not self._nursery.has_imported():  # it is not forked yet; this ends it when it is
                 self._end(-number)
 
     def _end(self, status: int) -> None:
@@ -110,18 +110,20 @@ class _Nursery:
         return self._has_imported
 
     def fork(self, preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
-        """Ask for a zygote, without waiting for it. Raises StartError if the nursery does not take the request."""
+        """Ask for a zygote, without waiting for it. Raises StartError if the nursery does not take the request in
+        time, and OSError if this process can open no more files."""
         number = next(self._numbers)
         asked: Message = {"do": "fork", "zygote": number, "preload": preload, "cwd": str(Path.cwd())}
         asked |= {"environment": environment(), "path": absolute_path()}
         ours, theirs = os.pipe()
         try:
-            is_taken = self.wire.send(asked, fds=[control.fileno(), log.fileno(), theirs], limit_s=START_LIMIT_S)
+            if not self.wire.send(asked, fds=[control.fileno(), log.fileno(), theirs], limit_s=START_LIMIT_S):
+                raise StartError(f"the process that forks others has died, or has read nothing for {START_LIMIT_S:g} s")
+        except BaseException:
+            os.close(ours)
+            raise
         finally:
             os.close(theirs)
-        if not is_taken:
-            os.close(ours)
-            raise StartError(f"the process that forks others has died, or has read nothing for {START_LIMIT_S:g} s")
         return Forked(self, number, ours)
 
     def _close(self) -> None:
@@ -144,7 +146,8 @@ def fork_zygote(preload: Sequence[str], *, control: socket.socket, log: IO[bytes
     with _choosing:
         if _nursery is None or not _nursery.is_alive:
             _nursery = _Nursery()
-        return _nursery.fork(preload, control=control, log=log)
+        chosen = _nursery
+    return chosen.fork(preload, control=control, log=log)
 
 
 def environment(*, is_other: bool = False) -> dict[str, str]:

@@ -57,8 +57,8 @@ class Pool:
         self.close()
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start to import the modules that a world of this config preloads, in the background; does not wait. With
-        places: on each block that such a world may lease, so that none is leased while this is done."""
+        """Start to import the modules that a world of this config preloads, in the background; does not wait for
+        them. With places: on each block that such a world may lease, so that none is leased while this is done."""
         if self._places is None:
             self._zygotes.prepare(config)
             return

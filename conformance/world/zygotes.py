@@ -42,6 +42,7 @@ class ZygoteHandle(Child):
     what = "the process that ranks are forked from"
 
     def __init__(self, *, preload: tuple[str, ...], log: Path, python: str = "") -> None:
+        self._begun = time.monotonic()
         control, theirs = wire_pair()
         with theirs:
             if python:
@@ -52,7 +53,6 @@ class ZygoteHandle(Child):
                 with log.open("ab") as output:
                     forked: Forked = fork_zygote(preload, control=theirs, log=output)
                 super().__init__(control, forked, log=log)
-        self._begun = time.monotonic()
         self._ready: Message | None = None  # what it said when it had imported its modules
 
     def wait_until_ready(self) -> None:
@@ -150,7 +150,7 @@ class Zygotes:
         return (zygote for zygote in self._zygotes.values() if zygote.is_alive)
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start to import the modules that a world of this config preloads, in the background; does not wait."""
+        """Start to import the modules that a world of this config preloads, in the background, without waiting."""
         with contextlib.suppress(OSError, StartError):  # the next world of this config will report the error
             self.of(config)
 

@@ -137,10 +137,12 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # DeepSpeed leaves small parameters whole on every rank, which would be all of a tiny model: so only vectors.
-        default = DeepSpeedZeroConfig().param_persistence_threshold
-        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
-        zero["stage3_param_persistence_threshold"] = min(default, max(vectors, default=0))
+        # DeepSpeed leaves small parameters whole on every rank. It would leave all of a tiny model: there, only those
+        # that are no larger than the largest vector.
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        if max(sizes) <= DeepSpeedZeroConfig().param_persistence_threshold:
+            vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
+            zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
         # at a time; DeepSpeed's own keep none. Compiled layers keep the parameter itself, and torch 2.11 loses their
         # gradients behind DeepSpeed's own (docs/findings/deepspeed-compiled-biases.md).

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -81,8 +82,10 @@ class EngineTensors:
                 _fill_computed_with(self._engine.param_names[parameter], parameter, self._place, read)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces."""
+        """This rank's own pieces, and its copies of what ZeRO-3 leaves whole, which the model computes with."""
         for name, parameter in named_parameters(self._engine.module):
+            if kind == "weight" and _is_left_whole(parameter):
+                yield Shard(name, self._place.part(parameter) + "full", parameter.detach())
             if parameter.requires_grad:
                 own = self._own_weight(parameter) if kind == "weight" else self._own_gradient(parameter)
             else:
@@ -113,7 +116,7 @@ class EngineTensors:
     def _own_weight(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor]:
         """(region, tensor) of this rank's copy of the compute weight.
 
-        At ZeRO-3, of its fp32 partition, since the full weight is freed between steps.
+        At ZeRO-3, of its fp32 partition, since most full weights are freed between steps.
         """
         if self._stage == 3:
             own = self._place.unpadded(parameter, safe_get_local_fp32_param(parameter))
@@ -166,6 +169,11 @@ class FrozenTensors:
         for name, parameter in named_parameters(self._model):
             region, own = _own_computed_with(parameter, self._place)
             yield Shard(name, self._place.part(parameter) + region, own.detach())
+
+
+def _is_left_whole(parameter: Any) -> bool:
+    """Whether ZeRO-3 has this parameter whole between passes."""
+    return getattr(parameter, "ds_persist", False) and parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
 def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
