@@ -14,7 +14,7 @@ import pytest
 import torch
 from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
-from conformance.world import Pool, WorldConfig, nursery, zygote
+from conformance.world import Pool, WorldConfig, nursery, zygote, zygotes
 from conformance.world.launch import StartError
 from conformance.world.process import process_state
 from conformance.world.zygotes import Zygotes
@@ -70,13 +70,14 @@ def test_all_places_of_a_host_ask_a_nursery_that_still_imports_for_zygotes(
 ) -> None:
     """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
     monkeypatch.setenv("LONG", "x" * 20_000)
-    zygotes = [Zygotes(tmp_path) for _ in range(16)]
+    monkeypatch.setattr(nursery, "START_LIMIT_S", 1.0)
+    places = [Zygotes(tmp_path) for _ in range(16)]
     began = time.monotonic()
-    for each in zygotes:
+    for each in places:
         each.prepare(WORLD)
     assert time.monotonic() - began < 2
     os.kill(stopped_nursery, signal.SIGCONT)
-    for each in zygotes:
+    for each in places:
         each.of(WORLD).wait_until_ready()
         each.close()
 
@@ -85,9 +86,9 @@ def test_a_request_waits_for_room_until_the_nursery_reads(stopped_nursery: int, 
     fill_socket()
     timer = threading.Timer(0.5, os.kill, (stopped_nursery, signal.SIGCONT))
     timer.start()
-    zygotes = Zygotes(tmp_path)
-    zygotes.of(WORLD).wait_until_ready()
-    zygotes.close()
+    place = Zygotes(tmp_path)
+    place.of(WORLD).wait_until_ready()
+    place.close()
     timer.join()
 
 
@@ -95,6 +96,7 @@ def test_a_request_waits_for_room_until_the_nursery_reads(stopped_nursery: int, 
 def test_a_nursery_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_socket()
     monkeypatch.setattr(nursery, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr(zygotes, "START_LIMIT_S", 0.2)  # of who does not get to know
     with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
         Zygotes(tmp_path).start(WORLD)
     Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the world is told
