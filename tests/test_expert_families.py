@@ -30,6 +30,8 @@ from conformance.validation import UsageError
 from impl.buffers import published_buffers
 from impl.models import load_model
 
+pytestmark = pytest.mark.slow
+
 DEEPSEEK = ("deepseek-v3", "deepseek-v2")
 ON_MEGATRON = ("dp2.zero1", "pp2", "ep2.ckpt", "ep2.tp2.seqpar", "ep2.pp2", "ep2.sp2", "pp2.vpp2")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -23,6 +23,8 @@ from reports.html import write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
 
+pytestmark = pytest.mark.slow
+
 NEW_TORCH = {**VERSIONS, "torch": "2.14.0"}
 
 

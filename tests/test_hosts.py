@@ -25,6 +25,8 @@ from conformance.hosts.stream import SECRET, Stream
 from conformance.validation import UsageError
 from conformance.world import Pool
 
+pytestmark = pytest.mark.slow
+
 START_S = 120.0
 
 

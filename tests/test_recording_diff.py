@@ -27,6 +27,8 @@ from parity.compare import Comparison, compare_records
 from parity.files import read_run
 from parity.quantities import Stage
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples" / "record"
 O_PROJ = "model.layers.1.self_attn.o_proj"
 

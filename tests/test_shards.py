@@ -20,6 +20,8 @@ from conformance.validation import UsageError
 from reports.headline import headline
 from reports.load import read_report
 
+pytestmark = pytest.mark.slow
+
 PROFILE = """
 description = "two oracles, each with a cell of one rank and one of two"
 [[cells]]
