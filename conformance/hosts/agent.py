@@ -119,9 +119,8 @@ class Agent:
             if message["do"] == "end":
                 return False
             self._obey(message)
-            self._heard = (
-                time.monotonic()
-            )  # not before: to fork a process may take longer than a lost controller is missed
+            # Not before, because it may wait for longer than a controller that says nothing is waited for.
+            self._heard = time.monotonic()
         return True
 
     def _obey(self, message: Message) -> None:

@@ -157,7 +157,8 @@ class Watch(EagerMode):
             yield
 
     def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """``LinearFunctionForZeroStage3.apply``, which computes without gradients."""
+        """``LinearFunctionForZeroStage3.apply``. Its products are computed without gradients, whether or not a graph is
+        recorded of the function as a whole, which tells a forward pass."""
         self._recorded = torch.is_grad_enabled()
         try:
             return own(*args, **kwargs)
