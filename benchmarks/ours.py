@@ -27,10 +27,11 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     layout = Layout.parse(options.layout)
+    parts = options.rows if layout.pp > 1 else 1  # a pipeline gets one row after the other
     context = get_context(
         options.backend,
         ContextConfig(
-            layout=layout, precision="bf16", device=device, accumulation=1, packed=False, trust_remote_code=True
+            layout=layout, precision="bf16", device=device, accumulation=parts, packed=False, trust_remote_code=True
         ),
     )
     context.setup_distributed()

@@ -1,9 +1,9 @@
 """Plain megatron-core: its own GPTModel, its schedules and its distributed optimizer, in bf16.
 
-torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, or dp2.tp2.zero1. See throughput.py. Layers are those of the
-local spec, and with te, as in tp2.te, TransformerEngine's, whose AdamW megatron-core takes for either where it is
-installed. The model has the sizes of the folder's and random weights; o_proj has no bias, because megatron-core
-couples it to the MLP's.
+torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, pp2, or dp2.tp2.zero1. See throughput.py. Layers are those of
+the local spec, and with te, as in tp2.te, TransformerEngine's, whose AdamW megatron-core takes for either where it is
+installed. A pipeline gets one row after the other. The model has the sizes of the folder's and random weights; o_proj
+has no bias, because megatron-core couples it to the MLP's.
 """
 
 import json
@@ -34,8 +34,10 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     tp = 2 if "tp2" in options.layout else 1
+    pp = 2 if "pp2" in options.layout else 1
+    parts = options.rows if pp > 1 else 1
     engine = "te" in options.layout.split(".")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     model_parallel_cuda_manual_seed(1)
     told = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     config = TransformerConfig(
@@ -56,6 +58,7 @@ def main() -> None:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -68,6 +71,8 @@ def main() -> None:
         if engine
         else get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=vocabulary,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         max_sequence_length=options.seq,
         share_embeddings_and_output_weights=told["tie_word_embeddings"],
         position_embedding_type="rope",
@@ -95,7 +100,7 @@ def main() -> None:
     config.finalize_model_grads_func = finalize_model_grads
     if "overlap" in options.layout:
         config.no_sync_func = wrapped.no_sync
-    positions = torch.arange(options.seq, device="cuda").expand(options.rows, -1)
+    positions = torch.arange(options.seq, device="cuda").expand(options.rows // parts, -1)
     masked = (
         None if engine else torch.ones(options.seq, options.seq, dtype=torch.bool, device="cuda").triu(1)[None, None]
     )
@@ -115,19 +120,19 @@ def main() -> None:
         rows = random_rows(told["vocab_size"], **size, step=number, rank=data_rank).cuda()
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
-        (reported,) = get_forward_backward_func()(
+        reported = get_forward_backward_func()(
             forward_step_func=run,
-            data_iterator=iter([rows]),
+            data_iterator=iter(rows.chunk(parts)),
             model=wrapped,
-            num_microbatches=1,
+            num_microbatches=parts,
             seq_length=options.seq,
-            micro_batch_size=options.rows,
+            micro_batch_size=options.rows // parts,
             forward_only=False,
         )
         optimizer.step()
-        return float(reported["loss"])
+        return sum(float(one["loss"]) for one in reported) / parts  # 0 but on the last stage
 
-    measure(step, options=options, data_ranks=dist.get_world_size() // tp)
+    measure(step, options=options, data_ranks=dist.get_world_size() // tp // pp)
     dist.destroy_process_group()
 
 

@@ -39,6 +39,7 @@ ONE_GPU = (
 TWO_GPUS = (
     ("fsdp2", "dp2.ckpt", "plain_fsdp2.py", "dp2"),
     ("fsdp2", "dp2.ckpt.compile", "plain_fsdp2.py", "dp2"),
+    ("deepspeed", "dp2.zero1.ckpt", "plain_deepspeed.py", "dp2.zero1"),
     ("deepspeed", "dp2.zero2.ckpt", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero2.ckpt.compile", "plain_deepspeed.py", "dp2.zero2"),
     ("deepspeed", "dp2.zero3.ckpt", "plain_deepspeed.py", "dp2.zero3"),
@@ -47,9 +48,10 @@ TWO_GPUS = (
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_fsdp2.py", "dp2"),
     ("megatron", "dp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.zero1"),
     ("megatron", "tp2.ckpt", "plain_megatron.py", "tp2"),
+    ("megatron", "pp2.ckpt", "plain_megatron.py", "pp2"),
     *(
         ("megatron", f"{layout}.ckpt{te}", "plain_megatron.py", f"{layout}.te")  # te needs TransformerEngine
-        for layout in ("dp2.zero1.overlap", "tp2")
+        for layout in ("dp2.zero1.overlap", "tp2", "pp2")
         for te in ("", ".te")
     ),
 )

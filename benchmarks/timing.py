@@ -46,10 +46,10 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
     """Time ``step(number)``, which gives the loss, and print what was seen as a line of JSON from the first rank.
 
     tokens_per_second: of one GPU in the median step, which other work on the machine slows down less than the mean.
-    fastest: the same of the fastest step. seconds: of every step, which ends when its loss is read. mfu: model
-    floating-point operations (6 per parameter outside of the embedding and token, and attention's 6 x layers x hidden
-    x seq per token; recomputation does not count) by what the GPU can do in bf16. peak_gib: largest memory that torch
-    has reserved for tensors on a rank. host_gib: largest resident memory.
+    fastest: the same of the fastest step. seconds: of every step, which ends when its loss is read, or in turn when the
+    GPU has done all of it. mfu: model floating-point operations (6 per parameter outside of the embedding and token,
+    and attention's 6 x layers x hidden x seq per token; recomputation does not count) by what the GPU can do in bf16.
+    peak_gib: largest memory that torch has reserved for tensors on a rank. host_gib: largest resident memory.
     """
     turns = Turns()
     for number in range(WARM_UP):
@@ -66,6 +66,8 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         turns.take(number)
         began = time.perf_counter()
         loss = step(number)
+        if turns.store:  # an update that goes on when the loss is known already, may not do so in the other's turn
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         turns.give(number)
     turns.end(WARM_UP + options.steps)
@@ -78,10 +80,11 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, told)
+    dist.all_gather_object(every, told | {"loss": loss})
     if dist.get_rank() == 0:
         together = {key: max(one[key] for one in every) for key in told}
-        together |= {"seconds": [round(one, 4) for one in seconds], "loss": loss}
+        # Plain Megatron's last pipeline stage is the only one that knows the loss.
+        together |= {"seconds": [round(one, 4) for one in seconds], "loss": every[0]["loss"] or every[-1]["loss"]}
         print("MEASURED", json.dumps(together), flush=True)
     if options.profile:
         _profile(step, options.profile)

@@ -7,6 +7,8 @@ independently (conformance/oracle/objectives.py).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from conformance.batch import Batch, Row
 from conformance.objective import Objective, known_kinds
 from impl.collate import MicroBatch
@@ -44,13 +46,13 @@ class ObjectiveFunctions(Protocol):
         outputs: Outputs,
         inputs: MicroBatch,
         *,
-        totals: Mapping[str, float],
+        totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         """The loss and the recorded numbers of ``model`` for one micro-batch.
 
-        ``totals``: sums over the whole step on all ranks. ``others``: detached outputs for this micro-batch of the
-        models that ran earlier in this step, by model.
+        ``totals``: sums over the whole step on all ranks, scalars on the device in the dtype of the outputs.
+        ``others``: detached outputs for this micro-batch of the models that ran earlier in this step, by model.
         """
         ...
 
@@ -79,7 +81,7 @@ class SftFunctions:
         outputs: Outputs,
         inputs: MicroBatch,
         *,
-        totals: Mapping[str, float],
+        totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         assert outputs.logprobs is not None

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from conformance.role import Role
 from impl.collate import MicroBatch, collate
 from impl.evaluation import Evaluation
 from impl.micro_batches import Loss
-from impl.moving import moved
+from impl.moving import Reading, moved
 from impl.objectives import ObjectiveFunctions, functions_of
 from impl.outputs import Outputs
 from impl.routing import (
@@ -45,58 +44,52 @@ def train_step(
     functions = functions_of(objective)
     micro_batches, inputs = step_inputs(context, batch)
     totals = step_totals(context, functions, micro_batches)
-    values = totals | functions.summary(batch)
+    values = functions.summary(batch)
     found: list[Evaluation] = []
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    for role in objective.roles:
-        if not functions.wants(role.name):
-            continue
+    roles = [role for role in objective.roles if functions.wants(role.name)]
+    for role in roles:
         trainable = models[role.name]
         found += _run(context, trainable, functions, role, inputs, totals, others)
+        if role is roles[-1]:  # the counts of ``evaluate`` replace the batch's own
+            told = totals | of_all_ranks(context, *summed_up(found))
+            # Begun before the last update: who waits for the norm, for clipping, has waited for these numbers too.
+            reading = Reading(torch.stack([*told.values()]))
         if role.trained:
             outputs = [known[role.name] for known in others]
             values |= _routing(context, role, inputs, outputs)
             if with_rows:
                 rows |= _routing_rows(role, micro_batches, inputs, outputs)
             values |= _update(trainable, role, on_gradients)
-    # Numbers are read after the last update is on its way, and together, because reading one waits for the device.
+    for index, evaluation in enumerate(found if with_rows else ()):
+        micro_batch = index % len(inputs)
+        for key, numbers in evaluation.rows.items():
+            rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
+    return StepMetrics(values=values | dict(zip(told, reading.numbers(), strict=True)), rows=dict(rows))
+
+
+def summed_up(found: Sequence[Evaluation]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of all evaluations of this rank, the sums (float64) and the largest numbers: scalars, by observable."""
     sums: dict[str, Tensor] = {}
     highest = defaultdict[str, list[Tensor]](list)
-    for index, evaluation in enumerate(found):
-        micro_batch = index % len(inputs)
+    for evaluation in found:
         for key, value in evaluation.values.items():
             sums[key] = sums[key] + value.double() if key in sums else value.double()
         for key, value in evaluation.highest.items():
-            highest[key].append(value)
-        for key, numbers in evaluation.rows.items() if with_rows else ():
-            rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
-    values |= of_all_ranks(context, sums, highest)  # the counts of ``evaluate`` replace the batch's own
-    return StepMetrics(values=values, rows=dict(rows))
+            highest[key].append(value.double())
+    return sums, {key: torch.stack(values).amax() for key, values in highest.items()}
 
 
-def of_all_ranks(
-    context: Context, sums: Mapping[str, Tensor], highest: Mapping[str, Sequence[Tensor]]
-) -> dict[str, float]:
-    """The numbers of the whole step, from scalars of this rank: ``sums`` (float64) added up over data ranks, and the
-    largest of ``highest`` on any rank."""
-    numbers = torch.stack([value.to(context.config.device) for value in sums.values()])
-    summed = dict(zip(sums, _summed(context, numbers), strict=True))
-    if not highest:
-        return summed
-    own = torch.stack([torch.stack([*values]).amax() for values in highest.values()])
-    every = zip(*context.all_gather(own.tolist()), strict=True)  # by key, the numbers of all ranks
-    return summed | {key: largest(values) for key, values in zip(highest, every, strict=True)}
-
-
-def _summed(context: Context, own: Tensor) -> list[float]:
-    """Each of some numbers added up over data ranks, all in one collective, because each waits for the device."""
-    return list(context.all_reduce_tensor(own).tolist())
-
-
-def largest(values: Sequence[float]) -> float:
-    """The largest of some numbers; NaN if one of them is NaN, which Python's ``max`` loses behind another number."""
-    return float(np.max(values))
+def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers of the whole step, from scalars of this rank (float64): ``sums`` added up over data ranks, and the
+    largest of ``highest`` on any of them, which is NaN if one of them is."""
+    numbers = torch.stack([*sums.values(), *highest.values()]).to(context.config.device)
+    table = numbers.new_zeros(context.data_size, len(numbers))  # by data rank: no backend's largest keeps every NaN
+    table[context.data_rank] = numbers
+    every = context.all_reduce_tensor(table)
+    summed, largest = every[:, : len(sums)].sum(dim=0), every[:, len(sums) :].amax(dim=0)
+    return dict(zip([*sums, *highest], [*summed, *largest], strict=True))
 
 
 def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:
@@ -108,11 +101,14 @@ def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], 
 
 def step_totals(
     context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
-) -> dict[str, float]:
-    """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss."""
+) -> dict[str, Tensor]:
+    """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss.
+
+    They are float64 scalars on the device, because reading them would make the host wait.
+    """
     own = functions.totals([row for rows in micro_batches for row in rows])
     numbers = moved(torch.tensor([*own.values()], dtype=torch.float64), context.config.device)
-    return dict(zip(own, _summed(context, numbers), strict=True))
+    return dict(zip(own, context.all_reduce_tensor(numbers), strict=True))
 
 
 def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: Tensor) -> dict[int, Tensor]:
@@ -130,10 +126,11 @@ def _run(
     functions: ObjectiveFunctions,
     role: Role,
     inputs: Sequence[MicroBatch],
-    totals: Mapping[str, float],
+    totals: Mapping[str, Tensor],
     others: Sequence[dict[str, Outputs]],
 ) -> list[Evaluation]:
     """Run one model on all micro-batches: forward, and backward if it is trained. Adds its outputs to ``others``."""
+    totals = {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}  # that of the outputs
 
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])

@@ -138,11 +138,19 @@ def _packed_losses(
     return back(terms.losses), back(terms.clipped), back(terms.clipped_lower)
 
 
-def _token_weights(lengths: Sequence[int], mode: LossAggMode, **totals: Any) -> Documents:
+def _token_weights(
+    lengths: Sequence[int],
+    mode: LossAggMode,
+    *,
+    tokens: float,
+    sequences: float,
+    scale_factor: float | None = None,
+) -> Documents:
     """From the length of the document at each token, as it is laid out in packed rows, padding of length 0."""
     mask, _, layout = pack(lengths, torch.Generator().manual_seed(sum(lengths)))
     of_tokens = layout([torch.full((length,), float(length), dtype=torch.float64) for length in lengths])
-    weights = losses.token_weights(of_tokens.where(mask, 0), mode, **totals)
+    t, n = torch.tensor([tokens, sequences], dtype=torch.float64)
+    weights = losses.token_weights(of_tokens.where(mask, 0), mode, tokens=t, sequences=n, scale_factor=scale_factor)
     assert weights.isfinite().all()
     return list(weights[mask].split(list(lengths)))
 
@@ -152,7 +160,7 @@ def _in_micro_batches(
 ) -> tuple[Tensor, Numbers]:
     """The sum over two micro-batches of unequal numbers of rows."""
     functions = PolicyGradientFunctions(objective)  # type: ignore[arg-type]
-    totals = functions.totals(rows)
+    totals = {key: torch.tensor(total, dtype=torch.float64) for key, total in functions.totals(rows).items()}
     left = {name: list(documents) for name, documents in outputs.items()}
     loss, values = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for part in (rows[: len(rows) // 3], rows[len(rows) // 3 :]):

@@ -79,7 +79,10 @@ def test_run_leaves_summary_records_and_reports(out: Path) -> None:
     cell = next(cell for cell in summary["cells"] if cell["state"] == "conforms")
     assert (cell["id"], cell["world_size"]) == (CONFORMS, 2)
     assert cell["ratios"]["gradients"] < 1
+    assert 0 < cell["errors"]["gradients"] < 1e-12
+    assert 0 < cell["errors"]["update"] < 1e-12
     assert 2**25 < cell["memory"] < 2**33
+    assert 2**25 < cell["host_memory"] < 2**33
     assert (out / cell["folder"] / "legs" / "0" / "record" / "record.jsonl").is_file()
     assert "ncomplete" not in (out / "report.md").read_text()  # the reports believe the records that were just written
     assert all((out / name).stat().st_size > 500 for name in ("report.html", "report.md", "junit.xml"))

@@ -36,7 +36,7 @@ from report_sample import (
 )
 
 from conformance.record.states import STATES
-from conformance.record.verdict import Quantity
+from conformance.record.verdict import Quantity, Verdict
 from conformance.validation import UsageError
 from reports import markdown, words
 from reports.headline import headline
@@ -308,6 +308,17 @@ def test_what_is_not_a_number_or_not_allowed_is_outside_of_any_tolerance(
     observed: float, allowed: float, ratio: float
 ) -> None:
     assert Quantity(stage="loss", tensor="loss", step=0, observed=observed, allowed=allowed).ratio == ratio
+
+
+def test_the_error_of_a_stage_is_the_largest_against_the_oracle_and_nothing_is_larger_than_nan() -> None:
+    def at(stage: str, tensor: str, observed: float) -> Quantity:
+        return Quantity(stage=stage, tensor=tensor, step=0, observed=observed, allowed=1e-9)
+
+    updates = [at("update", "w", 1e-13), at("update", "w against rebuilt", 1e-10), at("update", "v", 1e-14)]
+    gradients = [at("gradients", "w", 1e-3), at("gradients", "v", math.nan), at("gradients", "u", 1e-2)]
+    errors = Verdict(state="differs", reason="", quantities=(*updates, *gradients)).errors
+    assert errors["update"] == 1e-13
+    assert math.isnan(errors["gradients"])
 
 
 # JUnit

@@ -81,7 +81,9 @@ def test_the_mean_of_a_sequence_is_that_of_its_document_in_a_packed_row() -> Non
 def test_weights_are_finite_where_a_document_has_no_token(mode: LossAggMode) -> None:
     """Padding stands there, and what is infinite times a mask of 0 would be no number."""
     factor = 2.0 if mode == "seq-mean-token-sum-norm" else None
-    weights = token_weights(torch.tensor([[0.0, 4.0]]), mode, tokens=4, sequences=1, scale_factor=factor)
+    tokens, sequences = torch.tensor([4.0, 1.0])
+    lengths = torch.tensor([[0.0, 4.0]])
+    weights = token_weights(lengths, mode, tokens=tokens, sequences=sequences, scale_factor=factor)
     assert weights.tolist()[0][1] == {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": 0.5}.get(mode, 0.25)
     assert weights.isfinite().all()
 

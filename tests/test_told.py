@@ -33,6 +33,7 @@ def test_the_peak_of_memory_begins_anew_and_is_of_this_rank() -> None:
     [
         ("memory", [-1]),
         ("memory", ["much"]),
+        ("host_memory", [0.5]),
         ("batches", [{"step": 0, "tokens": 1}]),
         ("pieces", {"a": {"full": [-1]}}),
     ],

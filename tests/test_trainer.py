@@ -6,35 +6,63 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from impl.trainer import largest, of_all_ranks
+from impl.evaluation import Evaluation
+from impl.moving import Reading
+from impl.train.experience import largest
+from impl.trainer import of_all_ranks, summed_up
 
 
-@pytest.mark.parametrize("numbers", [[math.nan, 1.0], [1.0, math.nan]])
-def test_a_number_that_is_nan_is_not_lost_behind_another(numbers: list[float]) -> None:
-    assert math.isnan(largest(numbers))
-    assert largest([1.0, 3.0, 2.0]) == 3.0
+def scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def beside(*others: list[float]) -> Any:
-    """The context of a rank beside others that have gathered these numbers, and the same sums."""
+    """The context of the first rank; the others have these sums and largest numbers."""
+
+    def all_reduce(table: Tensor) -> Tensor:
+        assert not table[1:].any()
+        return torch.cat([table[:1], torch.tensor(others, dtype=torch.float64).view(-1, table.shape[1])])
+
     return SimpleNamespace(
-        config=SimpleNamespace(device="cpu"),
-        all_reduce_tensor=lambda numbers: numbers * (1 + len(others)),
-        all_gather=lambda own: [own, *others],
+        config=SimpleNamespace(device="cpu"), data_rank=0, data_size=1 + len(others), all_reduce_tensor=all_reduce
     )
 
 
-def test_sums_are_added_up_and_the_largest_number_of_any_rank_and_micro_batch_is_kept() -> None:
-    sums = {"loss": torch.tensor(0.5, dtype=torch.float64), "count": torch.tensor(3.0, dtype=torch.float64)}
-    highest = {"ratio": [torch.tensor(1.0), torch.tensor(4.0)], "value": [torch.tensor(2.0), torch.tensor(-1.0)]}
-    found = of_all_ranks(beside([3.0, 5.0], [-1.0, 7.0]), sums, highest)
-    assert found == {"loss": 1.5, "count": 9.0, "ratio": 4.0, "value": 7.0}
+def test_sums_are_added_up_and_the_largest_number_of_any_rank_is_kept() -> None:
+    sums, highest = {"loss": scalar(0.5), "count": scalar(3.0)}, {"ratio": scalar(4.0), "value": scalar(-2.0)}
+    found = of_all_ranks(beside([0.5, 2.0, 3.0, -7.0], [0.5, 4.0, 5.0, -1.0]), sums, highest)
+    assert found == {"loss": 1.5, "count": 9.0, "ratio": 5.0, "value": -1.0}
     assert of_all_ranks(beside(), sums, {}) == {"loss": 0.5, "count": 3.0}
 
 
-@pytest.mark.parametrize(("own", "other"), [([math.nan, 1.0], 2.0), ([1.0, math.nan], 2.0), ([1.0, 1.0], math.nan)])
-def test_a_largest_number_is_nan_if_one_micro_batch_of_one_rank_has_it(own: list[float], other: float) -> None:
-    sums = {"loss": torch.tensor(1.0, dtype=torch.float64)}
-    found = of_all_ranks(beside([other]), sums, {"ratio": [torch.tensor(number) for number in own]})
-    assert math.isnan(found["ratio"])
+def test_a_largest_number_is_nan_if_one_rank_has_it() -> None:
+    for own, other in ((math.nan, 2.0), (1.0, math.nan)):
+        assert math.isnan(of_all_ranks(beside([1.0, other]), {"loss": scalar(1.0)}, {"ratio": scalar(own)})["ratio"])
+
+
+@pytest.mark.parametrize(("numbers", "largest"), [([1.0, 4.0], 4.0), ([math.nan, 1.0], math.nan)])
+def test_micro_batches_are_summed_up_in_float64(numbers: list[float], largest: float) -> None:
+    found = [
+        Evaluation(loss=None, values={"loss": torch.tensor(2.0**-30)}, highest={"ratio": torch.tensor(number)})
+        for number in numbers
+    ]
+    sums, highest = summed_up([*found, Evaluation(loss=None, values={"loss": torch.tensor(1.0)})])
+    assert sums["loss"].item() == 1 + 2.0**-29
+    assert highest["ratio"].item() == pytest.approx(largest, nan_ok=True)
+
+
+def test_a_number_that_is_nan_is_not_lost_behind_another() -> None:
+    assert math.isnan(largest([math.nan, 1.0]))
+    assert math.isnan(largest([1.0, math.nan]))
+    assert largest([1.0, 3.0, 2.0]) == 3.0
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_numbers_are_read_as_they_were_when_reading_began(device: str) -> None:
+    numbers = torch.arange(3.0, device=device, dtype=torch.float64)
+    reading = Reading(numbers + 1)
+    assert reading.numbers() == [1.0, 2.0, 3.0]

@@ -1,7 +1,7 @@
 """benchmarks/waits.py: where the host waits for the GPU in a step of a reference backend.
 
-A wait empties the GPU's queue. Of ours, SFT of a dense model has one before the first forward pass, when the queue is
-empty anyway, one for the gradient norm, and one for the step's other numbers; the rest are the libraries' own.
+A wait empties the GPU's queue. Of ours, SFT of a dense model has one, for the gradient norm, and the step's other
+numbers have arrived by then; the rest are the libraries' own.
 """
 
 import json
@@ -20,11 +20,11 @@ from waits import places  # noqa: E402
 
 from impl.moving import moved  # noqa: E402
 
-TOTALS, NUMBERS = "step_totals > impl/trainer.py: _summed", "of_all_ranks > impl/trainer.py: _summed"
 # What waits in a step of one micro-batch, by what its place has to contain, and how often at most.
-HUGGING_FACE = {TOTALS: 1, NUMBERS: 1, "optimizer_step [": 1, "find_packed_sequence_indices [": 1}
-DEEPSPEED = {**HUGGING_FACE, "deepspeed/runtime/": 8}  # overflow, and norms of its groups
-MEGATRON = {TOTALS: 1, NUMBERS: 1, "clip_grads.py: get_grad_norm_fp32 [": 1}
+PACKED = {"find_packed_sequence_indices [": 1}  # of transformers
+FSDP2 = {**PACKED, "impl/fsdp2/trainable.py: optimizer_step > impl/moving.py: numbers [": 1}
+DEEPSPEED = {**PACKED, "impl/deepspeed/trainable.py: optimizer_step [": 1, "deepspeed/runtime/": 8}  # overflow, norms
+MEGATRON = {"clip_grads.py: get_grad_norm_fp32 [": 1}
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -67,7 +67,7 @@ def test_tensors_get_to_a_gpu_as_they_are_whatever_their_strides() -> None:
 @pytest.mark.parametrize(
     ("backend", "layout", "expected"),
     [
-        *(("fsdp2", layout, HUGGING_FACE) for layout in ("dp2", "tp2", "sp2", "sp2.zigzag")),
+        *(("fsdp2", layout, FSDP2) for layout in ("dp2", "tp2", "sp2", "sp2.zigzag")),
         *(("deepspeed", layout, DEEPSPEED) for layout in ("dp2.zero2", "dp2.zero3", "sp2.zero1")),
         *(("megatron", layout, MEGATRON) for layout in ("dp2.zero1.overlap", "tp2.ckpt", "sp2", "pp2")),
     ],
@@ -91,4 +91,5 @@ def test_a_step_waits_where_numbers_are_read_and_where_the_library_does(
     of_each = {name: sum(count for place, count in waits.items() if name in place) for name in expected}
     assert sum(of_each.values()) == sum(waits.values()), waits
     assert all(of_each[name] <= most for name, most in expected.items()), waits
-    assert of_each[NUMBERS] == 1, "a count that misses this one cannot be trusted"
+    # Ours does not wait where the GPU is the faster one; the libraries always ask.
+    assert of_each[next(iter(expected))] == 1, "a count that misses this one cannot be trusted"

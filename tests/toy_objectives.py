@@ -113,7 +113,7 @@ class ImplWeightedSft:
         outputs: Outputs,
         inputs: MicroBatch,
         *,
-        totals: Mapping[str, float],
+        totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         assert outputs.logprobs is not None
@@ -196,7 +196,7 @@ class ImplPolicyAndValue:
         outputs: Outputs,
         inputs: MicroBatch,
         *,
-        totals: Mapping[str, float],
+        totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         count = 2 * totals["token_count"]

@@ -100,13 +100,16 @@ def read_lines(path: Path) -> Lines:
     return lines
 
 
-def peak_memory(records: Iterable[Path]) -> int:
-    """The most bytes that a rank held at once in any of these records; 0 where none can be read that tells."""
-    found = 0
+def peak_memory(records: Iterable[Path]) -> tuple[int, int]:
+    """The most bytes that a rank held at once in any of these records, of its device and of its host; 0 where none can
+    be read that tells."""
+    of_device = of_host = 0
     for path in records:
         with contextlib.suppress(RecordError):
-            found = max((found, *read_lines(path).footer.get("memory", ())))
-    return found
+            footer = read_lines(path).footer
+            of_device = max((of_device, *footer.get("memory", ())))
+            of_host = max((of_host, *footer.get("host_memory", ())))
+    return of_device, of_host
 
 
 def _read_raw_lines(file: Path) -> list[bytes]:

@@ -64,6 +64,7 @@ class Entry:
     other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
     slim: whether the tensors of its records were removed when all was compared (conformance.record.slim).
     memory: the most bytes that a rank held at once, of its GPU if it had one; 0 where that is not known.
+    host_memory: the most bytes that a rank held at once of its host; 0 where that is not known.
     before: the states in which it had ended before it was run again (``--resume``, or on GPUs), the earliest first.
     """
 
@@ -88,6 +89,7 @@ class Entry:
     before: tuple[State, ...] = ()
     slim: bool = False
     memory: int = 0
+    host_memory: int = 0
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -186,7 +188,9 @@ def cell_summary(entry: Entry) -> CellSummary:
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
         "memory": entry.memory,
+        "host_memory": entry.host_memory,
         "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
+        "errors": entry.verdict.errors,
         "before": entry.before,
         "folder": entry.folder,
     }

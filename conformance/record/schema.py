@@ -94,7 +94,8 @@ class _Footer:
     leaks: tuple[_Leak, ...] = ()
     evidence: tuple[_Evidence, ...] = ()
     batches: tuple[_Batch, ...] = ()  # older records have neither this field nor the next two
-    memory: tuple[Count, ...] = ()  # by rank, the peak in bytes; 0 where it is not known
+    memory: tuple[Count, ...] = ()  # by rank, the peak of its device in bytes; 0 where it is not known
+    host_memory: tuple[Count, ...] = ()  # the same of its host; older records lack it
     pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)  # by name and region, the ranks
     choices: str = ""  # the oracle's of a mixture of experts: SHA-256 of the batches with its routers' choices
 

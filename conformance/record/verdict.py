@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from conformance.observable import AGAINST_REBUILT
 from conformance.record.said import off
 from conformance.record.states import State
 
@@ -102,3 +103,18 @@ class Verdict:
             if q.stage not in worst or q.ratio > worst[q.stage].ratio:
                 worst[q.stage] = q
         return worst
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """For each stage, the largest relative error against the oracle. What is compared with other numbers of the
+        same cell (AGAINST_REBUILT) is left out, because such an error is relative to something else."""
+        errors: dict[str, float] = {}
+        for q in self.quantities:
+            if not q.tensor.endswith(AGAINST_REBUILT):
+                errors[q.stage] = _larger(errors.get(q.stage, 0.0), q.observed)
+        return errors
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger of two errors; NaN is larger than any."""
+    return b if math.isnan(b) or b > a else a

@@ -354,6 +354,7 @@ class Session:
         cell, folder = judged.cell, self.folder(judged.cell)
         known = self._refusals.known(cell)
         defective = self._defective(cell, known) if judged.records else None
+        memory, host_memory = peak_memory(folder / record for record in judged.records)
         entry = Entry(
             cell=str(cell),
             scenario=cell.scenario.name,
@@ -373,7 +374,8 @@ class Session:
             observables=self._observables(cell),
             verdict=judged.verdict,
             other=judged.other,
-            memory=peak_memory(folder / record for record in judged.records),
+            memory=memory,
+            host_memory=host_memory,
             before=(*before(self._earlier.get(str(cell))), *(("infrastructure",) if judged.failed_before else ())),
         )
         self._summaries[str(cell)] = cell_summary(entry)

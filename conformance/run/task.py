@@ -118,7 +118,7 @@ def run_leg(
         dp, parts = Layout.parse(layout).data, config.accumulation
         told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
         seconds = time.perf_counter() - started
-        observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory.read())
+        observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory)
         return dict(calls)
 
 
@@ -284,15 +284,15 @@ class _Observer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
 
-    def finish(self, told: dict[str, Any], *, memory: int) -> None:
-        """Write the footer: what is ``told``, and what all ranks have seen. ``memory``: this rank's peak in bytes."""
+    def finish(self, told: dict[str, Any], *, memory: PeakMemory) -> None:
+        """Write the footer: what is ``told``, and what all ranks have seen. ``memory``: this rank's peaks."""
         # All ranks take part in this collective, so the footer also shows that all of them came to their end.
-        seen: list[tuple[dict[str, Any], int]] = [({}, 0) for _ in range(self.rank.world_size)]
-        dist.all_gather_object(seen, (self.watch.to_json(), memory))
+        seen: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
+        dist.all_gather_object(seen, (self.watch.to_json(), memory.read(), memory.read_host()))
         if self.writer:
-            evidence, peaks = [its for its, _ in seen], [peak for _, peak in seen]
-            found = {"leaks": self.leaks, "evidence": evidence, "memory": peaks, "pieces": self.pieces}
-            self.writer.finish({**told, **found})
+            evidence, peaks, host_peaks = (list(its) for its in zip(*seen, strict=True))
+            found = {"leaks": self.leaks, "evidence": evidence, "pieces": self.pieces}
+            self.writer.finish({**told, **found, "memory": peaks, "host_memory": host_peaks})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks."""

@@ -140,10 +140,11 @@ def _leaking_documents(collate: Function) -> Function:
 
 
 def _local_token_mean(step_totals: Function) -> Function:
-    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, float]:
+    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, torch.Tensor]:
         # The mean over a rank's own tokens, then averaged over ranks by the data-parallel reduction.
         own = functions.totals([row for rows in micro_batches for row in rows])
-        return {key: max(1, value) * context.data_size for key, value in own.items()}
+        every = step_totals(context, functions, micro_batches)
+        return {key: torch.full_like(every[key], max(1, value) * context.data_size) for key, value in own.items()}
 
     return faulty
 

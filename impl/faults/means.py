@@ -41,10 +41,10 @@ def _divided_by_mini_batches(loss_weights: Function) -> Function:
 
 
 def _padding_in_mean(step_totals: Function) -> Function:
-    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, float]:
-        totals: dict[str, float] = step_totals(context, functions, micro_batches)
+    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, torch.Tensor]:
+        totals: dict[str, torch.Tensor] = step_totals(context, functions, micro_batches)
         places = sum(len(rows) * max(row.length for row in rows) for rows in micro_batches)
-        return totals | {"token_count": context.all_reduce(places)}
+        return totals | {"token_count": torch.full_like(totals["token_count"], context.all_reduce(places))}
 
     return faulty
 
@@ -92,10 +92,11 @@ def _one_earlier(document: Any) -> Any:
 
 
 def _metrics_of_one_rank(of_all_ranks: Function) -> Function:
-    def faulty(context: Any, sums: Any, highest: Any) -> dict[str, float]:
+    def faulty(context: Any, sums: Any, highest: Any) -> dict[str, torch.Tensor]:
         first = context.all_gather({o.key: sums[o.key].item() for o in METRICS if o.key in sums})[0]
-        together: dict[str, float] = of_all_ranks(context, sums, highest)
-        return together | {key: value * context.data_size for key, value in first.items()}
+        together: dict[str, torch.Tensor] = of_all_ranks(context, sums, highest)
+        own = {key: torch.full_like(together[key], value * context.data_size) for key, value in first.items()}
+        return together | own
 
     return faulty
 

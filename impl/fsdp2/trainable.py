@@ -36,6 +36,7 @@ from impl.lora import load_adapter, named_parameters
 from impl.micro_batches import Loss, one_after_another, set_mode
 from impl.model_folder import Dtype, write_merged, write_model
 from impl.models import empty_model
+from impl.moving import Reading
 from impl.optimizers import (
     freeze_others,
     learning_rates,
@@ -248,6 +249,7 @@ class Fsdp2Trainable:
             with torch.no_grad():
                 local = [g.to_local() for g in gradients]
             torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+        reading = Reading(total[None])  # begun before the update, which nobody has to wait for
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -255,7 +257,7 @@ class Fsdp2Trainable:
         if not self.skipped:
             self.advance_schedule()
         self.optimizer.zero_grad()
-        return total.item()  # not earlier, because it waits for the device
+        return reading.numbers()[0]
 
     @property
     def router_loss_factor(self) -> float:

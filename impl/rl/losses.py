@@ -116,21 +116,21 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clipran
 
 
 def token_weights(
-    lengths: Tensor, mode: LossAggMode, *, tokens: float, sequences: float, scale_factor: float | None = None
+    lengths: Tensor, mode: LossAggMode, *, tokens: Tensor, sequences: Tensor, scale_factor: float | None = None
 ) -> Tensor:
     """The weight of each token; the loss of a mini-batch is the sum of weight * loss over its tokens.
 
-    ``lengths``: any shape, the number n of response tokens in the token's document. ``tokens``, ``sequences``: the
-    whole mini-batch has T response tokens in N documents with at least one. ``token-mean`` 1 / T,
+    ``lengths``: any shape, the number n of response tokens in the token's document. ``tokens``, ``sequences``:
+    scalars, the T response tokens of the whole mini-batch and its N documents with at least one. ``token-mean`` 1 / T,
     ``seq-mean-token-sum`` 1 / N, ``seq-mean-token-mean`` 1 / (N n), ``seq-mean-token-sum-norm`` 1 / (N scale_factor).
     DAPO, arXiv 2503.14476, section 3.3; Dr. GRPO, arXiv 2503.20783, section 3.2; verl's ``agg_loss``.
     """
     assert (scale_factor is not None) == (mode == "seq-mean-token-sum-norm")
     if mode == "token-mean":
-        return torch.full_like(lengths, 1 / tokens)
+        return torch.ones_like(lengths) / tokens
     if mode == "seq-mean-token-mean":
         return 1 / (sequences * lengths.clamp(min=1))
-    return torch.full_like(lengths, 1 / (sequences * (scale_factor or 1.0)))
+    return torch.ones_like(lengths) / (sequences * (scale_factor or 1.0))
 
 
 def sequence_mean(numbers: Tensor, *, mask: Tensor, documents: Tensor) -> Tensor:

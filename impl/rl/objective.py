@@ -96,11 +96,11 @@ class PolicyGradientFunctions:
         outputs: Outputs,
         inputs: MicroBatch,
         *,
-        totals: Mapping[str, float],
+        totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
         weights = loss_weights(inputs, self.objective, totals)
-        share = inputs.targets / totals["token_count"]
+        share = inputs.targets.to(weights.dtype) / totals["token_count"]
         if model == CRITIC.name:
             assert outputs.values is not None
             return self._critic(outputs.values, inputs, weights, share)
@@ -153,7 +153,7 @@ class PolicyGradientFunctions:
         return Evaluation(loss=loss, values=numbers, rows=rows)
 
 
-def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, float]) -> Tensor:
+def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, Tensor]) -> Tensor:
     """The weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
     weights = token_weights(
         inputs.columns["length"],

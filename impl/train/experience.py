@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from conformance.batch import Batch, Document, Row, with_rollouts
@@ -24,7 +25,6 @@ from impl.train.prompts import Prompt
 from impl.train.rewards import Reward
 from impl.train.rollout import Response, RolloutEngine, seed_of
 from impl.train.source import Work
-from impl.trainer import largest
 
 
 @dataclass
@@ -199,6 +199,11 @@ def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> 
     total = context.all_reduce(count)
     means = {key: context.all_reduce(value) / total for key, value in sums.items()}
     return means | {"logprob_gap_max": largest(context.all_gather(largest(differences)))}
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest of some numbers; NaN if one of them is NaN, which Python's ``max`` loses behind another number."""
+    return float(np.max(values))
 
 
 def rollout_logprobs(row: Row) -> list[float]:

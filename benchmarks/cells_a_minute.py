@@ -1,0 +1,137 @@
+"""How many judged cells a minute `parity run` gets through, beside the same run with each cell under its own torchrun.
+
+python benchmarks/cells_a_minute.py OUT [--rounds 1] --device cuda --profile gpu ...   (the rest as for parity run)
+
+Both runs plan, lease, compute oracles, judge and report with the same code. They differ in where the ranks of a leg
+come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers are usually started. Prints
+and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute from start to exit, and how
+long places were leased where there are any (GPUs).
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from conformance import cli
+from conformance.gpus.shares import gpus_of
+from conformance.run import where
+from conformance.run.environment import environment
+from conformance.world import Outcome, Pool
+from conformance.world.lane import Lane, Starter, failed
+from conformance.world.nursery import environment as environment_of_ranks
+from conformance.world.places import Block, Places
+from conformance.world.pool import _Threaded
+
+BY_TORCHRUN = "--by-torchrun"
+TASK = "conformance.run.task:run_leg"
+
+
+def main() -> int:
+    if sys.argv[1:2] == [BY_TORCHRUN]:
+        with patch.object(where, "Pool", TorchrunPool):
+            return cli.main(["run", *sys.argv[2:]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=1, help="of both, one after the other")
+    options, arguments = parser.parse_known_args()
+    options.out.mkdir(parents=True)
+    runs: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        for name, command in (
+            ("pool", ["-m", "conformance.cli", "run"]),
+            ("torchrun", [str(Path(__file__)), BY_TORCHRUN]),
+        ):
+            runs.append({"by": name, **timed(command, arguments, options.out / f"{name}-{number}")})
+            told = {"arguments": arguments, "environment": environment(), "runs": runs}
+            (options.out / "cells.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+            print(json.dumps(runs[-1]), flush=True)
+    return 0
+
+
+def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]:
+    """Run a process to its end. Raises CalledProcessError where it wrote no summary, with what it said."""
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *command, *arguments, "--verbose", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - began
+    if not (out / "summary.json").is_file():
+        raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr[-2000:])
+    cells = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
+    leased = re.search(r"leased: (.*)", done.stderr)
+    states = Counter(cell["state"] for cell in cells)
+    judged = len(cells) - states["not_run"] - states["unsupported"]
+    return {
+        "seconds": round(seconds, 1),
+        "states": dict(states),
+        "cells_a_minute": round(60 * judged / seconds, 2),
+        "leased": leased[1] if leased else "",
+    }
+
+
+class TorchrunLane(Lane):
+    """A lane that starts a torchrun for each leg of a cell; other tasks (an oracle) run as they do in a pool."""
+
+    def __init__(self, starter: Starter, block: Block) -> None:
+        super().__init__(starter)
+        self._block = block
+
+    def run(self, **call: Any) -> Outcome:
+        """As conformance.world.lane.Lane.run."""
+        if call["task"] != TASK:
+            return super().run(**call)
+        config, log_dir, began = call["config"], Path(call["log_dir"]), time.monotonic()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        file = log_dir / "kwargs.json"
+        file.write_text(json.dumps(call["kwargs"]), encoding="utf-8")
+        rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={config.size}")
+        script = (str(Path(__file__).with_name("torchrun_cell.py")), config.device, str(file))
+        variables = environment_of_ranks() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        if self._block:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(self._block))
+        with (log_dir / "torchrun.log").open("wb") as log:
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *rendezvous, *script],
+                env=variables,
+                stdout=log,
+                stderr=log,
+                check=False,
+            )
+        if done.returncode:
+            return failed(f"torchrun ended with {done.returncode}: {log_dir}", kind="exited", began=began)
+        seconds, results = time.monotonic() - began, [dict[str, int]() for _ in range(config.size)]
+        return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results)
+
+
+class TorchrunPool(Pool):
+    """A pool of such lanes."""
+
+    def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
+        super().__init__(work_dir=work_dir, places=places)
+        self._own = TorchrunLane(self._zygotes, ())
+
+    def prepare(self, config: Any) -> None:
+        """Nothing: no world of this config will be started."""
+
+    def _lane(self, places: Places, block: Block) -> _Threaded:
+        known = block in self._lanes
+        threaded = super()._lane(places, block)
+        if not known:
+            lane = TorchrunLane(places.starter(block), block)
+            threaded = self._lanes[block] = _Threaded(lane=lane, thread=threaded.thread)
+        return threaded
+
+
+if __name__ == "__main__":
+    sys.exit(main())
