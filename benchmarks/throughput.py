@@ -62,6 +62,7 @@ FOUR_GPUS = (
     ("deepspeed", "dp4.zero3.ckpt.leaf", "plain_deepspeed.py", "dp4.zero3"),
     ("megatron", "dp4.zero1.overlap.ckpt", "plain_fsdp2.py", "dp4"),
     ("megatron", "dp2.tp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.tp2.zero1"),
+    ("megatron", "dp2.tp2.zero1.overlap.ckpt", "plain_megatron.py", "dp2.tp2.zero1.overlap.te"),
 )
 PAIRS = {1: ONE_GPU, 2: TWO_GPUS, 4: FOUR_GPUS}
 Pair = tuple[str, str, str, str]
