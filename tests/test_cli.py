@@ -79,8 +79,9 @@ def test_run_leaves_summary_records_and_reports(out: Path) -> None:
     cell = next(cell for cell in summary["cells"] if cell["state"] == "conforms")
     assert (cell["id"], cell["world_size"]) == (CONFORMS, 2)
     assert cell["ratios"]["gradients"] < 1
-    assert 0 < cell["errors"]["gradients"] < 1e-12
-    assert 0 < cell["errors"]["update"] < 1e-12
+    rows = read(out / cell["folder"] / "verdict.json")["quantities"]["data"]
+    assert cell["errors"]["gradients"] == max(row[3] for row in rows if row[0] == "gradients") > 0
+    assert 0 < cell["errors"]["update"] < 1e-3
     assert 2**25 < cell["memory"] < 2**33
     assert 2**25 < cell["host_memory"] < 2**33
     assert (out / cell["folder"] / "legs" / "0" / "record" / "record.jsonl").is_file()

@@ -22,7 +22,7 @@ from impl.moving import moved  # noqa: E402
 
 # What waits in a step of one micro-batch, by what its place has to contain, and how often at most.
 PACKED = {"find_packed_sequence_indices [": 1}  # of transformers
-FSDP2 = {**PACKED, "impl/fsdp2/trainable.py: optimizer_step > impl/moving.py: numbers [": 1}
+FSDP2 = {**PACKED, "impl/fsdp2/trainable.py: optimizer_step > impl/moving.py: numbers > ": 1}
 DEEPSPEED = {**PACKED, "impl/deepspeed/trainable.py: optimizer_step [": 1, "deepspeed/runtime/": 8}  # overflow, norms
 MEGATRON = {"clip_grads.py: get_grad_norm_fp32 [": 1}
 
