@@ -1,20 +1,28 @@
-"""What a step of DeepSpeed costs the host: torchrun --standalone --nproc-per-node 2 host_time.py MODEL LAYOUT
+"""What a step of DeepSpeed costs the host: torchrun --standalone --nproc-per-node 2 host_time.py MODEL LAYOUT [--plain]
 
 MODEL: a Hugging Face folder with layers that are so small that what they compute hardly counts, such as random_model.py
 writes from the configuration of openPangu-Embedded-1B with hidden_size 64, intermediate_size 128, 4 heads, 2 key-value
 heads and vocab_size 600. Trained in bf16 on a CPU over gloo, where the main thread of a rank runs forward and backward
-passes. Prints its processor time for a step of the first rank, as a line of JSON: the median of ten, and the least.
+passes; with --plain as plain_deepspeed.py does. Prints a line of JSON of the first rank: its processor time for a step,
+the median of ten, and the least; and how many Python functions it calls in one more step, which no other work on the
+machine changes.
 """
 
+import argparse
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
 from ours import ADAMW
 from timing import WARM_UP, random_rows
 
@@ -28,9 +36,44 @@ from impl.trainer import train_step
 TOKENS, VOCABULARY, STEPS = 8, 600, 10
 
 
-def main(model: Path, layout: Layout) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("layout", type=Layout.parse)
+    parser.add_argument("--plain", action="store_true", help="the plain program")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    step = (plain if options.plain else ours)(options.model, options.layout)
+    seconds = []
+    for number in range(WARM_UP + STEPS):
+        began = time.thread_time()
+        step(number)
+        seconds.append(time.thread_time() - began)
+    calls = python_calls(lambda: step(WARM_UP + STEPS))
+    if dist.get_rank() == 0:
+        timed = [round(each(seconds[WARM_UP:]), 4) for each in (median, min)]
+        print(json.dumps({"layout": str(options.layout), "median_s": timed[0], "least_s": timed[1], "calls": calls}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # as ranks of a training do (impl/train/process.py)
+
+
+def python_calls(step: Callable[[], object]) -> int:
+    """How many Python functions this thread calls while ``step`` runs."""
+    count = 0
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    step()
+    sys.setprofile(None)
+    return count
+
+
+def ours(model: Path, layout: Layout) -> Callable[[int], object]:
     config = ContextConfig(
         layout=layout, precision="bf16", device="cpu", accumulation=1, packed=False, trust_remote_code=True
     )
@@ -38,23 +81,50 @@ def main(model: Path, layout: Layout) -> None:
     context.setup_distributed()
     policy = context.new_trainable("causal")
     policy.prepare(policy.load_model(model), ADAMW, ScheduleConfig())
-    seconds = []
-    for number in range(WARM_UP + STEPS):
+
+    def step(number: int) -> None:
         tokens = [random_rows(VOCABULARY, rows=1, seq=TOKENS, step=number, rank=rank) for rank in range(layout.dp)]
         documents = [Document(tuple(row), (False, *(True,) * (TOKENS - 1))) for row in torch.cat(tokens).tolist()]
         rows = tuple(Row(i, (document,)) for i, document in enumerate(documents))
         batch = Batch(step=number, max_len=TOKENS, rows=rows)
-        began = time.thread_time()
         train_step(context, {"policy": policy}, Sft(), batch, on_gradients=lambda model: None, with_rows=False)
-        seconds.append(time.thread_time() - began)
-    if dist.get_rank() == 0:
-        timed = seconds[WARM_UP:]
-        print(json.dumps({"layout": str(layout), "median_s": round(median(timed), 4), "least_s": round(min(timed), 4)}))
-    context.teardown()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as ranks of a training do (impl/train/process.py)
+
+    return step
+
+
+def plain(folder: Path, layout: Layout) -> Callable[[int], object]:
+    """The step of plain_deepspeed.py, which needs GPUs; of so small a model ZeRO-3 leaves whole what ours does."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=True)
+    model.config.use_cache = False
+    model.train()
+    if "ckpt" in layout.options:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    whole = max(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {"stage": layout.zero, "stage3_param_persistence_threshold": whole},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        },
+        dist_init_required=False,
+    )
+
+    def step(number: int) -> None:
+        rows = random_rows(VOCABULARY, rows=1, seq=TOKENS, step=number, rank=dist.get_rank())
+        loss = F.cross_entropy(engine(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        loss.item()
+
+    return step
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Layout.parse(sys.argv[2]))
+    main()

@@ -130,7 +130,7 @@ def main() -> None:
             forward_only=False,
         )
         optimizer.step()
-        return sum(float(one["loss"]) for one in reported)  # of the last stage; the schedule has divided by their number
+        return sum(float(one["loss"]) for one in reported)  # none before the last stage; parts of a mean
 
     measure(step, options=options, data_ranks=dist.get_world_size() // tp // pp)
     dist.destroy_process_group()

@@ -81,7 +81,6 @@ def test_run_leaves_summary_records_and_reports(out: Path) -> None:
     assert cell["ratios"]["gradients"] < 1
     rows = read(out / cell["folder"] / "verdict.json")["quantities"]["data"]
     assert cell["errors"]["gradients"] == max(row[3] for row in rows if row[0] == "gradients") > 0
-    assert 0 < cell["errors"]["update"] < 1e-3
     assert 2**25 < cell["memory"] < 2**33
     assert 2**25 < cell["host_memory"] < 2**33
     assert (out / cell["folder"] / "legs" / "0" / "record" / "record.jsonl").is_file()

@@ -24,7 +24,7 @@ from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.sequence import layer
-from deepspeed.utils import groups
+from deepspeed.utils import groups, nvtx
 
 from conformance.layout import Layout
 from conformance.validation import UsageError
@@ -72,6 +72,9 @@ def _set_up(device: str) -> None:
     deepspeed.logger.setLevel(logging.WARNING)
     _undo.callback(_forget_groups)
     _replace(torch.nn.functional, "linear", torch.nn.functional.linear)  # zero.Init puts its own there
+    # A fifth of the functions that ZeRO-3 calls in a step open and close ranges for NVIDIA's profilers. DeepSpeed has
+    # this switch for compiled layers.
+    _replace(nvtx, "enable_nvtx", False)
     if device == "cpu":
         set_accelerator(CPU_Accelerator())
         # No op is compatible, so none is compiled: the first, shared-memory inference, would take half a minute.
