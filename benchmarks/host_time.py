@@ -33,7 +33,7 @@ from conformance.scenario import ScheduleConfig
 from impl.strategy import ContextConfig, get_context
 from impl.trainer import train_step
 
-TOKENS, VOCABULARY, STEPS = 8, 600, 10
+TOKENS, STEPS = 8, 10
 
 
 def main() -> None:
@@ -81,9 +81,10 @@ def ours(model: Path, layout: Layout) -> Callable[[int], object]:
     context.setup_distributed()
     policy = context.new_trainable("causal")
     policy.prepare(policy.load_model(model), ADAMW, ScheduleConfig())
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def step(number: int) -> None:
-        tokens = [random_rows(VOCABULARY, rows=1, seq=TOKENS, step=number, rank=rank) for rank in range(layout.dp)]
+        tokens = [random_rows(vocabulary, rows=1, seq=TOKENS, step=number, rank=rank) for rank in range(layout.dp)]
         documents = [Document(tuple(row), (False, *(True,) * (TOKENS - 1))) for row in torch.cat(tokens).tolist()]
         rows = tuple(Row(i, (document,)) for i, document in enumerate(documents))
         batch = Batch(step=number, max_len=TOKENS, rows=rows)
@@ -117,7 +118,7 @@ def plain(folder: Path, layout: Layout) -> Callable[[int], object]:
     )
 
     def step(number: int) -> None:
-        rows = random_rows(VOCABULARY, rows=1, seq=TOKENS, step=number, rank=dist.get_rank())
+        rows = random_rows(model.config.vocab_size, rows=1, seq=TOKENS, step=number, rank=dist.get_rank())
         loss = F.cross_entropy(engine(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
