@@ -2,8 +2,9 @@
 
 python benchmarks/throughput_picture.py OUT.json [OUT.json ...] > PICTURE.svg
 
-Bars are medians of rounds, and ticks on them are the rounds. The factors are medians of the rounds' own ratios, ours by
-plain, since a round runs both one after the other. The README's picture is drawn from PUBLISHED.
+Bars are medians of rounds, and ticks on them are the rounds. The factors are medians of ratios, ours by plain: of the
+rounds, since a round runs both one after the other, or of the steps if both have run in turn. The README's picture is
+drawn from PUBLISHED.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-26-throughput"
-PUBLISHED = tuple(RUNS / f"2xh200{name}.json" for name in ("", "-leaf"))
+RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-27-one-lease"
+PUBLISHED = tuple(RUNS / f"1b-{name}.json" for name in ("fsdp2-megatron", "zero1-zero2-megatron", "zero3"))
 BACKENDS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron"}
 PLAIN = {
     "plain_fsdp2.py": "plain FSDP2",
@@ -62,9 +63,10 @@ def picture(results: Iterable[Path]) -> str:
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The same pair of several files, as if it were of one."""
     rounds = {side: [run for part in parts for run in part[side]] for side in ("of_ours", "of_plain")}
+    speed = "of_steps" if all("of_steps" in part["ours_by_plain"] for part in parts) else "tokens_per_second"
     ratios = {
-        key: median([ratio for part in parts for ratio in part["ours_by_plain"][key]["all"]])
-        for key in ("tokens_per_second", "peak_gib")
+        name: median([ratio for part in parts for ratio in part["ours_by_plain"][key]["all"]])
+        for name, key in (("speed", speed), ("memory", "peak_gib"))
     }
     return {**parts[0], **rounds, "ratios": ratios}
 
@@ -77,7 +79,7 @@ def _in_order(names: tuple[str, str]) -> tuple[int, str]:
 def _drawn(pair: dict[str, Any], *, y: int, scale: float) -> list[str]:
     backend, layout = pair["ours"].split()
     program, its_layout = pair["plain"].split()
-    speed, memory = (pair["ratios"][key] for key in ("tokens_per_second", "peak_gib"))
+    speed, memory = (pair["ratios"][key] for key in ("speed", "memory"))
     bars = (
         (f"{BACKENDS[backend]} {layout}", "of_ours", "#0b5fb0", "#063a6d"),
         (f"{PLAIN[program]} {its_layout}", "of_plain", "#b6bdc5", "#59636e"),

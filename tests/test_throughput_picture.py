@@ -51,6 +51,14 @@ def test_bars_are_medians_and_ticks_are_rounds_of_all_files(tmp_path: Path) -> N
     assert ours / plain == pytest.approx(110 / 100, rel=1e-3)
 
 
+def test_the_factor_of_programs_in_turn_is_that_of_their_steps(tmp_path: Path) -> None:
+    file = result(tmp_path, "one", ratio=1.4, in_turn=True)
+    told = json.loads(file.read_text())
+    told["pairs"][0]["ours_by_plain"]["of_steps"] = {"all": [0.9, 1.1, 1.0]}
+    file.write_text(json.dumps(told))
+    assert "1.00 x, memory 1.40 x" in throughput_picture.picture([file])
+
+
 @pytest.mark.parametrize("sizes", [{"gpus": 1}, {"in_turn": True}])
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, sizes: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="the same --gpus, --seq, --rows and --in-turn"):
