@@ -5,7 +5,8 @@ python benchmarks/cells_a_minute.py OUT [--rounds 1] --device cuda --profile gpu
 Both runs plan, lease, compute oracles, judge and report with the same code. They differ in where the ranks of a leg
 come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers are usually started. Prints
 and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute from start to exit, and how
-long places were leased where there are any (GPUs).
+long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its own and tells of no planted
+fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget in all (--budget) has failed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +44,8 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=1, help="of both, one after the other")
     options, arguments = parser.parse_known_args()
+    if refused := {"--ranks_per_gpu", "--faults"} & {argument.partition("=")[0] for argument in arguments}:
+        parser.error(f"{', '.join(refused)} cannot be had under torchrun; leave it out")
     options.out.mkdir(parents=True)
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
@@ -71,7 +75,7 @@ def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]
     cells = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
     leased = re.search(r"leased: (.*)", done.stderr)
     states = Counter(cell["state"] for cell in cells)
-    judged = len(cells) - states["not_run"] - states["unsupported"]
+    judged = sum(states[state] for state in ("conforms", "partly_observed", "differs", "expected_difference"))
     return {
         "seconds": round(seconds, 1),
         "states": dict(states),
@@ -100,16 +104,12 @@ class TorchrunLane(Lane):
         variables = environment_of_ranks() | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if self._block:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(self._block))
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *script]
         with (log_dir / "torchrun.log").open("wb") as log:
-            done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", *rendezvous, *script],
-                env=variables,
-                stdout=log,
-                stderr=log,
-                check=False,
-            )
-        if done.returncode:
-            return failed(f"torchrun ended with {done.returncode}: {log_dir}", kind="exited", began=began)
+            try:
+                subprocess.run(command, env=variables, stdout=log, stderr=log, check=True, timeout=call["budget_s"])
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                return failed(f"{error}; its output is in {log_dir}", kind="exited", began=began)
         seconds, results = time.monotonic() - began, [dict[str, int]() for _ in range(config.size)]
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results)
 
@@ -125,12 +125,10 @@ class TorchrunPool(Pool):
         """Nothing: no world of this config will be started."""
 
     def _lane(self, places: Places, block: Block) -> _Threaded:
-        known = block in self._lanes
-        threaded = super()._lane(places, block)
-        if not known:
-            lane = TorchrunLane(places.starter(block), block)
-            threaded = self._lanes[block] = _Threaded(lane=lane, thread=threaded.thread)
-        return threaded
+        if block not in self._lanes:
+            thread = ThreadPoolExecutor(max_workers=1)
+            self._lanes[block] = _Threaded(lane=TorchrunLane(places.starter(block), block), thread=thread)
+        return super()._lane(places, block)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ masters, activation checkpointing and clipping, on random tokens, in processes o
 once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
 together and take their steps in turn, so that slow minutes meet both; the GPUs need memory for both. Prints and writes,
 for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-turn
-also the speed of each step of ours by that of the plain step that follows (of_steps). OUT.json is written after each
-program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the run.
+also the speed of each step of ours by that of the plain step that follows (of_steps, with quartiles). OUT.json is
+written after each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions
+and GPUs of the run.
 All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from timing import WARM_UP
@@ -161,12 +162,15 @@ def told(pair: Pair, seen: Both, *, in_turn: bool) -> dict[str, Any]:
     ratios = {key: [round(a[key] / b[key], 4) for a, b in both] for key in keys}
     if in_turn:  # a step, and the one that followed it
         ratios["of_steps"] = [round(y / x, 4) for a, b in both for x, y in zip(a["seconds"], b["seconds"], strict=True)]
+    by_plain = {key: {"median": median(all_), "all": all_} for key, all_ in ratios.items() if all_}
+    if len(steps := ratios.get("of_steps", ())) > 1:
+        by_plain["of_steps"]["quartiles"] = quantiles(steps, n=4, method="inclusive")[::2]
     return {
         "ours": " ".join(pair[:2]),
         "plain": " ".join(pair[2:]),
         "of_ours": seen[0],
         "of_plain": seen[1],
-        "ours_by_plain": {key: {"median": median(all_), "all": all_} for key, all_ in ratios.items() if all_},
+        "ours_by_plain": by_plain,
     }
 
 

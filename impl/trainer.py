@@ -44,7 +44,7 @@ def train_step(
     functions = functions_of(objective)
     micro_batches, inputs = step_inputs(context, batch)
     totals = step_totals(context, functions, micro_batches)
-    values = functions.summary(batch)
+    values = dict(functions.summary(batch))
     found: list[Evaluation] = []
     others: list[dict[str, Outputs]] = [{} for _ in inputs]
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -54,7 +54,8 @@ def train_step(
         found += _run(context, trainable, functions, role, inputs, totals, others)
         if role is roles[-1]:  # the counts of ``evaluate`` replace the batch's own
             told = totals | of_all_ranks(context, *summed_up(found))
-            # Begun before the last update: who waits for the norm, for clipping, has waited for these numbers too.
+            # Copied to the host before the last update is asked for. Where this update is clipped, its norm is read
+            # later than that, so these numbers are there by then.
             reading = Reading(torch.stack([*told.values()]))
         if role.trained:
             outputs = [known[role.name] for known in others]
@@ -85,7 +86,7 @@ def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[
     """The numbers of the whole step, from scalars of this rank (float64): ``sums`` added up over data ranks, and the
     largest of ``highest`` on any of them, which is NaN if one of them is."""
     numbers = torch.stack([*sums.values(), *highest.values()]).to(context.config.device)
-    table = numbers.new_zeros(context.data_size, len(numbers))  # by data rank: no backend's largest keeps every NaN
+    table = numbers.new_zeros(context.data_size, len(numbers))  # the largest of NCCL or gloo may lose a NaN
     table[context.data_rank] = numbers
     every = context.all_reduce_tensor(table)
     summed, largest = every[:, : len(sums)].sum(dim=0), every[:, len(sums) :].amax(dim=0)

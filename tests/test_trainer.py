@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.objective import Sft
+from impl import trainer
 from impl.evaluation import Evaluation
+from impl.fsdp2 import norm
+from impl.fsdp2.trainable import Fsdp2Trainable
 from impl.moving import Reading
 from impl.train.experience import largest
 from impl.trainer import of_all_ranks, summed_up
@@ -59,10 +63,50 @@ def test_a_number_that_is_nan_is_not_lost_behind_another() -> None:
     assert largest([1.0, 3.0, 2.0]) == 3.0
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
-def test_numbers_are_read_as_they_were_when_reading_began(device: str) -> None:
-    numbers = torch.arange(3.0, device=device, dtype=torch.float64)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_numbers_are_read_when_the_gpu_has_them_and_no_later() -> None:
+    numbers = torch.zeros(3, device="cuda", dtype=torch.float64)
+    torch.cuda._sleep(10**9)
     reading = Reading(numbers + 1)
-    assert reading.numbers() == [1.0, 2.0, 3.0]
+    torch.cuda._sleep(10**9)
+    later = torch.cuda.Event()
+    later.record()
+    assert reading.numbers() == [1.0, 1.0, 1.0]
+    assert not later.query()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the device, in order; whoever asks for an update first would wait for it."""
+    asked: list[str] = []
+    monkeypatch.setattr(Reading, "__init__", lambda self, tensor: asked.append("reading"))
+    monkeypatch.setattr(Reading, "numbers", lambda self: [0.0])
+    return asked
+
+
+def test_fsdp2_reads_its_norm_before_the_update(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing, trainable = lambda *_: None, Fsdp2Trainable.__new__(Fsdp2Trainable)
+    trainable.__dict__ |= {
+        **{"model": torch.nn.Linear(1, 1), "max_grad_norm": None},
+        "optimizer": SimpleNamespace(zero_grad=nothing),
+        "scheduler": SimpleNamespace(step=nothing),
+        "scaler": SimpleNamespace(get_scale=lambda: 1.0, update=nothing, step=lambda _: asked.append("update")),
+    }
+    monkeypatch.setattr(norm, "gradient_norm", lambda gradients: scalar(1.0))
+    trainable.optimizer_step()
+    assert asked == ["reading", "update"]
+
+
+def test_a_step_reads_its_numbers_before_the_last_update(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(*_: Any) -> dict[str, float]:
+        asked.append("update")
+        return {}
+
+    found = {"step_inputs": ([], []), "step_totals": {"token_count": scalar(1.0)}, "_run": [], "_routing": {}}
+    for name, given in {**found, "of_all_ranks": {}}.items():
+        monkeypatch.setattr(trainer, name, lambda *_, given=given: given)
+    monkeypatch.setattr(trainer, "_update", update)
+    context, models, batch = SimpleNamespace(), {"policy": None}, SimpleNamespace()
+    step: Any = trainer.train_step
+    step(context, models, Sft(), batch, on_gradients=lambda _: None, with_rows=False)
+    assert asked == ["reading", "update"]

@@ -106,8 +106,9 @@ class Verdict:
 
     @property
     def errors(self) -> dict[str, float]:
-        """For each stage, the largest relative error against the oracle. What is compared with other numbers of the
-        same cell (AGAINST_REBUILT) is left out, because such an error is relative to something else."""
+        """For each stage, the largest relative error of all that was compared: with the oracle and, where there are
+        any, with replicas and with the leg before. What is compared with rebuilt numbers (AGAINST_REBUILT) is left
+        out, because such an error is relative to something else."""
         errors: dict[str, float] = {}
         for q in self.quantities:
             if not q.tensor.endswith(AGAINST_REBUILT):

@@ -72,8 +72,8 @@ def _set_up(device: str) -> None:
     deepspeed.logger.setLevel(logging.WARNING)
     _undo.callback(_forget_groups)
     _replace(torch.nn.functional, "linear", torch.nn.functional.linear)  # zero.Init puts its own there
-    # A fifth of the functions that ZeRO-3 calls in a step open and close ranges for NVIDIA's profilers. DeepSpeed has
-    # this switch for compiled layers.
+    # A fifth of the functions that ZeRO-3 calls in a step open and close ranges for NVIDIA's profilers, and DeepSpeed
+    # itself turns them off for compiled modules. Leave this line out to see them in a profile.
     _replace(nvtx, "enable_nvtx", False)
     if device == "cpu":
         set_accelerator(CPU_Accelerator())
