@@ -6,7 +6,7 @@ Both runs plan, lease, compute oracles, judge and report with the same code. The
 come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers are usually started. Prints
 and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute from start to exit, and how
 long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its own and tells of no planted
-fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget in all (--budget) has failed.
+fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget (--budget) has failed.
 """
 
 import argparse
