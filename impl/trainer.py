@@ -86,7 +86,7 @@ def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[
     """The numbers of the whole step, from scalars of this rank (float64): ``sums`` added up over data ranks, and the
     largest of ``highest`` on any of them, which is NaN if one of them is."""
     numbers = torch.stack([*sums.values(), *highest.values()]).to(context.config.device)
-    table = numbers.new_zeros(context.data_size, len(numbers))  # the largest of NCCL or gloo may lose a NaN
+    table = numbers.new_zeros(context.data_size, len(numbers))  # a row each: a MAX of NCCL or gloo may lose a NaN
     table[context.data_rank] = numbers
     every = context.all_reduce_tensor(table)
     summed, largest = every[:, : len(sums)].sum(dim=0), every[:, len(sums) :].amax(dim=0)
