@@ -9,7 +9,7 @@ together and take their steps in turn, so that slow minutes meet both; the GPUs 
 for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-turn
 also the speed of each step of ours by that of the plain step that follows (of_steps, with quartiles). OUT.json is
 written after each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions
-and GPUs of the run. All programs train on the same tokens; those of plain FSDP2 and DeepSpeed give their losses in bf16.
+and GPUs of the run. All programs train on the same tokens; plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
