@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import make_cell
 
-from conformance.gpus import filled as filled_gpus
+from conformance.gpus import memory
 from conformance.gpus.filled import filled
 from conformance.gpus.lease import Ticket, lease_folder
 from conformance.plan.selection import Elsewhere, Ranks
@@ -71,7 +71,7 @@ def test_what_else_nvidia_smi_says_stops_no_run(tmp_path: Path, listed: str, tol
 
 def test_an_nvidia_smi_that_hangs_or_is_not_there_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, LISTED, also="exec sleep 60")
-    monkeypatch.setattr(filled_gpus, "LIMIT_S", 0.2)
+    monkeypatch.setattr(memory, "LIMIT_S", 0.2)
     assert filled(GPUS) == []
     monkeypatch.setenv("PATH", "")
     assert filled(GPUS) == []

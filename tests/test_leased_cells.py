@@ -25,6 +25,8 @@ from conformance.backend import BackendEntry
 from conformance.gpus.lease import Ticket, held, holders, lease_folder
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
+from conformance.inputs import random_model
+from conformance.inputs.model import elements_of
 from conformance.inputs.prepare import prepare_inputs
 from conformance.plan.cell import Cell
 from conformance.record.results import read_entry
@@ -32,7 +34,7 @@ from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
-from conformance.world.places import NoLease
+from conformance.world.places import Lease, NoLease
 from conformance.world.process import signal_process
 
 GPUS = ("GPU-a", "GPU-b")
@@ -228,9 +230,40 @@ def test_ranks_that_have_a_gpu_each_are_told_as_ever_though_others_share_it(tmp_
     assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#1"), ("1", "GPU-b#0"), ("0", "GPU-a#0"))]
 
 
-def test_who_wants_all_of_a_host_gets_every_share_and_sees_every_gpu_once(tmp_path: Path) -> None:
-    """An oracle of a large model: one rank, all GPUs, and nobody else on them."""
-    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), wants_all=True)
+@pytest.mark.parametrize(
+    ("gibibytes", "gpus"),
+    [
+        (1, "GPU-a"),
+        (60, "GPU-a"),  # of the smallest
+        (61, "GPU-a,GPU-b"),
+        (120, "GPU-a,GPU-b"),
+        (121, "GPU-a,GPU-b,GPU-c,GPU-d"),
+        (241, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
+        (999, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
+    ],
+)
+def test_a_task_has_as_many_gpus_as_have_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gibibytes: int, gpus: str
+) -> None:
+    """An oracle of a large model, whose only rank spreads it over GPUs."""
+    sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
+    told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
+    monkeypatch.setattr("conformance.gpus.places.memory_of_gpus", lambda: told)
+    config = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=gibibytes * 2**30)
+    with Pool(work_dir=tmp_path / "worlds", places=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
+        found = pool.run(
+            key="oracle",
+            config=config,
+            task="world_tasks:visible",
+            kwargs={},
+            log_dir=tmp_path / "logs",
+            budget_s=60,
+        )
+    assert results(found) == [gpus]
+
+
+def test_where_memory_is_not_known_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(tmp_path: Path) -> None:
+    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
         oracle = threads.submit(
@@ -335,6 +368,30 @@ def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
             assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
     assert all(gpus.busy.shares()[gpu] > 0 for gpu in GPUS)
     assert holders(GPUS, lease_folder()) == ""
+
+
+def test_the_oracle_of_a_large_model_asks_for_room_and_after_a_failure_for_all_gpus(
+    tmp_path: Path, pool: Pool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have filled those that it had. These GPUs do not exist, so every attempt fails."""
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
+    monkeypatch.setattr(random_model, "LARGE_MODELS", 0)
+    asked: list[int | None] = []
+    lease = gpus.lease
+
+    def noted(who: str, config: WorldConfig, **rest: Any) -> Lease:
+        asked.append(config.room)
+        return lease(who, config, **rest)
+
+    monkeypatch.setattr(gpus, "lease", noted)
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12)
+    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
+    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles:
+        oracles.request(cell, inputs)
+        assert "the oracle's float64 run failed: rank 0 raised" in oracles.wait(cell)
+    weights_and_gradients = 2 * 8 * elements_of(inputs.models)
+    assert asked == [round(weights_and_gradients / 0.7), sys.maxsize]  # devices_for leaves three tenths free
 
 
 def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_does(pool: Pool, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """Filled: GPUs of which somebody without a lease has taken memory; who finds none there is told why (claim 8)."""
 
-import subprocess
-
 from conformance.gpus.inventory import VISIBLE
 from conformance.gpus.lease import is_leased, lease_folder
+from conformance.gpus.memory import memory_of_gpus
 from conformance.gpus.shares import gpus_of
 from conformance.world.places import Block
 
 MOST = 0.1  # of a GPU's memory: below, some contexts of CUDA are enough to explain it
-GIB = 2**10  # MiB, in which nvidia-smi counts
-LIMIT_S = 10.0  # for nvidia-smi, which hangs where a driver does
-_QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
+GIB = 2**30
 
 
 def filled(places: Block) -> list[str]:
@@ -19,7 +16,7 @@ def filled(places: Block) -> list[str]:
     Nothing is said where nvidia-smi does not answer, nor of parts of GPUs (MIG), of which it tells nothing here.
     """
     found = []
-    for gpu, (used, whole) in _memory().items():
+    for gpu, (used, whole) in memory_of_gpus().items():
         if gpu in gpus_of(places) and used > MOST * whole and not is_leased(gpu, lease_folder()):
             found.append(
                 f"{used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu} are taken without a lease, by other programs "
@@ -27,17 +24,3 @@ def filled(places: Block) -> list[str]:
                 f"end these programs (nvidia-smi), or leave the GPU out of {VISIBLE}"
             )
     return found
-
-
-def _memory() -> dict[str, tuple[int, int]]:
-    """MiB that are used, and all, of each whole GPU that nvidia-smi tells of, by UUID."""
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, timeout=LIMIT_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):  # whoever asks for the GPUs of this host is told of the first
-        return {}
-    rows = (line.split(", ") for line in listed.decode(errors="replace").splitlines())
-    return {
-        row[0]: (int(row[1]), int(row[2]))
-        for row in rows
-        if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()
-    }

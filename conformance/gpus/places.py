@@ -6,10 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
 
 from conformance.gpus.busy import Busy
 from conformance.gpus.lease import Ticket, blocks, held, holders, lease_folder
+from conformance.gpus.memory import memory_of_gpus
 from conformance.gpus.shares import gpus_of, more_shares, network_of, seats_of, visible_to
 from conformance.world import WorldConfig
 from conformance.world.lane import Starter
@@ -97,13 +99,17 @@ class LeasedPlaces:
 
     def _wanted(self, config: WorldConfig) -> tuple[Block, int]:
         """The places of which a world wants so many. Raises NoLease."""
-        if config.wants_all:
+        if config.room is not None:
             names = self.names_of_a_host()
-            return names, len(names)
+            return names, self._with_room(names, config.room)
         names = self.names()
         if config.size > len(names):
             raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._more(config.size)}")
         return names, config.size
+
+    def _with_room(self, names: Block, room: int) -> int:
+        """How many of these places have room for so many bytes together; all where it is not known."""
+        return len(names)
 
     def _more(self, ranks: int) -> str:
         """How there would be places for so many ranks, to follow on that there are not."""
@@ -134,6 +140,17 @@ class Gpus(LeasedPlaces):
 
     def starter(self, block: Block) -> Zygotes:
         return Zygotes(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        """How much memory each of them has, where that is known; a share has none of its own."""
+        return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in self._gpus}
+
+    def _with_room(self, names: Block, room: int) -> int:
+        """A power of two if not all, as worlds of ranks have, so that no GPU is left between their blocks."""
+        smallest = min(self._bytes.get(name, 0) for name in names)
+        powers = (2**power for power in range(len(names)) if 2**power < len(names))
+        return next((count for count in powers if count * smallest >= room), len(names))
 
     def _more(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

@@ -14,8 +14,10 @@ import inspect
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,8 +31,9 @@ from conformance.inputs.prepare import FrozenInputs, short_key
 from conformance.inputs.random_model import is_large
 from conformance.lora import ADAPTER
 from conformance.oracle.decoder import is_written
+from conformance.oracle.devices import SPARE, bytes_needed
 from conformance.oracle.objectives import functions_of
-from conformance.oracle.run import PolicyName
+from conformance.oracle.run import POLICIES, PolicyName
 from conformance.paths import cache_folder
 from conformance.plan.cell import Cell
 from conformance.record.format import RecordError
@@ -162,12 +165,16 @@ class Oracles:
         logs: Path,
     ) -> Outcome:
         leased = None if device == "cpu" else self._leased
+        needed = bytes_needed(cell.scenario, inputs.models, POLICIES[policy]) if is_large(cell.scenario) else 0
+        config = WorldConfig(
+            size=1,
+            device=device,
+            preload=("conformance.oracle.task",),
+            room=round(needed / (1 - SPARE)) if needed else None,
+        )
         run = partial(
             (leased or self._pool).run,
             key="oracle",
-            config=WorldConfig(
-                size=1, device=device, preload=("conformance.oracle.task",), wants_all=is_large(cell.scenario)
-            ),
             task="conformance.oracle.task:run",
             kwargs={
                 "scenario": scenario_to_json(cell.scenario.reference),
@@ -183,10 +190,11 @@ class Oracles:
             log_dir=logs,
             budget_s=self._budget_s,
         )
-        outcome = run()
+        outcome = run(config=config)
         if outcome.state == "failed" and leased is not None:  # drivers fail at times
             shutil.rmtree(out, ignore_errors=True)
-            outcome = run(fresh=True)
+            # Of all GPUs it takes those with the most free memory; another program may have filled its own.
+            outcome = run(config=replace(config, room=sys.maxsize if needed else None), fresh=True)
         return outcome
 
     def _close(self) -> None:

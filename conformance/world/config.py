@@ -1,6 +1,6 @@
 """Config: which world a task wants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
@@ -14,7 +14,9 @@ class WorldConfig:
     preload: modules to import before the first task, such as the adapter's. They are imported once for all worlds
         at one place with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.
-    wants_all: of a world on leased places (conformance.world.pool): all of those of a host, whatever its size.
+    room: bytes of GPU memory. A world on leased places (conformance.world.pool) has as many GPUs of one host as have
+        room for them together, whatever its size, and all of that host where they do not, or where nobody knows. It
+        tells no worlds apart: one that is alive serves a task that needs less or more of the same GPUs.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 
@@ -25,7 +27,7 @@ class WorldConfig:
     device: Device
     preload: tuple[str, ...]
     python: str = ""
-    wants_all: bool = False
+    room: int | None = field(default=None, compare=False)
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
