@@ -70,7 +70,7 @@ def load_model(
     model = empty_model(path, dtype=dtype, attention=attention, head=head, trusted=trusted)
     unread: UnreadWeights = model.unread
     give_memory(model, lambda empty: torch.empty_like(empty, device="cpu"))
-    with unread.opened() as read, torch.no_grad():
+    with unread.opened("cpu") as read, torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, name, [0] * parameter.dim(), read.region)
     del model.unread

@@ -185,8 +185,9 @@ class UnreadWeights:
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator["WeightReader"]:
-        with SliceReader(self.files) as read:
+    def opened(self, device: str) -> Iterator["WeightReader"]:
+        """Give regions on ``device``, where also is computed what is made of the tensors of the files."""
+        with SliceReader(self.files, device=device) as read:
             yield WeightReader(self.origins, read)
 
 

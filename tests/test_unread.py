@@ -13,7 +13,7 @@ from conformance.paths import FIXTURES
 from impl import files
 from impl.files import SliceReader, fill, strips
 from impl.models import empty_model, load_model
-from impl.unread import Unread, _Headers
+from impl.unread import Unread, UnreadWeights, _Headers
 
 MODELS = FIXTURES / "models"
 
@@ -28,6 +28,17 @@ def test_a_model_is_bit_by_bit_what_transformers_loads(family: str, monkeypatch:
         theirs, own = (dict(getattr(model, kind)()) for model in (right, found))
         assert own.keys() == theirs.keys()
         assert all(torch.equal(own[name], theirs[name].to(own[name])) for name in own), kind
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt-oss"])  # cast; stacked; computed
+def test_weights_are_cast_and_computed_on_the_device_that_gets_them(family: str) -> None:
+    """A device without numbers stands for a GPU. A host takes seconds to cast a billion numbers."""
+    model = empty_model(MODELS / family, dtype=torch.float64, attention="eager")
+    unread: UnreadWeights = model.unread
+    with unread.opened("meta") as read, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            region = read.region(name, [0] * parameter.dim(), parameter.shape)
+            assert (region.device.type, region.dtype, region.shape) == ("meta", torch.float64, parameter.shape), name
 
 
 def test_a_model_without_numbers_has_its_buffers_and_takes_no_memory() -> None:

@@ -56,8 +56,9 @@ def load_weights(
         # Layer by layer, because a file may have the matrices of its experts apart.
         for _, alike in groupby(sorted(where, key=layer_of), key=layer_of):
             found = stacked({name: where[name].get_tensor(name) for name in alike})
+            # What is cast is cast on the device: a host takes seconds to make float64 of a billion numbers.
             weights |= {
-                name: tensor.to(device_of(name, architecture, devices), dtype, copy=True)
+                name: tensor.to(device_of(name, architecture, devices), copy=True).to(dtype)
                 for name, tensor in found.items()
                 if name in names
             }

@@ -165,7 +165,8 @@ class DeepspeedTrainable:
         """
         compute = HALF_DTYPES.get(self.context.config.precision)
         unread: UnreadWeights = model.unread
-        with unread.opened() as read, torch.no_grad():
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        with unread.opened(device) as read, torch.no_grad():
             if compute and "shipped" in self.options:
                 tensors.write("weight", lambda *region: read.region(*region).to(compute))
             else:

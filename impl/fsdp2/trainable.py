@@ -162,7 +162,7 @@ class Fsdp2Trainable:
 
         unread: UnreadWeights = model.unread
         model._apply(placed)
-        with unread.opened() as read, torch.no_grad():
+        with unread.opened(of_parts) as read, torch.no_grad():
             for name, parameter in named_parameters(model):
                 write_region(cast(DTensor, parameter), name, read)
         del model.unread

@@ -81,7 +81,7 @@ class MegatronTrainable:
 
         Raises UsageError for a folder with another head, or with weights that are not the model's.
         """
-        layout = self.context.config.layout
+        layout, device = self.context.config.layout, self.context.config.device
         self.source = path
         self.shape = read_shape(path)
         if self.shape.head != self.head:
@@ -91,7 +91,7 @@ class MegatronTrainable:
         check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
         self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
-        with self.context.placed(), SliceReader(weight_files(path)) as read, torch.no_grad():
+        with self.context.placed(), SliceReader(weight_files(path), device=device) as read, torch.no_grad():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
             if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
                 leave_padding_token(chunks[0], self.shape.padding_token)
@@ -116,7 +116,7 @@ class MegatronTrainable:
         self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
-            with SliceReader(weight_files(self.source)) as read, torch.no_grad():
+            with SliceReader(weight_files(self.source), device=self.context.config.device) as read, torch.no_grad():
                 self.tensors.write_masters(read)
         self._configure_schedule()
 
