@@ -247,7 +247,7 @@ def test_no_timer_of_the_library_waits_for_the_gpu() -> None:
     assert not get_timers_config(cutting_settings(config, torch.nn.Linear(2, 2))).enabled
 
 
-def test_what_zero3_leaves_whole_is_the_librarys_choice_but_for_tiny_models() -> None:
+def test_what_zero3_leaves_whole_is_the_librarys_choice_unless_that_is_much_of_a_model() -> None:
     """DeepSpeed's default number of elements is larger than any matrix of the fixtures."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -257,11 +257,16 @@ def test_what_zero3_leaves_whole_is_the_librarys_choice_but_for_tiny_models() ->
         layout=Layout.parse("dp2.zero3"), precision="bf16", device="cpu", accumulation=1, packed=False
     )
     tiny, large = (torch.nn.Linear(size, size + 1, device="meta") for size in (2, 4096))
+    few, many = (
+        torch.nn.Sequential(*(torch.nn.Linear(300, size, device="meta") for size in (1000, *[300] * matrices)))
+        for matrices in (1, 2)  # of 90,000 elements beside one of 300,000: 23 and 38 % of a model
+    )
     whole = [
         DeepSpeedZeroConfig(**cutting_settings(config, model)["zero_optimization"]).param_persistence_threshold
-        for model in (tiny, large)
+        for model in (tiny, many, few, large)
     ]
-    assert whole == [3, DeepSpeedZeroConfig().param_persistence_threshold]
+    default = DeepSpeedZeroConfig().param_persistence_threshold
+    assert whole == [3, 1000, default, default]
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -13,6 +13,7 @@ from impl.strategy import ContextConfig
 
 DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
 NEVER = 10**9  # steps
+MOST_LEFT_WHOLE = 0.25  # of a model, by ZeRO-3 on every rank
 
 
 # How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
@@ -137,10 +138,11 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # DeepSpeed leaves small parameters whole on every rank. It would leave all of a tiny model: there, only those
-        # that are no larger than the largest vector.
+        # DeepSpeed leaves small parameters whole on every rank. Where that is much of a model, as of one with small
+        # matrices, only those are left that are no larger than the largest vector.
         sizes = [parameter.numel() for parameter in model.parameters()]
-        if max(sizes) <= DeepSpeedZeroConfig().param_persistence_threshold:
+        left = sum(size for size in sizes if size <= DeepSpeedZeroConfig().param_persistence_threshold)
+        if left > MOST_LEFT_WHOLE * sum(sizes):
             vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
             zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
