@@ -2,11 +2,12 @@
 
 python benchmarks/cells_a_minute.py OUT [--rounds 1] --device cuda --profile gpu ...   (the rest as for parity run)
 
-Both runs plan, lease, compute oracles, judge and report with the same code. They differ in where the ranks of a leg
-come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers are usually started. Prints
-and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute from start to exit, and how
-long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its own and tells of no planted
-fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget (--budget) has failed.
+Both runs plan, lease, compute oracles, judge and report with the same code, and begin with an empty cache. They differ
+in where the ranks of a leg come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers
+are usually started. Prints and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute
+from start to exit, and how long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its
+own and tells of no planted fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget
+(--budget) has failed.
 """
 
 import argparse
@@ -65,6 +66,7 @@ def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *command, *arguments, "--verbose", "--out", str(out)],
+        env={**os.environ, "PARITY_CACHE": str(out.with_name(f"{out.name}-cache").absolute())},
         capture_output=True,
         text=True,
         check=False,

@@ -19,6 +19,8 @@ def test_both_runs_judge_the_same_cell_and_only_one_starts_a_torchrun(tmp_path: 
     assert 0 < torchrun["cells_a_minute"] < pool["cells_a_minute"]
     assert not list((out / "pool-0").rglob("torchrun.log"))
     assert len(list((out / "torchrun-0").rglob("torchrun.log"))) == 1
+    oracles = [sorted(one.name for one in (out / f"{run}-0-cache/oracle").iterdir()) for run in ("pool", "torchrun")]
+    assert oracles[0] == oracles[1] != []  # neither finds those of the other
 
 
 @pytest.mark.parametrize("option", ["--ranks_per_gpu=2", "--faults"])
