@@ -58,6 +58,7 @@ LONG = (
     "test_checkpoints",
     "test_report_causes",
     "test_leased_cells",
+    "test_leased_oracles",
     "test_third_opinion_losses",
     "test_fuzz_records",
     "test_cli_usage",

@@ -25,16 +25,12 @@ from conformance.backend import BackendEntry
 from conformance.gpus.lease import Ticket, held, holders, lease_folder
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
-from conformance.inputs import random_model
-from conformance.inputs.model import elements_of
-from conformance.inputs.prepare import prepare_inputs
 from conformance.plan.cell import Cell
 from conformance.record.results import read_entry
-from conformance.run.oracles import Oracles
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
-from conformance.world.places import Lease, NoLease
+from conformance.world.places import NoLease
 from conformance.world.process import signal_process
 
 GPUS = ("GPU-a", "GPU-b")
@@ -230,60 +226,6 @@ def test_ranks_that_have_a_gpu_each_are_told_as_ever_though_others_share_it(tmp_
     assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#1"), ("1", "GPU-b#0"), ("0", "GPU-a#0"))]
 
 
-@pytest.mark.parametrize(
-    ("gibibytes", "gpus"),
-    [
-        (1, "GPU-a"),
-        (60, "GPU-a"),  # of the smallest
-        (61, "GPU-a,GPU-b"),
-        (120, "GPU-a,GPU-b"),
-        (121, "GPU-a,GPU-b,GPU-c,GPU-d"),
-        (241, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
-        (999, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
-    ],
-)
-def test_a_task_has_as_many_gpus_as_have_room_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gibibytes: int, gpus: str
-) -> None:
-    """An oracle of a large model, whose only rank spreads it over GPUs."""
-    sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
-    told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
-    monkeypatch.setattr("conformance.gpus.places.memory_of_gpus", lambda: told)
-    config = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=gibibytes * 2**30)
-    with Pool(work_dir=tmp_path / "worlds", places=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
-        found = pool.run(
-            key="oracle",
-            config=config,
-            task="world_tasks:visible",
-            kwargs={},
-            log_dir=tmp_path / "logs",
-            budget_s=60,
-        )
-    assert results(found) == [gpus]
-
-
-def test_where_memory_is_not_known_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(tmp_path: Path) -> None:
-    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=1)
-    folder = tmp_path / "met"
-    with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
-        oracle = threads.submit(
-            pool.run,
-            key="oracle",
-            config=everything,
-            task="world_tasks:meet",
-            kwargs={"of": 2, "folder": str(folder)},
-            log_dir=tmp_path / "logs",
-            budget_s=60,
-        )
-        wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
-        for place in ("GPU-b", "GPU-a#1", "GPU-b#1"):
-            ticket = Ticket((place,), 1, folder=lease_folder())
-            assert ticket.serve() is None
-            ticket.withdraw()
-        (folder / "the test").touch()
-        assert results(oracle.result())[0][0] == "GPU-a,GPU-b"
-
-
 def test_too_few_places_say_how_ranks_would_have_one(tmp_path: Path) -> None:
     for each, what in ((1, "2 GPUs"), (2, "4 shares of GPUs")):
         with on_shares(shares_of(GPUS, each), tmp_path) as pool:
@@ -351,49 +293,6 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
     assert held(GPUS, lease_folder()) == {}
 
 
-@pytest.mark.exhaustive
-def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
-    tmp_path: Path, pool: Pool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the pool of the cells, and on each GPU at the same time. These GPUs do not exist, so its rank ends; the leases
-    were there, and are given back."""
-    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
-    cells = [make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12, seed=seed) for seed in (0, 1)]
-    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles:
-        for cell in cells:
-            oracles.request(cell, prepare_inputs(cell.scenario, tmp_path / "out"))
-        for cell in cells:
-            assert "the oracle's fp32 run failed: rank 0 raised" in oracles.wait(cell)
-            assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
-    assert all(gpus.busy.shares()[gpu] > 0 for gpu in GPUS)
-    assert holders(GPUS, lease_folder()) == ""
-
-
-def test_the_oracle_of_a_large_model_asks_for_room_and_after_a_failure_for_all_gpus(
-    tmp_path: Path, pool: Pool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program may have filled those that it had. These GPUs do not exist, so every attempt fails."""
-    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
-    monkeypatch.setattr(random_model, "LARGE_MODELS", 0)
-    asked: list[int | None] = []
-    lease = gpus.lease
-
-    def noted(who: str, config: WorldConfig, **rest: Any) -> Lease:
-        asked.append(config.room)
-        return lease(who, config, **rest)
-
-    monkeypatch.setattr(gpus, "lease", noted)
-    cell = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12)
-    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
-    with Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles:
-        oracles.request(cell, inputs)
-        assert "the oracle's float64 run failed: rank 0 raised" in oracles.wait(cell)
-    weights_and_gradients = 2 * 8 * elements_of(inputs.models)
-    assert asked == [round(weights_and_gradients / 0.7), sys.maxsize]  # devices_for leaves three tenths free
-
-
 def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_does(pool: Pool, tmp_path: Path) -> None:
     """So that no GPU is leased while they are."""
     for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
@@ -403,27 +302,6 @@ def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_do
             time.sleep(0.01)
         assert len(list(tmp_path.rglob("zygote-*.log"))) == blocks
     assert holders(GPUS, lease_folder()) == ""
-
-
-def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else oracles that need one GPU would wait behind it for a GPU that idles until the cell has all of its own."""
-    wait, lease, order = Oracles.wait, Gpus.lease, list[str]()
-
-    def waiting(oracles: Oracles, *cell: Any) -> str:
-        missing = wait(oracles, *cell)
-        order.append("the oracle is done")
-        return missing
-
-    def leasing(gpus: Gpus, who: str, *args: Any, **options: Any) -> Any:
-        order.append(who)
-        return lease(gpus, who, *args, **options)
-
-    monkeypatch.setattr(Oracles, "wait", waiting)
-    monkeypatch.setattr(Gpus, "lease", leasing)
-    with Session(SessionConfig(out=tmp_path / "out", device="cuda", gpus=GPUS, budget_s=60)) as session:
-        monkeypatch.setattr("torch.cuda.device_count", lambda: len(GPUS))
-        assert session.run(cell_of("dp2", 0)).verdict.state == "infrastructure"  # these GPUs do not exist
-    assert order[:2] == ["the oracle is done", "plain"]
 
 
 def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
