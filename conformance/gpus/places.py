@@ -65,8 +65,8 @@ class LeasedPlaces:
         """
         began, is_told = time.monotonic(), False
         look_at = began + _TELL_S
+        names, size = self._wanted(config)  # before the others have to wait: it may ask nvidia-smi
         with self._given_back:
-            names, size = self._wanted(config)
             ticket = Ticket(names, size, folder=self._folder)
             try:
                 while not is_over():
