@@ -1,6 +1,7 @@
 """Reads slices of tensors from safetensors files and writes tensors one by one, without holding a whole model."""
 
 import contextlib
+import copy
 import json
 import math
 import shutil
@@ -45,14 +46,14 @@ class SliceReader:
     """Reads slices of named tensors from several safetensors files. Use it in a ``with`` statement.
 
     device: where slices are put, in the dtype of the file. What is cast afterwards is cast there: a host takes seconds
-        to make float64 of a billion numbers, and they are four times as many bytes on their way as bfloat16.
+        to make float64 of a billion numbers, and numbers of bfloat16 are a quarter of the bytes on their way.
 
     All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files. What they
-    give may lie in the file's own pages, so it is to be copied and let go of.
+    give on the CPU may lie in the file's own pages, so it is to be copied and let go of.
     """
 
     def __init__(self, paths: Sequence[Path], *, device: str = "cpu") -> None:
-        self._paths, self._device = paths, device
+        self._paths, self.device = paths, device
         self._where: dict[str, Path] = {}
         self._opened: dict[Path, Any] = {}
         self._mapped = 0
@@ -99,7 +100,13 @@ class SliceReader:
         piece = self._file(self._where[name]).get_slice(name)
         tensor: torch.Tensor = piece[spans] if spans else piece[...]
         self._mapped += tensor.nbytes
-        return tensor.to(self._device)
+        return tensor.to(self.device)
+
+    def on_host(self) -> "SliceReader":
+        """The same files, of which slices stay on the CPU."""
+        other = copy.copy(self)
+        other.device = "cpu"
+        return other
 
     def _file(self, path: Path) -> Any:
         if path not in self._opened:

@@ -95,9 +95,10 @@ class Computed:
     pick: int | None
 
     def region(self, read: SliceReader, start: Indices, shape: Indices) -> Tensor:
-        found = self.function(*_read(self.arguments, read), **_read(self.options, read))
+        # On the host, which need not copy a whole argument for each strip of the result.
+        found = self.function(*_read(self.arguments, read.on_host()), **_read(self.options, read.on_host()))
         whole: Tensor = found if self.pick is None else found[self.pick]
-        return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+        return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))].to(read.device)
 
 
 class Unread(Tensor):
@@ -186,7 +187,7 @@ class UnreadWeights:
 
     @contextlib.contextmanager
     def opened(self, device: str) -> Iterator["WeightReader"]:
-        """Give regions on ``device``, where also is computed what is made of the tensors of the files."""
+        """Give regions on ``device``. Tensors are cast, stacked and joined there, too."""
         with SliceReader(self.files, device=device) as read:
             yield WeightReader(self.origins, read)
 

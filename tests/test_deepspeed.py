@@ -253,20 +253,22 @@ def test_what_zero3_leaves_whole_is_the_librarys_choice_unless_that_is_much_of_a
 
     from impl.deepspeed.settings import cutting_settings
 
-    config = ContextConfig(
-        layout=Layout.parse("dp2.zero3"), precision="bf16", device="cpu", accumulation=1, packed=False
-    )
-    tiny, large = (torch.nn.Linear(size, size + 1, device="meta") for size in (2, 4096))
-    few, many = (
-        torch.nn.Sequential(*(torch.nn.Linear(300, size, device="meta") for size in (1000, *[300] * matrices)))
-        for matrices in (1, 2)  # of 90,000 elements beside one of 300,000: 23 and 38 % of a model
-    )
-    whole = [
-        DeepSpeedZeroConfig(**cutting_settings(config, model)["zero_optimization"]).param_persistence_threshold
-        for model in (tiny, many, few, large)
-    ]
-    default = DeepSpeedZeroConfig().param_persistence_threshold
-    assert whole == [3, 1000, default, default]
+    def left_whole(layout: str, *sizes: tuple[int, int]) -> int:
+        config = ContextConfig(
+            layout=Layout.parse(layout), precision="bf16", device="cpu", accumulation=1, packed=False
+        )
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size, device="meta") for size in sizes))
+        zero = DeepSpeedZeroConfig(**cutting_settings(config, model)["zero_optimization"])
+        return int(zero.param_persistence_threshold)
+
+    default, small, large = DeepSpeedZeroConfig().param_persistence_threshold, (300, 300), (300, 1000)
+    assert left_whole("dp2.zero3", (2, 3)) == 3
+    assert left_whole("dp2.zero3", (4096, 4097)) == default
+    assert left_whole("dp2.zero3", large, small) == default  # 23 % of the model
+    assert left_whole("dp2.zero3", large, small, small) == 1000  # 38 %
+    assert left_whole("dp2.zero3", *[(400, 400)] * 2) == default
+    assert left_whole("dp2.tp2.zero3", *[(400, 400)] * 2) == 400  # halves of matrices
+    assert left_whole("dp2.zero3", (1, 2 * default), *[small] * 9) == default  # a vector that DeepSpeed would cut
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -22,7 +22,7 @@ from conformance.inputs.prepare import prepare_inputs
 from conformance.run.oracles import Oracles
 from conformance.run.session import Session, SessionConfig
 from conformance.world import Pool, WorldConfig
-from conformance.world.places import Lease
+from conformance.world.places import Lease, NoLease
 
 
 @pytest.fixture(autouse=True)
@@ -49,20 +49,42 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
     sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
     told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
     monkeypatch.setattr("conformance.gpus.places.memory_of_gpus", lambda: told)
-    config = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=gibibytes * 2**30)
     with Pool(work_dir=tmp_path / "worlds", places=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
-        found = pool.run(
-            key="oracle",
-            config=config,
-            task="world_tasks:visible",
-            kwargs={},
-            log_dir=tmp_path / "logs",
-            budget_s=60,
-        )
-    assert results(found) == [gpus]
+        found = [
+            pool.run(
+                key="oracle",
+                config=WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=room),
+                task="world_tasks:visible",
+                kwargs={},
+                log_dir=tmp_path / "logs" / str(room),
+                budget_s=60,
+            )
+            for room in (gibibytes * 2**30, gibibytes * 2**30 - 1)
+        ]
+    assert [results(one) for one in found] == [[gpus], [gpus]]
+    assert [one.used for one in found] == [False, True]  # the world stays, for tasks of other sizes, too
 
 
-def test_where_memory_is_not_known_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(tmp_path: Path) -> None:
+def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.gpus.places.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 2**30)))
+    gpus = Gpus(GPUS, work_dir=tmp_path)
+
+    def lease(ranks: int) -> Lease:
+        config = WorldConfig(size=ranks, device="cuda", preload=(), room=1)
+        return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
+
+    gpus.give_back(two := lease(2))
+    assert two.block == GPUS
+    with pytest.raises(NoLease, match="3 ranks, and there are 2 GPUs"):
+        lease(3)
+
+
+@pytest.mark.parametrize("told", [{}, dict.fromkeys(GPUS, (0, 2**40))])
+def test_without_gpus_of_its_own_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, tuple[int, int]]
+) -> None:
+    """Also where nothing is known of the memory of GPUs."""
+    monkeypatch.setattr("conformance.gpus.places.memory_of_gpus", lambda: told)
     everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
@@ -131,8 +153,11 @@ def test_the_oracle_of_a_large_model_asks_for_room_and_after_a_failure_for_all_g
     ):
         oracles.request(cell, inputs)
         assert "the oracle's float64 run failed: rank 0 raised" in oracles.wait(cell)
+        again = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12, seed=1)
+        oracles.request(again, prepare_inputs(again.scenario, tmp_path / "out"))
+        assert "failed" in oracles.wait(again)
     weights_and_gradients = 2 * 8 * elements_of(inputs.models)
-    assert asked == [round(weights_and_gradients / 0.7), sys.maxsize]  # devices_for leaves three tenths free
+    assert asked == [round(weights_and_gradients / 0.7), *[sys.maxsize] * 3]  # devices_for leaves three tenths free
 
 
 def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

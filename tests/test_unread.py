@@ -13,7 +13,7 @@ from conformance.paths import FIXTURES
 from impl import files
 from impl.files import SliceReader, fill, strips
 from impl.models import empty_model, load_model
-from impl.unread import Unread, UnreadWeights, _Headers
+from impl.unread import Computed, Unread, UnreadWeights, _Headers, _Whole
 
 MODELS = FIXTURES / "models"
 
@@ -30,8 +30,8 @@ def test_a_model_is_bit_by_bit_what_transformers_loads(family: str, monkeypatch:
         assert all(torch.equal(own[name], theirs[name].to(own[name])) for name in own), kind
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt-oss"])  # cast; stacked; computed
-def test_weights_are_cast_and_computed_on_the_device_that_gets_them(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # mixtral's experts are stacked and joined
+def test_weights_are_cast_on_the_device_that_gets_them(family: str) -> None:
     """A device without numbers stands for a GPU. A host takes seconds to cast a billion numbers."""
     model = empty_model(MODELS / family, dtype=torch.float64, attention="eager")
     unread: UnreadWeights = model.unread
@@ -39,6 +39,20 @@ def test_weights_are_cast_and_computed_on_the_device_that_gets_them(family: str)
         for name, parameter in model.named_parameters():
             region = read.region(name, [0] * parameter.dim(), parameter.shape)
             assert (region.device.type, region.dtype, region.shape) == ("meta", torch.float64, parameter.shape), name
+
+
+def test_what_needs_whole_tensors_is_computed_on_the_host_and_sent_strip_by_strip(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(4, 6)}, path := tmp_path / "model.safetensors")
+    devices: list[str] = []
+
+    def computed(tensor: torch.Tensor) -> torch.Tensor:
+        devices.append(tensor.device.type)
+        return tensor.cumsum(0)
+
+    origin = Computed(computed, (_Whole(_Headers(path).get_slice("a").origin, (4, 6)),), {}, None)
+    with UnreadWeights(files=[path], origins={"made": origin}).opened("meta") as read:
+        region = read.region("made", [1, 2], [3, 4])
+    assert (devices, region.device.type, region.shape) == (["cpu"], "meta", (3, 4))
 
 
 def test_a_model_without_numbers_has_its_buffers_and_takes_no_memory() -> None:

@@ -99,12 +99,11 @@ class LeasedPlaces:
 
     def _wanted(self, config: WorldConfig) -> tuple[Block, int]:
         """The places of which a world wants so many. Raises NoLease."""
-        if config.room is not None:
-            names = self.names_of_a_host()
-            return names, self._with_room(names, config.room)
-        names = self.names()
+        names = self.names() if config.room is None else self.names_of_a_host()
         if config.size > len(names):
             raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._more(config.size)}")
+        if config.room is not None:
+            return names, max(config.size, self._with_room(names, config.room))
         return names, config.size
 
     def _with_room(self, names: Block, room: int) -> int:

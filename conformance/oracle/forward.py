@@ -58,7 +58,7 @@ def load_weights(
             found = stacked({name: where[name].get_tensor(name) for name in alike})
             # What is cast is cast on the device: a host takes seconds to make float64 of a billion numbers.
             weights |= {
-                name: tensor.to(device_of(name, architecture, devices), copy=True).to(dtype)
+                name: tensor.to(device_of(name, architecture, devices)).to(dtype, copy=True)
                 for name, tensor in found.items()
                 if name in names
             }

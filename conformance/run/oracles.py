@@ -65,6 +65,7 @@ class Oracles:
         self._runs: dict[Path, Future[str]] = {}
         self._pool = Pool(work_dir=root / "worlds")  # of runs on the CPU, and on a GPU that is nobody's
         self._leased = leased
+        self._wants_all = False  # oracles of large models, after one has failed
 
     def __enter__(self) -> "Oracles":
         return self
@@ -170,7 +171,7 @@ class Oracles:
             size=1,
             device=device,
             preload=("conformance.oracle.task",),
-            room=round(needed / (1 - SPARE)) if needed else None,
+            room=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
         )
         run = partial(
             (leased or self._pool).run,
@@ -193,7 +194,8 @@ class Oracles:
         outcome = run(config=config)
         if outcome.state == "failed" and leased is not None:  # drivers fail at times
             shutil.rmtree(out, ignore_errors=True)
-            # Of all GPUs it takes those with the most free memory; another program may have filled its own.
+            if needed:  # of all GPUs it takes those with the most free memory; another program may have filled its own
+                self._wants_all = True
             outcome = run(config=replace(config, room=sys.maxsize if needed else None), fresh=True)
         return outcome
 

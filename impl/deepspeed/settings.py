@@ -138,13 +138,15 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # DeepSpeed leaves small parameters whole on every rank. Where that is much of a model, as of one with small
-        # matrices, only those are left that are no larger than the largest vector.
-        sizes = [parameter.numel() for parameter in model.parameters()]
-        left = sum(size for size in sizes if size <= DeepSpeedZeroConfig().param_persistence_threshold)
-        if left > MOST_LEFT_WHOLE * sum(sizes):
-            vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
-            zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
+        # DeepSpeed leaves small parameters whole on every rank, and measures what tensor parallelism has left of them.
+        # Where that is much of a model, as of one with small matrices, only those are left that are no larger than the
+        # largest vector.
+        threshold, tp = DeepSpeedZeroConfig().param_persistence_threshold, config.layout.tp
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
+        matrices = [parameter.numel() // tp for parameter in model.parameters() if parameter.ndim >= 2]
+        left = sum(size for size in vectors + matrices if size <= threshold)
+        if left > MOST_LEFT_WHOLE * sum(vectors + matrices):
+            zero["stage3_param_persistence_threshold"] = min(threshold, max(vectors, default=0))
         # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
         # at a time; DeepSpeed's own keep none. Compiled layers keep the parameter itself, and torch 2.11 loses their
         # gradients behind DeepSpeed's own (docs/findings/deepspeed-compiled-biases.md).
