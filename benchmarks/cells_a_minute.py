@@ -7,7 +7,8 @@ in where the ranks of a leg come from: worlds that stay alive, or a torchrun tha
 are usually started. Prints and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute
 from start to exit, and how long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its
 own and tells of no planted fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget
-(--budget) has failed.
+(--budget) has failed. Where Python keeps no bytecode (PYTHONDONTWRITEBYTECODE), each run compiles what its ranks
+import.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Memory: how much of the GPUs' there is, and how much of it somebody has taken, as nvidia-smi tells (claim 8)."""
+"""Memory: how much the GPUs of this host have, and how much of it is taken, as nvidia-smi tells (claim 8)."""
 
 import subprocess
 

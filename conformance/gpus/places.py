@@ -142,8 +142,8 @@ class Gpus(LeasedPlaces):
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        """How much memory each of them has, where that is known; a share has none of its own."""
-        return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in self._gpus}
+        """How much memory each GPU of this host has, where that is known; a share has none of its own."""
+        return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
     def _with_room(self, names: Block, room: int) -> int:
         """A power of two if not all, as worlds of ranks have, so that no GPU is left between their blocks."""
