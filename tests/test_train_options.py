@@ -45,8 +45,8 @@ def layout_of(backend: str, *said: str) -> str:
         ("fsdp2", "--gradient_checkpointing --offload", "dp1.ckpt.offload"),
         ("deepspeed", "--torch_compile --gradient_checkpointing --zero_stage 1", "dp1.zero1.ckpt.compile"),
         ("deepspeed", "--nproc_per_node 2 --zero_stage 2 --offload", "dp2.zero2.offload"),
-        ("deepspeed", "--nproc_per_node 2 --zero_stage 3", "dp2"),
-        ("deepspeed", "--tensor_model_parallel_size 2", "tp2"),
+        ("deepspeed", "--nproc_per_node 2 --zero_stage 3", "dp2.leaf"),
+        ("deepspeed", "--tensor_model_parallel_size 2 --torch_compile", "tp2.compile.leaf"),
         (
             "megatron",
             "--pipeline_model_parallel_size 2 --tensor_model_parallel_size 2 --nproc_per_node 8",

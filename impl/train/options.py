@@ -116,17 +116,20 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
             + ("give --fsdp_tensor_parallel_size 2, or leave it out" if tp == 1 else "leave one of the two out")
         )
     explicit = backend == "fsdp2" and tp > 1 and not read.flag("use_hf_tp_plan")
+    zero = _stage(read, backend)
     options = {
         "plan": explicit and not read.flag("sequence_parallel"),
         "seqpar": read.flag("sequence_parallel"),
         "ckpt": read.flag("gradient_checkpointing"),
         "compile": read.flag("torch_compile"),
+        # Weights of a layer are gathered together: the host does less, and layers can be compiled (docs/speed.md).
+        "leaf": backend == "deepspeed" and zero is None,
         "offload": read.flag("offload"),
     }
     return dataclasses.replace(
         sized,
         stride=read.whole("ring_head_stride"),
-        zero=_stage(read, backend),
+        zero=zero,
         options=tuple(option for option, asked in options.items() if asked),
     )
 
