@@ -374,5 +374,9 @@ def test_the_profile_of_four_gpus_conforms_in_a_shape_that_fits_here(tmp_path: P
 def all_conform(out: Path, *arguments: str) -> None:
     assert cli.main(["run", *arguments, "--sketch", "64", "--out", str(out)]) == 0
     for entry in read_run(out)[1]:
-        assert entry.verdict.state == "conforms", entry.verdict.reason
-        assert "parameters are compared by sketches" in entry.verdict.reason
+        state, reason = entry.verdict.state, entry.verdict.reason
+        if "te" in Layout.parse(entry.layout).options and not torch.cuda.is_available():
+            assert (state, reason.partition(" and a GPU")[0]) == ("unsupported", "te needs TransformerEngine")
+        else:
+            assert state == "conforms", reason
+            assert "parameters are compared by sketches" in reason
