@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance.layout import Layout
 from conformance.scenario import Scenario
-from impl.compiling import forget_compiled
+from impl.compiling import compile_layers, forget_compiled, layers_of
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.fsdp2 import expert_parallel, tensor_parallel, trainable
 from impl.fsdp2.adapter import Fsdp2Backend
@@ -57,11 +57,14 @@ class CompilesOneLayer(Fsdp2Backend):
     """All but the first layer run as they are written."""
 
     def setup(self, *arguments: Any) -> dict[str, Any]:
-        resolved = super().setup(*arguments)
-        for model in self.models.values():
-            for layer in model.model.model.layers[1:]:  # type: ignore[attr-defined]
-                del layer.forward
-        return resolved
+        def first_only(model: Any, **options: Any) -> None:
+            written = [type(layer) for layer in layers_of(model)]
+            compile_layers(model, **options)
+            for layer, kind in list(zip(layers_of(model), written, strict=True))[1:]:
+                layer.__class__ = kind
+
+        with patch("impl.fsdp2.trainable.compile_layers", first_only):
+            return super().setup(*arguments)
 
 
 class CompilesUnasked(Fsdp2Backend):
