@@ -11,6 +11,7 @@ import torch
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unchanged, verdict_of, write
 
 from conformance.judge.compare import _of_parts
+from conformance.judge.seen import Lazy
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders
 from conformance.objective import all_observables
@@ -76,6 +77,17 @@ def test_weights_are_judged_as_loaded_and_after_the_last_step(tmp_path: Path) ->
         ("weights after N steps", "a"),
         ("weights after N steps", "a against rebuilt"),
     ]
+
+
+def test_asking_whether_there_is_a_tensor_computes_none() -> None:
+    """The judge asks so for every tensor of every step, and at real size each of them takes a difference."""
+
+    def compute(name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} is computed")
+
+    here, there = Lazy(["a", "b"], compute), Lazy(["b"], compute)
+    assert here.keys() - there.keys() == {"a"}
+    assert here.keys() != there.keys()
 
 
 def test_an_update_is_judged_by_its_own_size_and_not_by_that_of_the_weight(tmp_path: Path) -> None:

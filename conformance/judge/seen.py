@@ -32,6 +32,9 @@ class Lazy(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._compute(name)
 
+    def __contains__(self, name: object) -> bool:  # a Mapping's own would compute the tensor
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

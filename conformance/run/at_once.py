@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import torch
+
 from conformance.plan.cell import Cell
 
 _Judged = TypeVar("_Judged")
@@ -20,7 +22,8 @@ class AtOnce:
     """Threads that run cells. ``width``: how many cells at once; with 1, the caller's thread runs them."""
 
     def __init__(self, width: int) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=width, thread_name_prefix="cell") if width > 1 else None
+        # torch would give each of them as many threads as the machine has processors, to judge its cell with.
+        self._threads = ThreadPoolExecutor(width, "cell", torch.set_num_threads, (1,)) if width > 1 else None
 
     @property
     def is_parallel(self) -> bool:
