@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from conformance.hashing import seed_of, splitmix64
+from conformance.modes import without_modes
 
 PROJECTIONS = 16
 SAMPLED = 4096  # elements of a tensor
@@ -40,12 +41,13 @@ def sketched_above(asked: int | None, elements: int) -> float:
 
 def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
     """What a record keeps of a tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch, by name."""
-    if tensor.ndim < 2 or tensor.numel() <= above:
-        return {name: tensor.detach().to("cpu", copy=True)}
-    key, _, parameter = name.partition("/")
-    rows, columns, norms, sample = _sketch(tensor.detach(), parameter)
-    parts = {key: rows, key + COLUMNS: columns, key + NORMS: norms, key + SAMPLE: sample}
-    return {f"{part}/{parameter}": found.cpu() for part, found in parts.items()}
+    with without_modes(tensor):
+        if tensor.ndim < 2 or tensor.numel() <= above:
+            return {name: tensor.detach().to("cpu", copy=True)}
+        key, _, parameter = name.partition("/")
+        rows, columns, norms, sample = _sketch(tensor.detach(), parameter)
+        parts = {key: rows, key + COLUMNS: columns, key + NORMS: norms, key + SAMPLE: sample}
+        return {f"{part}/{parameter}": found.cpu() for part, found in parts.items()}
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from conformance.backend import Shard
 from conformance.hashing import splitmix64
+from conformance.modes import without_modes
 
 Source = Callable[[], Iterable[Shard]]  # this rank's pieces, anew with every call
 Piece = tuple[str, str, str]  # group, name, region
@@ -41,7 +42,7 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
     in float64, where x_0 is the piece of the first of these ranks.
     """
-    digests = {(key, s.name, s.region): _digest(s.tensor) for key, source in groups.items() for s in source()}
+    digests = {(key, s.name, s.region): digest_of(s.tensor) for key, source in groups.items() for s in source()}
     everyone: list[dict[Piece, bytes]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     holders: dict[Piece, list[int]] = defaultdict(list)
@@ -98,12 +99,13 @@ def _distance(copies: list[torch.Tensor]) -> float:
     return max(float((copy.double() - first).norm()) for copy in copies[1:]) / norm
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
+def digest_of(tensor: torch.Tensor) -> bytes:
     """Of the bits of a tensor: SHA-256 of those on the CPU; of those on a GPU, which has no such function, a hash."""
-    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if bits.device.type == "cpu":
-        return hashlib.sha256(bits.numpy().tobytes()).digest()
-    return hash_of_bits(bits).to_bytes(8, "little", signed=True)
+    with without_modes(tensor):
+        bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+        if bits.device.type == "cpu":
+            return hashlib.sha256(bits.numpy().tobytes()).digest()
+        return hash_of_bits(bits).to_bytes(8, "little", signed=True)
 
 
 def hash_of_bits(bits: torch.Tensor) -> int:
