@@ -16,8 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RUNS = Path(__file__).parent.parent / "reports" / "published" / "2026-11-27-one-lease"
-PUBLISHED = tuple(RUNS / f"1b-{name}.json" for name in ("fsdp2-megatron", "zero1-zero2-megatron", "zero3"))
+RUNS = Path(__file__).parent.parent / "reports" / "published"
+PUBLISHED = tuple(
+    RUNS / f"2026-11-27-{name}.json"
+    for name in ("one-lease/1b-fsdp2-megatron", "one-lease/1b-zero1-zero2-megatron", "two-h200-again/1b-zero3")
+)
 BACKENDS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron"}
 PLAIN = {
     "plain_fsdp2.py": "plain FSDP2",
