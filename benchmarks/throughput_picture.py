@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any
 
 RUNS = Path(__file__).parent.parent / "reports" / "published"
-PUBLISHED = tuple(
-    RUNS / f"2026-11-27-{name}.json"
-    for name in ("one-lease/1b-fsdp2-megatron", "one-lease/1b-zero1-zero2-megatron", "two-h200-again/1b-zero3")
+PUBLISHED = (
+    RUNS / "2026-11-27-one-lease" / "1b-fsdp2-megatron.json",
+    RUNS / "2026-11-27-one-lease" / "1b-zero1-zero2-megatron.json",
+    RUNS / "2026-11-27-two-h200-again" / "1b-zero3.json",
 )
 BACKENDS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron"}
 PLAIN = {

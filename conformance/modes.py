@@ -13,11 +13,13 @@ from torch import Tensor
 
 @contextmanager
 def without_modes(tensor: Tensor) -> Iterator[None]:
-    """No mode sees or changes what is computed of the ``tensor`` in this block.
+    """No mode sees or changes what is computed in this block of ``tensor``, a plain one.
 
-    Of a subclass, such as DTensor, modes see it as before, because the subclass gets its operators by the same way.
+    Take it by ``detach()`` before the block. A watch sees this one operator, and with it the tensor's dtype, which no
+    other operator may have shown. Of a subclass, such as DTensor, modes see everything, because the subclass gets its
+    operators in the same way.
     """
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+    if type(tensor) is Tensor:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             yield
     else:

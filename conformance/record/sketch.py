@@ -41,11 +41,12 @@ def sketched_above(asked: int | None, elements: int) -> float:
 
 def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
     """What a record keeps of a tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch, by name."""
+    tensor = tensor.detach()
     with without_modes(tensor):
         if tensor.ndim < 2 or tensor.numel() <= above:
-            return {name: tensor.detach().to("cpu", copy=True)}
+            return {name: tensor.to("cpu", copy=True)}
         key, _, parameter = name.partition("/")
-        rows, columns, norms, sample = _sketch(tensor.detach(), parameter)
+        rows, columns, norms, sample = _sketch(tensor, parameter)
         parts = {key: rows, key + COLUMNS: columns, key + NORMS: norms, key + SAMPLE: sample}
         return {f"{part}/{parameter}": found.cpu() for part, found in parts.items()}
 

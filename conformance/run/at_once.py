@@ -22,8 +22,14 @@ class AtOnce:
     """Threads that run cells. ``width``: how many cells at once; with 1, the caller's thread runs them."""
 
     def __init__(self, width: int) -> None:
-        # torch would give each of them as many threads as the machine has processors, to judge its cell with.
-        self._threads = ThreadPoolExecutor(width, "cell", torch.set_num_threads, (1,)) if width > 1 else None
+        self._processors = torch.get_num_threads()
+        self._threads: ThreadPoolExecutor | None = None
+        if width > 1:
+            # Each judges with one processor: with all of them, it would wait for those that judge other cells. torch
+            # has this number for the whole process.
+            self._threads = ThreadPoolExecutor(
+                max_workers=width, thread_name_prefix="cell", initializer=torch.set_num_threads, initargs=(1,)
+            )
 
     @property
     def is_parallel(self) -> bool:
@@ -59,3 +65,4 @@ class AtOnce:
         """Wait for the cells that were begun, after ``cancel``."""
         if self._threads is not None:
             self._threads.shutdown()
+            torch.set_num_threads(self._processors)

@@ -112,7 +112,8 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
         again with a graph of its own.
     reduced: number of elements that were summed over a group, by size of the group.
-    leaks: if there is one, it is shown every operator, those of the suite among them.
+    leaks: if there is one, it is shown every operator, those of the suite among them but for what a record keeps and
+        replicas compare; of these it is shown the tensor that they are computed of.
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
         been read. Counted are storages that were used as weights are: by an operator of the first forward pass, or by
         a matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for
