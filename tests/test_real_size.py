@@ -214,11 +214,15 @@ def conditioned_size(key: str, tensors: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU, or two")
-@pytest.mark.parametrize("name", ["sft-real", "grpo-real"])
-def test_the_oracle_computes_the_same_on_one_gpu_and_on_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("sft-real", "shrunk"), ("grpo-real", "shrunk"), exhaustive("sft-real", "1.16 B")],
+)
+def test_the_oracle_computes_the_same_on_one_gpu_and_on_two_as_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: str
 ) -> None:
-    scenario = scenario_of(shrunk(tmp_path / "models"), name)
+    real = FIXTURES / "models" / "openpangu-embedded-1b"
+    scenario = scenario_of(shrunk(tmp_path / "models") if size == "shrunk" else real, name)
     inputs = prepare_inputs(scenario, tmp_path / "out")
 
     def run(*devices: str) -> Record:
