@@ -72,7 +72,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
 def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
     out, as_json = config.out, options.json
     existed = out.exists()
-    session = Session(config)
+    session = Session(config, check=stop.check)
     terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
 
     def say(line: str) -> None:

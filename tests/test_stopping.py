@@ -44,6 +44,21 @@ class Waits(Plain):
         self.layout = layout
         return super().setup(scenario, layout, *arguments)
 """
+LOSES = """
+import os, signal
+import conformance.run.session
+from plain_backend import Plain as Waits
+from conformance.record.verdict import Verdict
+from conformance.stopping import Stopped
+
+def judge_cell(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Stopped:
+        return Verdict(state="infrastructure", reason="a library made this of what the signal raised")
+
+conformance.run.session.judge_cell = judge_cell
+"""
 CHOSEN = ("profile mine.toml", "backend waits:Waits", "out out")
 COMMAND_LINE = ["conformance.cli", "run", *(part for text in CHOSEN for part in f"--{text}".split())]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite"]
@@ -108,6 +123,22 @@ def test_a_run_that_a_signal_stops_leaves_a_true_report_and_no_process(
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("command", [COMMAND_LINE, PYTEST], ids=["parity run", "pytest"])
+def test_what_a_library_makes_of_a_signal_is_no_verdict(command: list[str], tmp_path: Path) -> None:
+    """torch did so once: its conversion of an object to a tensor took the exception for a wrong type."""
+    for name, text in (("mine.toml", PROFILE), ("tiny.toml", SCENARIO), ("waits.py", LOSES)):
+        (tmp_path / name).write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True
+    )
+    assert run.returncode == 143, run.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [cell["state"] for cell in summary["cells"]] == ["not_run"] * 3
 
 
 def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:

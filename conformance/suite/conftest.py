@@ -20,6 +20,7 @@ from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import (
     BISECTED,
     OUT,
+    STOP,
     USAGE,
     demands,
     elsewhere,
@@ -168,5 +169,6 @@ def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
             bisect_run(on_hosts, pytestconfig.stash[PLAN_KEY].cells, say=lines.append)
         _end_on_hosts(pytestconfig)
         return
-    with Session(session_config(pytestconfig)) as session:
+    stop = pytestconfig.stash.get(STOP, None)  # none of a worker, which its controller ends
+    with Session(session_config(pytestconfig), check=stop.check if stop else lambda: None) as session:
         yield session
