@@ -33,7 +33,7 @@ from impl.together import Group, on_first, together
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # where in a checkpoint the state of each lies
-# From 0.18 on, the library's own writer has to be asked for by name: the default is that of nvidia-resiliency-ext.
+# From 0.17 on, the library's own writer has to be asked for by name: the default is that of nvidia-resiliency-ext.
 _NAMED = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 _OWN_WRITER = {"async_strategy": "mcore"} if _NAMED else {}
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
