@@ -7,7 +7,6 @@ manifest of the whole checkpoint (impl/checkpoints).
 """
 
 import contextlib
-import inspect
 import json
 import queue
 from collections.abc import Iterator, Sequence
@@ -33,9 +32,6 @@ from impl.together import Group, on_first, together
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # where in a checkpoint the state of each lies
-# From 0.17 on, the library's own writer has to be asked for by name: the default is that of nvidia-resiliency-ext.
-_NAMED = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-_OWN_WRITER = {"async_strategy": "mcore"} if _NAMED else {}
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
@@ -75,7 +71,7 @@ def save(path: Path, training: Training, when: Writing) -> None:
     strategy = _Planned("torch_dist", 1)
     with _completed(training.optimizers, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
-        dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True, **_OWN_WRITER)
+        dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
         files = strategy.taken(copies=when.copies)
     told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated}
 
@@ -112,9 +108,9 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """The library's strategy, of which the plan is used and not the end: that is for a rank with a GPU, talks over the
     training's group, and starts three more processes, one of them anew, which takes seconds."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *strategy: str) -> Any:
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         self._writer, self._metadata, _ = save_state_dict_ret
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *strategy)
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
     def taken(self, *, copies: bool) -> list[Any]:
         """The files of this rank, as the library's writer has them, with tensors on the host. ``copies``: all of them

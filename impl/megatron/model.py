@@ -5,7 +5,6 @@ This module adds what megatron-core's local layer spec lacks: a bias on o_proj w
 attention and positions for packed documents and rings, and a head with one value per token.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -260,10 +259,9 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
         multi_latent_attention=shape.latent is not None,
     )
     if mixture:
-        parts_of_mlp = _parts(spec.submodules.mlp)
-        parts_of_mlp.router = StepTopKRouter
+        spec.submodules.mlp.submodules.router = StepTopKRouter
         if mixture.clamped:
-            _parts(parts_of_mlp.experts).linear_fc2 = BiasedExpertLinear
+            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = RingCoreAttention
@@ -274,11 +272,6 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
     if shape.output_bias:
         attention.linear_proj = BiasedRowParallelLinear
     return spec
-
-
-def _parts(spec: Any) -> Any:
-    """The modules that a spec is made of. In newer versions of megatron-core, some specs are partial functions."""
-    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def leave_padding_token(model: GPTModel, token: int) -> None:
