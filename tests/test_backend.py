@@ -155,7 +155,6 @@ def test_listing_backends_imports_none_of_them() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.exhaustive
 def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> None:
     """A controller asks for every cell, and each of them takes seconds to import."""
     code = """

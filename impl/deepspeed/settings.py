@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from conformance.layout import Layout
 from conformance.scenario import OptimizerConfig
@@ -138,6 +137,9 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
+        # Not above, because a controller, which asks what is supported, would import DeepSpeed for seconds.
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
         # DeepSpeed leaves small parameters whole on every rank, and measures what tensor parallelism has left of them.
         # Where that is much of a model, as of one with small matrices, only those are left that are no larger than the
         # largest vector.
