@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 @contextmanager
-def without_modes(tensor: Tensor) -> Iterator[None]:
-    """No mode sees or changes what is computed in this block of ``tensor``, a plain one.
+def without_modes(tensor: Tensor) -> Iterator[Tensor]:
+    """Give ``tensor`` without its history of gradients. No mode sees or changes what this block computes of it.
 
-    Take it by ``detach()`` before the block. A watch sees this one operator, and with it the tensor's dtype, which no
-    other operator may have shown. Of a subclass, such as DTensor, modes see everything, because the subclass gets its
-    operators in the same way.
+    What modes do see is that it is detached. A watch for leaks thus learns its dtype, which no operator of the backend
+    may have shown. Of a subclass, such as DTensor, modes see everything, because they and the subclass get operators by
+    one mechanism.
     """
+    tensor = tensor.detach()
     if type(tensor) is Tensor:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            yield
+            yield tensor
     else:
-        yield
+        yield tensor

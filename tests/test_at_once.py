@@ -1,4 +1,4 @@
-"""Cells side by side: with what the threads that run and judge them compute."""
+"""Cells side by side: how many processors each of the threads that judge them computes with."""
 
 from concurrent.futures import ThreadPoolExecutor
 

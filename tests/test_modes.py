@@ -48,20 +48,21 @@ def test_what_a_record_keeps_is_computed_past_all_modes_and_is_the_same(above: f
 def test_modes_are_back_after_the_block_also_after_an_error() -> None:
     tensor = torch.ones(3)
     with InPython() as in_python, Below() as below:
-        with pytest.raises(RuntimeError), without_modes(tensor):
-            tensor + torch.ones(4)
-        assert (in_python.count, below.count) == (0, 0)
+        with pytest.raises(RuntimeError), without_modes(tensor) as plain:
+            plain + torch.ones(4)
+        assert (in_python.count, below.count) == (1, 1)
         tensor + tensor
-    assert (in_python.count, below.count) == (1, 1)
+    assert (in_python.count, below.count) == (2, 2)
 
 
 def test_modes_go_on_for_a_subclass_whose_operators_go_the_same_way() -> None:
     tensor = TwoTensor(torch.ones(8), torch.ones(8))
-    with Below() as below, without_modes(tensor):
-        doubled = tensor + tensor
+    with Below() as below, without_modes(tensor) as same:
+        before = below.count
+        doubled = same + same
     assert isinstance(doubled, TwoTensor)
     assert torch.equal(doubled.a, torch.full((8,), 2.0))
-    assert below.count
+    assert below.count > before
 
 
 def test_digests_are_computed_past_all_modes() -> None:

@@ -41,8 +41,7 @@ def sketched_above(asked: int | None, elements: int) -> float:
 
 def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
     """What a record keeps of a tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch, by name."""
-    tensor = tensor.detach()
-    with without_modes(tensor):
+    with without_modes(tensor) as tensor:
         if tensor.ndim < 2 or tensor.numel() <= above:
             return {name: tensor.to("cpu", copy=True)}
         key, _, parameter = name.partition("/")

@@ -101,8 +101,7 @@ def _distance(copies: list[torch.Tensor]) -> float:
 
 def digest_of(tensor: torch.Tensor) -> bytes:
     """Of the bits of a tensor: SHA-256 of those on the CPU; of those on a GPU, which has no such function, a hash."""
-    tensor = tensor.detach()
-    with without_modes(tensor):
+    with without_modes(tensor) as tensor:
         bits = tensor.contiguous().flatten().view(torch.uint8)
         if bits.device.type == "cpu":
             return hashlib.sha256(bits.numpy().tobytes()).digest()
