@@ -1,4 +1,4 @@
-"""Records made by hand for tests of the judge: an SGD run of two small tensors, with whatever a test changes in it."""
+"""Records made by hand for tests of the judge: an SGD run of two tensors, with whatever a test changes in it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,11 +40,12 @@ def write(
     leaks: Sequence[dict[str, Any]] = (),
     oracle: str = "",
     defects: tuple[Defect, ...] = (),
+    shape: tuple[int, int] = (4, 3),
 ) -> Record:
     """A record of the steps from ``first`` to before ``until``; of the oracle in the precision ``oracle``, if given.
 
     ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
-    defects: those that a record of the oracle says it has.
+    defects: those that a record of the oracle says it has. shape: of both weights.
     """
     optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
@@ -61,11 +62,11 @@ def write(
     ranks = Layout.parse(layout).world_size
     generators = [{"torch": f"of rank {rank}"} for rank in range(ranks)]
     generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
+    weights = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("a", "b")}
     for step in range(-1, until):
         tensors = {f"weight/{name}": weight.clone() for name, weight in weights.items()}
         if step >= 0:
-            gradients = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in weights}
+            gradients = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in weights}
             norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
             for name, gradient in gradients.items():
                 weights[name] = weights[name] - 0.1 * (min(1.0, 1 / (norm + 1e-6)) * gradient)

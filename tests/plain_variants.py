@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from plain_backend import Plain
 
-from conformance.backend import Shard, StepMetrics, Support, TensorKind, Unsupported
+from conformance.backend import NamedTensors, Shard, StepMetrics, Support, TensorKind, Unsupported
 from conformance.batch import Batch
 from conformance.layout import Layout
 from conformance.scenario import Scenario
@@ -29,6 +30,26 @@ class Shy(Plain):
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
         return iter(())
+
+
+class NamesAGradientTwice(Plain):
+    """First as nothing computed it, then right."""
+
+    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+        for name, tensor in super().named_tensors(kind, model):
+            if kind == "gradient" and name == "model.norm.weight":
+                yield name, 2 * tensor
+            yield name, tensor
+
+
+class NamesAPieceTwice(Plain):
+    """First as no other rank has it, then right."""
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        for shard in super().local_shards(kind, model):
+            if kind == "gradient" and shard.name == "model.norm.weight":
+                yield Shard(shard.name, shard.region, (1 + dist.get_rank()) * shard.tensor)
+            yield shard
 
 
 class Normless(Plain):
@@ -55,6 +76,18 @@ class Clumsy(Plain):
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         raise KeyError("a defect")
+
+
+class Vague(Plain):
+    """Says ``answer`` when it is asked what it holds of the host's memory, or raises it."""
+
+    answer: Any = None
+
+    @classmethod
+    def host_bytes(cls, scenario: Scenario, layout: Layout) -> Any:
+        if isinstance(cls.answer, Exception):
+            raise cls.answer
+        return cls.answer
 
 
 class Selfish:

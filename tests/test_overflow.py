@@ -17,7 +17,8 @@ from conformance.oracle.loss_scale import LARGEST, MARGIN, LossScale
 from conformance.oracle.run import POLICIES
 from conformance.paths import FIXTURES
 from conformance.peers.pairs import compare_lines
-from conformance.record.tensors import Record, read_record
+from conformance.record.sketch import kept, sampled
+from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.run.session import Session
 from conformance.scenario import LossScaleConfig, Precision, Scenario, load_scenario, parse_scenario
 
@@ -153,6 +154,34 @@ def test_a_weight_that_changes_in_the_least_where_the_update_is_skipped_is_found
     found = [m for m in rebuilt_updates([record], oracle, scenario) if m.error > (m.fixed or 0.0)]
     assert (found[0].tensor, found[0].step, found[0].where) == ("model.norm.weight" + UNCHANGED, 1, "[3]")
     assert 0 < found[0].error < 2.0**-22
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sampled_too", [True, False])
+def test_a_change_of_a_sketched_weight_is_found_also_outside_of_its_sample(
+    records: tuple[Record, Record], tmp_path: Path, sampled_too: bool
+) -> None:
+    record, oracle = records
+    name = "model.embed_tokens.weight"
+
+    def sketched(which: StepRecord, row: int | None, column: int) -> StepRecord:
+        tensors, path = which.tensors(), tmp_path / f"{which.path.parent.name}-{which.path.name}"
+        weight = tensors.pop(f"weight/{name}")
+        if row is not None:
+            weight[row, column] = torch.nextafter(weight[row, column], torch.tensor(9.0))
+        save_file(tensors | kept(f"weight/{name}", weight, above=0), path)
+        return replace(which, path=path)
+
+    height, width = record.loaded.tensors()[f"weight/{name}"].shape
+    places = {*sampled(name, height, width, device=torch.device("cpu")).tolist()}
+    at = next(place for place in range(height * width) if (place in places) == sampled_too)
+    row, column = divmod(at, width)
+    steps = [sketched(step, row if step.step == 1 else None, column) for step in record.steps[:2]]
+    record = replace(record, steps=tuple(steps))
+    found = [m for m in rebuilt_updates([record], oracle, parse_scenario(record.header["scenario"])) if m.step == 1]
+    (wrong,) = [m for m in found if m.error > 0]
+    assert wrong.tensor == name + UNCHANGED
+    assert wrong.where == (f"[{row}, {column}]" if sampled_too else f"row {row} by sketch")
 
 
 @pytest.mark.exhaustive

@@ -2,16 +2,19 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from judge_sample import Change, Tensors, Values, unchanged, write
+from judge_sample import STEPS, Change, Tensors, Values, unchanged, write
 from torch import Tensor
 
 from conformance.judge.belongs import check_start
+from conformance.judge.tolerance import EXACT
 from conformance.judge.verdict import judge
+from conformance.oracle.training import clip_factor
 from conformance.record.format import RecordError
 from conformance.record.sketch import PROJECTIONS, SAMPLED, kept, numbers_kept, projections, sampled, sketched_above
 from conformance.record.verdict import Verdict
@@ -42,8 +45,38 @@ def test_norms_and_samples_are_the_tensors_own() -> None:
     found = parts(WEIGHT.float())
     torch.testing.assert_close(found["weight.norms/w"], WEIGHT.float().double().norm(dim=1), rtol=1e-14, atol=0)
     assert found["weight.sample/w"].dtype == torch.float32
-    assert torch.equal(found["weight.sample/w"][0], WEIGHT.float().flatten()[sampled("w", WEIGHT.numel(), device=CPU)])
-    assert len(set(sampled("w", 10**9, device=CPU).tolist())) > SAMPLED - 10  # they are spread
+    assert torch.equal(found["weight.sample/w"][0], WEIGHT.float().flatten()[sampled("w", *WEIGHT.shape, device=CPU)])
+
+
+def test_sampled_elements_are_spread_and_each_row_and_each_column_has_one() -> None:
+    height, width = 3000, 2000
+    places = sampled("w", height, width, device=CPU)
+    anywhere, in_rows, in_columns = places.split([SAMPLED, height, width])
+    assert len(anywhere.unique()) > SAMPLED - 10
+    assert torch.equal(in_rows // width, torch.arange(height))
+    assert torch.equal(in_columns % width, torch.arange(width))
+    for part in (anywhere, in_rows, in_columns):
+        for place, size in ((part // width, height), (part % width, width)):
+            assert abs(place.double().mean().item() / size - 0.5) < 5 / math.sqrt(12 * len(part))
+    assert not torch.equal(sampled("other", height, width, device=CPU), places)
+
+
+def test_what_is_read_in_blocks_and_pieces_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows at a time, and 512 of 700 columns."""
+    monkeypatch.setattr("conformance.record.sketch._BLOCK", 2200)
+    found = parts(WEIGHT)
+    of_columns, of_rows = projections("w columns", 700, device=CPU), projections("w rows", 300, device=CPU)
+    torch.testing.assert_close(found["weight/w"], WEIGHT @ of_columns, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["weight.columns/w"], WEIGHT.T @ of_rows, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["weight.norms/w"], WEIGHT.norm(dim=1), rtol=1e-14, atol=0)
+    assert not torch.allclose(of_columns[:300], of_rows)
+
+
+def test_what_is_kept_does_not_change_with_the_tensor() -> None:
+    tensor = torch.ones(5)
+    found = parts(tensor)
+    tensor += 1
+    assert torch.equal(found["weight/w"], torch.ones(5))
 
 
 def test_a_sketch_is_linear_and_depends_on_the_parameters_name_alone() -> None:
@@ -131,9 +164,9 @@ def sketched(change: Change = unchanged, *, above: float = 0) -> Change:
     return changed
 
 
-def verdict_of(tmp_path: Path, change: Change) -> Verdict:
-    oracle = write(tmp_path / "oracle", sketched())
-    return judge([write(tmp_path / "cell", sketched(change))], oracle=oracle, noise=())
+def verdict_of(tmp_path: Path, change: Change, **options: Any) -> Verdict:
+    oracle = write(tmp_path / "oracle", sketched(), **options)
+    return judge([write(tmp_path / "cell", sketched(change), **options)], oracle=oracle, noise=())
 
 
 def at(step: int, key: str, row: int, column: int, by: float) -> Change:
@@ -183,7 +216,20 @@ def test_a_norm_is_rebuilt_from_the_rows_own_norms_and_not_from_estimates(tmp_pa
 def test_a_sketch_is_not_compared_with_a_tensor(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle", sketched())
     verdict = judge([write(tmp_path / "cell", sketched(above=12))], oracle=oracle, noise=())
-    assert verdict.findings[0].tensor.startswith("a (shape (4, 3) instead of (4, 16)")
+    assert verdict.findings[0].tensor == "a (one record keeps it whole, the other a sketch)"
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (5, 3), (3, 4)])
+def test_a_tensor_of_another_shape_differs_and_its_own_shape_is_told(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """Of a wider one the vectors begin with the same ones, and what is kept of rows has the same shape."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["gradient/a"] = torch.ones(shape, dtype=torch.float64)
+
+    verdict = verdict_of(tmp_path, change)
+    assert verdict.findings[0].tensor == f"a (shape {shape} instead of (4, 3))"
+    assert verdict.state == "differs"
 
 
 def test_a_noise_run_that_loaded_other_weights_is_refused(tmp_path: Path) -> None:
@@ -192,6 +238,138 @@ def test_a_noise_run_that_loaded_other_weights_is_refused(tmp_path: Path) -> Non
     other = write(tmp_path / "other", sketched(at(-1, "weight/a", 1, 1, 1e-9)), oracle="fp32")
     with pytest.raises(RecordError, match="has loaded another weight"):
         check_start(other, oracle)
+
+
+# --- what it does not see ---------------------------------------------------------------------------------------------
+
+LAST, RATE, CLIPPED_TO = STEPS - 1, 0.1, 1.0  # of the sample
+WIDE = (4, 40)  # more columns than vectors
+LARGE = (6000, 8)  # more elements than are sampled
+FEW, SHARE_OF_DECAY = 240, 3e-2  # elements, and what a lost weight decay is of an update
+
+
+def unsampled(name: str) -> list[int]:
+    """The places of elements of a LARGE matrix that are in no sample."""
+    return sorted({*range(math.prod(LARGE))} - {*sampled(name, *LARGE, device=CPU).tolist()})
+
+
+def hidden(tensor: Tensor, name: str) -> Tensor:
+    """What of each row is orthogonal to all vectors that the rows of a parameter are multiplied by."""
+    basis: Tensor = torch.linalg.qr(projections(f"{name} columns", tensor.shape[1], device=CPU)).Q
+    return tensor - tensor @ basis @ basis.T
+
+
+def test_what_is_orthogonal_to_all_vectors_is_in_no_row_but_in_all_else_that_is_kept() -> None:
+    change = hidden(WEIGHT, "w")
+    assert change.norm() > 0.98 * WEIGHT.norm()  # 684 of 700 dimensions
+    before, after = parts(WEIGHT), parts(WEIGHT + change)
+    in_rows = (after["weight/w"] - before["weight/w"]).norm(dim=1) / after["weight.norms/w"]
+    assert 0 < in_rows.max() < 2**-53 * math.sqrt(WEIGHT.shape[1])  # as roundings of a sum add up that are independent
+    for part in ("columns", "norms", "sample"):
+        own, changed = before[f"weight.{part}/w"], after[f"weight.{part}/w"]
+        assert (changed - own).norm() > 0.8 * own.norm(), part
+
+
+@pytest.mark.parametrize(
+    ("times", "follows", "found"),
+    [
+        # It is as long as before where what is hidden has the other sign.
+        (1.0, False, {"a against rebuilt", "b against rebuilt", "grad_norm against rebuilt"}),
+        (-2.0, False, {"a against rebuilt"}),
+        (-2.0, True, set()),
+    ],
+)
+def test_a_gradient_that_hides_from_the_vectors_shows_in_its_norm_and_its_update_unless_these_agree_with_it(
+    tmp_path: Path, times: float, follows: bool, found: set[str]
+) -> None:
+    """Columns only say where a difference is. So a backend that knows the vectors could hide."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == LAST:
+            added = times * hidden(tensors["gradient/a"], "a")
+            tensors["gradient/a"] += added
+            tensors["weight/a"] -= follows * RATE * clip_factor(values["grad_norm"], CLIPPED_TO) * added
+
+    verdict = verdict_of(tmp_path, change, shape=WIDE)
+    assert {finding.tensor for finding in verdict.findings} == found
+
+
+@pytest.mark.parametrize(("times", "found"), [(4.0, {"a"}), (0.5, set())])
+def test_an_update_that_is_wrong_outside_of_the_sample_is_found_in_its_rows(
+    tmp_path: Path, times: float, found: set[str]
+) -> None:
+    """An error of one element looks at most sqrt(3) times as large as it is, because the numbers are uniform, and
+    almost never a quarter of it. It is relative to the distance that the whole tensor has moved."""
+    loaded = Tensors()
+    place = unsampled("a")[0]
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step < 0:
+            loaded["a"] = tensors["weight/a"].clone()
+        elif step == LAST:
+            moved = (tensors["weight/a"] - loaded["a"]).norm().item()
+            tensors["weight/a"].view(-1)[place] += times * EXACT * moved
+
+    verdict = verdict_of(tmp_path, change, shape=LARGE)
+    assert {finding.tensor for finding in verdict.findings} == found
+    assert all(f.where == f"[{place // LARGE[1]}, {place % LARGE[1]}] by sketch" for f in verdict.findings)
+
+
+def trained(noise: float, *, seed: int = 0, lost: Sequence[int] = ()) -> Change:
+    """The sample's run with a relative error ``noise`` in each gradient, from which updates follow but for a share in
+    the elements ``lost`` of one weight."""
+    generator, weights = torch.Generator().manual_seed(seed), Tensors()
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step < 0:
+            weights.update({name: tensors[f"weight/{name}"].clone() for name in ("a", "b")})
+            return
+        gradients = [tensors[f"gradient/{name}"] for name in weights]
+        for gradient in gradients:
+            gradient *= 1 + noise * torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
+        values["grad_norm"] = math.hypot(*(gradient.norm().item() for gradient in gradients))
+        for name, gradient in zip(weights, gradients, strict=True):
+            update = RATE * clip_factor(values["grad_norm"], CLIPPED_TO) * gradient
+            if name == "a":
+                update.view(-1)[[*lost]] *= 1 - SHARE_OF_DECAY
+            weights[name] = weights[name] - update
+            tensors[f"weight/{name}"] = weights[name].clone()
+
+    return change
+
+
+IN_ROWS = (sampled("a", *LARGE, device=CPU) // LARGE[1]).bincount().tolist()  # how many of each row are sampled
+LOST = {
+    "a row": [IN_ROWS.index(1) * LARGE[1] + column for column in range(LARGE[1])],
+    "a column": [row * LARGE[1] + 5 for row in range(LARGE[0])],
+    "elements": unsampled("a")[:: len(unsampled("a")) // FEW][:FEW],
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "noise", "lost", "found"),
+    [
+        ("bf16", 0.01, "a row", {"a against rebuilt"}),
+        ("bf16", 0.01, "a column", {"a against rebuilt"}),
+        ("bf16", 0.01, "elements", set()),
+        ("exact", 0.0, "elements", {"a"}),
+    ],
+)
+def test_a_decay_that_few_elements_lack_is_within_the_noise_of_bf16_if_none_of_them_is_sampled(
+    tmp_path: Path, precision: str, noise: float, lost: str, found: set[str]
+) -> None:
+    """It is SHARE_OF_DECAY x sqrt(FEW / elements) of the update, 2e-3, where three times the noise may be. Of each row
+    and of each column an element is sampled."""
+    runs = {name: trained(noise, seed=seed) for seed, name in enumerate(("noise", "honest"))}
+    runs["lost"] = trained(noise, seed=1, lost=LOST[lost])
+    oracle = write(tmp_path / "oracle", sketched(), precision=precision, shape=LARGE)
+    records = {
+        name: write(tmp_path / name, sketched(change), precision=precision, shape=LARGE)
+        for name, change in runs.items()
+    }
+    single = [records["noise"]] if noise else []
+    assert judge([records["honest"]], oracle=oracle, noise=single).state == "conforms"
+    assert {f.tensor for f in judge([records["lost"]], oracle=oracle, noise=single).findings} == found
 
 
 # --- replicas on a GPU ------------------------------------------------------------------------------------------------

@@ -166,6 +166,32 @@ def test_folders_whose_tensors_are_gone_are_merged_with_all_that_was_found(whole
     assert compared(merged)["groups"] == compared(whole)["groups"]
 
 
+@pytest.mark.parametrize("removed", [0, 1, 5])
+def test_a_removal_that_was_stopped_is_no_damage_and_goes_on(
+    removed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so many files, of which each cell has four."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    before = [entry.verdict for entry in read_run(out)[1]]
+    unlink, left = Path.unlink, iter(range(removed))
+
+    def stopped(file: Path, missing_ok: bool = False) -> None:
+        if file.suffix == ".safetensors" and next(left, None) is None:
+            raise KeyboardInterrupt
+        unlink(file, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        slim(out)
+    monkeypatch.undo()
+    rejudge(out)
+    assert [entry.verdict for entry in read_run(out)[1]] == before
+    assert all(not cell.problem for cell in read_cells(out)[1])
+    slim(out)
+    assert list(out.rglob("*.safetensors")) == []
+    assert [entry.slim for entry in read_run(out)[1]] == [True] * len(MEMBERS)
+
+
 def test_removing_twice_is_removing_once(slimmed: Path) -> None:
     before = {file: file.read_bytes() for file in slimmed.rglob("*.json*")}
     slim(slimmed)

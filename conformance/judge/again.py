@@ -5,6 +5,7 @@ from pathlib import Path
 
 from conformance.judge.expected import judge_cell
 from conformance.judge.twice import in_both
+from conformance.record.format import RecordError, read_lines
 from conformance.record.results import Attempt, Entry, cell_summary, inside, read_run, write_entry, write_summary
 from conformance.record.states import ANSWERED, NO_FAULT
 from conformance.record.verdict import Verdict
@@ -29,7 +30,7 @@ def rejudge(out: Path) -> int:
 
 
 def _judged(out: Path, entry: Entry) -> Entry:
-    if entry.slim and entry.verdict.state in NO_FAULT and not _has_tensors(out, entry):
+    if entry.slim and entry.verdict.state in NO_FAULT and not _has_all_tensors(out, entry):
         return entry
     own = Attempt(fresh=False, verdict=entry.verdict, completed=entry.completed, records=entry.records)
     verdict = _judge(out, entry, own)
@@ -40,9 +41,17 @@ def _judged(out: Path, entry: Entry) -> Entry:
     return replace(entry, verdict=in_both(used, fresh), other=other)
 
 
-def _has_tensors(out: Path, entry: Entry) -> bool:
-    """Whether tensors of the cell's records are there, whatever its verdict says of them."""
-    return any(any((out / entry.folder / record).glob("*.safetensors")) for record in entry.records)
+def _has_all_tensors(out: Path, entry: Entry) -> bool:
+    """Whether all tensors that the cell's records name are there, whatever its verdict says of them. Where only some
+    are, removing them was stopped half-way."""
+    others = entry.other.records if entry.other and entry.other.completed else ()
+    records = [out / entry.folder / record for record in (*entry.records, *others)]
+    try:
+        found = [(record, read_lines(record)) for record in records]
+    except RecordError:  # the reports say so
+        return False
+    named = [(record, line.get("tensors")) for record, lines in found for line in (lines.loaded, *lines.steps)]
+    return all((record / file["file"]).exists() for record, file in named if file)
 
 
 def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:

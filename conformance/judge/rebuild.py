@@ -4,22 +4,22 @@ Serves claim 2. A cell's own gradients carry the noise of its precision, so agai
 judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
 but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
 computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate. Of a
-sketched tensor the elements of its sample are.
+sketched tensor the elements of its sample are, among them one of each row and one of each column.
 """
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
 from conformance.judge.compare import unnamed_norm
 from conformance.judge.distance import Tensors, finite, place
-from conformance.judge.seen import elementwise, norm_of
+from conformance.judge.seen import changed, elementwise, norm_of
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.observable import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.oracle.training import clip_factor, make_optimizer
-from conformance.record.sketch import whole_shapes
+from conformance.record.sketch import sampled, whole_shapes
 from conformance.record.tensors import Record, StepRecord
 from conformance.scenario import Precision, Scenario
 
@@ -45,9 +45,12 @@ def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What is needed to rebuild a step. ``first``: of a leg that begins with a new optimizer. ``factor``: by which it
-    is clipped; None where it cannot be rebuilt. ``gradients``: none of a step that is skipped."""
+    """What is needed to rebuild a step. key: of the weights. first: of a leg that begins with a new optimizer. before,
+    gradients, after: element by element, of sketched tensors their samples; no gradients of a step that is skipped.
+    kept: all that records keep, before and after. shapes: of the weights, of sketched ones as matrices. factor: by
+    which it is clipped; None where it cannot be rebuilt."""
 
+    key: str
     step: int
     stage: str
     first: bool
@@ -55,6 +58,8 @@ class _Step:
     before: Tensors
     gradients: Tensors
     after: Tensors
+    kept: tuple[Tensors, Tensors]
+    shapes: Mapping[str, tuple[int, ...]]
     lr: float
     factor: float | None
 
@@ -83,7 +88,7 @@ def _of_model(
                     tensor=name + AGAINST_REBUILT,
                     step=step.step,
                     error=finite(off.max().item()),
-                    where=place(int(off.argmax()), after),
+                    where=_where(step, name, int(off.argmax()), after),
                     fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
                 )
 
@@ -100,12 +105,12 @@ def _steps(
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
-        before = elementwise(leg.loaded.tensors(), key)
+        held = leg.loaded.tensors()
         first = leg.header["optimizer"] == "new"
         known = known or first
         for step in leg.steps:
             tensors, lr = step.tensors(), rates.get(step.step)
-            gradients, after = elementwise(tensors, gradient), elementwise(tensors, key)
+            before, gradients, after = elementwise(held, key), elementwise(tensors, gradient), elementwise(tensors, key)
             factor = None
             if step.step not in skipped:
                 trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
@@ -118,6 +123,7 @@ def _steps(
                 norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.precision)
                 factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             yield _Step(
+                key=key,
                 step=step.step,
                 stage=next(o.stage for o in weights if o.applies(step.step)),
                 first=first,
@@ -125,10 +131,12 @@ def _steps(
                 before=before,
                 gradients=gradients,
                 after=after,
+                kept=(held, tensors),
+                shapes=whole_shapes(step.shapes()),
                 lr=lr or 0.0,
                 factor=factor,
             )
-            before, first = after, False
+            held, first = tensors, False
 
 
 def _elements(step: StepRecord, key: str) -> int:
@@ -150,8 +158,21 @@ def _reported(own: float | None, norm: float, elements: int, precision: Precisio
 
 
 def _unchanged(step: _Step, name: str) -> Measurement:
-    """The largest relative change of a weight; none is allowed."""
+    """The largest relative change of a weight; none is allowed. Of a sketched one that of its sample, or of a row."""
     before, after = step.before[name].double(), step.after[name].double()
     change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
-    where, error = place(int(change.argmax()), change), finite(change.max().item())
+    where, error = _where(step, name, int(change.argmax()), change), finite(change.max().item())
+    if not error:
+        earlier, now = step.kept
+        error, where = changed(now, earlier, step.key, name)
     return Measurement(stage=step.stage, tensor=name + UNCHANGED, step=step.step, error=error, where=where, fixed=0.0)
+
+
+def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
+    """The place in its weight of an element with the number ``at`` of what is compared, which may be a sample."""
+    shape = step.shapes[f"{step.key}/{name}"]
+    if compared.shape == shape:
+        return place(at, compared)
+    height, width = shape
+    row, column = divmod(int(sampled(name, height, width, device=compared.device)[at]), width)
+    return str([row, column])

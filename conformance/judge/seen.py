@@ -18,6 +18,7 @@ from conformance.judge.tolerance import OF_ROWS, Key, Measurement
 from conformance.observable import Observable
 from conformance.record.sketch import COLUMNS, NORMS, SAMPLE
 
+KEPT_ROUNDING = 2.0**-40  # of a row's norm: far more than its sums in float64 err, far less than a digit of float32
 NO_LEEWAY: Mapping[Key, Leeway] = MappingProxyType({})
 
 
@@ -51,6 +52,11 @@ class Seen:
     columns: Tensors
     norms: Tensors
 
+    def shape_of(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of one of ``tensors``; of a sketched one, which has a column for each vector, as a matrix."""
+        shape = tuple(tensor.shape)
+        return (shape[0], len(self.columns[name])) if name in self.columns else shape
+
     def since(self, start: "Seen") -> "Seen":
         """The distance of each tensor from where it started."""
         tensors, columns = movement(self.tensors, start.tensors), movement(self.columns, start.columns)
@@ -77,6 +83,19 @@ def elementwise(tensors: Tensors, key: str) -> Tensors:
     return Lazy(found, lambda name: samples[name] if name in samples else found[name])
 
 
+def changed(own: Tensors, before: Tensors, key: str, name: str) -> tuple[float, str]:
+    """The largest change of a row of a sketched tensor by its norm, with the row; (0, "") where none has changed, and
+    of a whole tensor. What is less than the rounding of what is kept is no change."""
+    rows, norms = f"{key}/{name}", f"{key}{NORMS}/{name}"
+    if norms not in own or norms not in before:
+        return 0.0, ""
+    lengths = before[norms].clamp(min=torch.finfo(torch.float64).tiny)
+    moved = torch.maximum((own[rows] - before[rows]).norm(dim=1), (own[norms] - before[norms]).abs()) / lengths
+    row = int(moved.argmax())
+    most = finite(moved[row].item())
+    return (most, f"row {row}{BY_SKETCH}") if most > KEPT_ROUNDING else (0.0, "")
+
+
 def norm_of(tensors: Tensors, key: str) -> float:
     """2-norm of all tensors of one observable together; of sketched ones, too, it is no estimate."""
     found, norms = named(tensors, key), named(tensors, key + NORMS)
@@ -96,14 +115,17 @@ def tensors_apart(
     ``leeway``: of rows, by the key of the measurement of the worst one."""
     stage, floor = observable.stage, floor_of(reference.tensors)
     for name in reference.tensors:
-        ref = reference.tensors[name]
         if name not in own.tensors:
             yield infinite(stage, f"{name} (missing)", step)
-        elif (x := own.tensors[name]).shape != ref.shape:
-            shapes = f"{tuple(x.shape)} instead of {tuple(ref.shape)}"
-            yield infinite(stage, f"{name} (shape {shapes})", step)
+            continue
+        x, ref = own.tensors[name], reference.tensors[name]
+        shape, expected = own.shape_of(name, x), reference.shape_of(name, ref)
+        if shape != expected:
+            yield infinite(stage, f"{name} (shape {shape} instead of {expected})", step)
+        elif x.shape != ref.shape:
+            yield infinite(stage, f"{name} (one record keeps it whole, the other a sketch)", step)
         else:
-            sketched = name in own.columns and name in reference.columns
+            sketched = name in reference.columns
             found = tensor_off(stage, name, step, x, ref, floor=floor)
             if sketched:
                 found = _located(found, x, ref, own.columns[name], reference.columns[name])

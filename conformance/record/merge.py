@@ -180,6 +180,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
         seconds=round(sum(run.seconds for run in runs), 2),
         command=command,
         environment=environment,
+        leased={},
         floor=replace(runs[0].floor, shards=tuple(sorted(shards, key=lambda s: int(s.partition("/")[0]))), whole=True),
     )
 

@@ -104,7 +104,9 @@ class Run:
     """The fields of ``summary.json`` about the run as a whole.
 
     started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
-    seconds: of all processes and attempts together. selected: equal for runs of the same cells (conformance.plan.plan).
+    seconds: of all processes and attempts together. leased: by GPU (UUID), or slot of an agent, the part of the time of
+    the last attempt for which cells and oracles had it; empty where nothing was leased, with pytest, and where several
+    jobs were merged. selected: equal for runs of the same cells (conformance.plan.plan).
     selection: what the user selected, as text; equal for runs that a history compares with each other.
     """
 
@@ -115,6 +117,7 @@ class Run:
     device: str
     command: str
     environment: Mapping[str, Any] = field(default_factory=dict)
+    leased: Mapping[str, float] = field(default_factory=dict)
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""

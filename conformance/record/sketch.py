@@ -6,7 +6,8 @@ is kept of rows, (rows, PROJECTIONS), goes through the same comparison as a tens
 
 * the same of columns, (columns, PROJECTIONS): where in a row the difference is,
 * the norm of each row, as it is: norms of gradients follow from them to the last digit,
-* a sample of elements, (1, SAMPLED) in the tensor's own dtype: updates and digits are judged element by element.
+* a sample of elements, (1, SAMPLED + rows + columns) in the tensor's own dtype, one of each row and of each column
+  among them: updates and digits are judged element by element.
 
 The random numbers are uniform, of mean 0 and variance 1, and follow from the parameter's name. docs/tolerances.md
 proves what a sketch can and cannot see. Vectors, such as biases and the weights of norms, are always kept whole.
@@ -22,7 +23,7 @@ from conformance.hashing import seed_of, splitmix64
 from conformance.modes import without_modes
 
 PROJECTIONS = 16
-SAMPLED = 4096  # elements of a tensor
+SAMPLED = 4096  # elements of a tensor, beside one of each row and one of each column
 COLUMNS, NORMS, SAMPLE = PARTS = ".columns", ".norms", ".sample"  # follow the key in the names of what is kept
 LARGE_MODELS = 500_000_000  # elements of all models of a cell, from which on its large matrices are sketched
 LARGE_MATRIX = 2**16  # elements
@@ -67,7 +68,7 @@ def _sketch(tensor: Tensor, parameter: str) -> tuple[Tensor, Tensor, Tensor, Ten
         columns += block.T @ of_rows[here]
         for left in range(0, width, _CHUNK):
             rows[here] += block[:, left : left + _CHUNK] @ of_columns[left : left + _CHUNK]
-    at = sampled(parameter, matrix.numel(), device=matrix.device)
+    at = sampled(parameter, height, width, device=matrix.device)
     return rows, columns, norms, matrix[at // width, at % width][None]
 
 
@@ -78,10 +79,15 @@ def projections(name: str, length: int, *, device: torch.device) -> Tensor:
     return (signed.double() * (_FRACTION * math.sqrt(3 / PROJECTIONS))).view(length, PROJECTIONS)
 
 
-def sampled(parameter: str, elements: int, *, device: torch.device) -> Tensor:
-    """The places (SAMPLED,) of the sampled elements in the flattened tensor; one may be there twice."""
-    hashed = splitmix64(torch.arange(SAMPLED, device=device), seed=seed_of(f"{parameter} sample"))
-    return hashed.bitwise_and_(2**63 - 1) % elements
+def sampled(parameter: str, height: int, width: int, *, device: torch.device) -> Tensor:
+    """The places (SAMPLED + height + width,) of the sampled elements in the flattened matrix: some anywhere, one in
+    each row, and one in each column. All elements are equally likely, and one may be there twice."""
+    numbers = torch.arange(SAMPLED + height + width, device=device)
+    hashed = splitmix64(numbers, seed=seed_of(f"{parameter} sample")).bitwise_and_(2**63 - 1)
+    anywhere, of_rows, of_columns = hashed.split([SAMPLED, height, width])
+    in_rows = torch.arange(height, device=device) * width + of_rows % width
+    in_columns = of_columns % height * width + torch.arange(width, device=device)
+    return torch.cat([anywhere % (height * width), in_rows, in_columns])
 
 
 def numbers_kept(shape: tuple[int, ...], *, above: float) -> int:
@@ -90,7 +96,7 @@ def numbers_kept(shape: tuple[int, ...], *, above: float) -> int:
     if len(shape) < 2 or whole <= above:
         return whole
     height, width = shape[0], whole // shape[0]
-    return height * (PROJECTIONS + 1) + width * PROJECTIONS + SAMPLED
+    return height * (PROJECTIONS + 2) + width * (PROJECTIONS + 1) + SAMPLED
 
 
 def is_part(name: str) -> bool:

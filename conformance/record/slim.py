@@ -27,9 +27,11 @@ def slim(out: Path) -> None:
         return
     entries = [entry for entry in listed if entry.records]
     for entry in entries:
-        if entry.verdict.state in NO_FAULT and not entry.slim:
-            # First the word, then the deed: files that are missing without it would be damage.
-            write_entry(out, replace(entry, slim=True))
+        if entry.verdict.state in NO_FAULT:
+            # First the word, then the deed: files that are missing without it would be damage. Of a cell that says so
+            # there may be files all the same, where an earlier call was stopped.
+            if not entry.slim:
+                write_entry(out, replace(entry, slim=True))
             others = entry.other.records if entry.other else ()
             _remove(out, (out / entry.folder / record for record in (*entry.records, *others)))
     kept = {folder for entry in entries if entry.verdict.state not in NO_FAULT for folder in _oracles(out, entry)}

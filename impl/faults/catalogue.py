@@ -5,7 +5,7 @@ right in spite of the fault: the checks in common use cannot see such a fault, h
 there means:
 
 ==================  ===================================================================================
-load_model          (trainable, path) -> model of a Hugging Face folder; FSDP2 and DeepSpeed read its weights afterwards
+load_model          (trainable, path) -> model of a Hugging Face folder; its weights are read afterwards
 hugging_face_model  (path, ...) -> the model of transformers, before anything is cut or read
 read_slice          (reader, name, spans) -> a slice of a tensor in a file of weights or of a training state
 load_adapter        (model, folder) -> the model with the adapter of a folder in peft's format
