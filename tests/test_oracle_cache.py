@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from conformance.oracle.run import POLICIES
 from conformance.paths import cache_folder, resolve
 from conformance.plan.cell import Cell, Leg
 from conformance.record.tensors import read_record
-from conformance.run.oracles import Oracles, _cache_key, prune
+from conformance.run.oracles import COMPUTED_WITH, Oracles, _cache_key, prune
 from conformance.scenario import Precision
 
 
@@ -281,6 +283,7 @@ def test_other_inputs_make_another_record(inputs: FrozenInputs, change: Callable
 
 
 ORACLE = Path(conformance.oracle.__file__).parent
+ALWAYS = ("scenario.py", "hashing.py", "record/sketch.py", "run/settings.py")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,8 @@ ORACLE = Path(conformance.oracle.__file__).parent
     [
         "oracle/forward.py",
         *(exhaustive(f"oracle/{path.name}") for path in ORACLE.glob("*.py") if path.name != "forward.py"),
-        *("scenario.py", "batch.py", "defect.py", "observable.py", "record/format.py", "record/tensors.py"),
+        *ALWAYS,
+        *(exhaustive(file) for file in COMPUTED_WITH if file not in ALWAYS),
     ],
 )
 def test_other_sources_make_another_record(inputs: FrozenInputs, sources: Path, file: str) -> None:
@@ -297,6 +301,19 @@ def test_other_sources_make_another_record(inputs: FrozenInputs, sources: Path, 
     assert key(inputs) == before
     (sources / file).write_text((sources / file).read_text() + "\n")
     assert key(inputs) != before
+
+
+def test_all_that_the_oracle_imports_makes_another_record_but_what_is_said_not_to() -> None:
+    told = "import sys, conformance.oracle.run; print(*(m for m in sys.modules if m.startswith('conformance.')))"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    package, files = ORACLE.parent, set[str]()
+    for module in (module.split(".")[1:] for module in done.stdout.split()):
+        file = Path(*module).with_suffix(".py")
+        if module[0] not in ("oracle", "world") and (package / file).exists():  # ranks of any kind are started alike
+            files.add(str(file))
+    apart = {"machine.py", "paths.py", "validation.py", "record/files.py", "record/schema.py"}  # where and whether
+    assert files - apart == set(COMPUTED_WITH)
+    assert apart < files
 
 
 def test_sources_of_an_objective_of_ones_own_count(

@@ -1,6 +1,8 @@
 """The oracle's runs: complete records, every precision with its own error, optimizers that begin anew, and several
 models side by side. Serves claims 1, 5 and 6."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +27,7 @@ from conformance.paths import FIXTURES
 from conformance.record.identity import noise_runs
 from conformance.record.tensors import Record, StepRecord, read_record
 from conformance.run.exact import exact_tier
-from conformance.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
+from conformance.scenario import OptimizerConfig, Precision, Scenario, ScheduleConfig, scenario_to_json
 
 PANGU = FIXTURES / "models" / "pangu"
 FLOAT64 = POLICIES["float64"]
@@ -95,6 +97,23 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     return {name: run(tmp_path_factory.mktemp("oracle") / name, policy=name) for name in names}
 
 
+@pytest.mark.parametrize(("policy", "tier"), [("float64", "exact"), ("fp32-plain", "fp32"), ("bf16", "bf16")])
+def test_kernels_are_chosen_as_in_the_cells_of_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: PolicyName, tier: Precision
+) -> None:
+    """So that the noise that bounds a cell is not that of other kernels."""
+    asked: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def settings(precision: Precision, device: str) -> Iterator[dict[str, str]]:
+        asked.append((precision, device))
+        yield {"deterministic": "yes"}
+
+    monkeypatch.setattr("conformance.oracle.run.settings_of", settings)
+    assert run(tmp_path / "oracle", policy=policy).header["environment"]["deterministic"] == "yes"
+    assert asked == [(tier, "cpu")]
+
+
 def test_a_record_is_complete_and_says_how_it_was_made(records: dict[str, Record]) -> None:
     record = records["float64"]
     assert record.header["cell"] == "oracle"
@@ -102,6 +121,7 @@ def test_a_record_is_complete_and_says_how_it_was_made(records: dict[str, Record
     assert record.header["layout"] == "dp1"
     assert record.header["scenario"] == scenario_to_json(SCENARIO)
     assert record.header["environment"]["torch"] == torch.__version__
+    assert record.header["environment"]["deterministic"] == "no"  # on a CPU, where nothing is set
     assert record.header["resolved"]["compute_dtype"] == "torch.float64"
     assert record.header["resolved"]["architecture"].keys() == {"policy"}
     assert record.footer["steps"] == 3

@@ -18,12 +18,13 @@ def header(
     precision: str,
     policy: Policy,
     *,
+    settings: Mapping[str, str],
     decoders: Mapping[str, Decoder],
     loss_scale: float,
     defects: tuple[Defect, ...],
 ) -> dict[str, Any]:
-    """JSON values for a RecordWriter. ``decoders``: by role, those of models that are trained last; ``loss_scale`` is
-    that of these at the first step."""
+    """JSON values for a RecordWriter. ``settings``: what is in force for kernels on GPUs. ``decoders``: by role, those
+    of models that are trained last; ``loss_scale`` is that of these at the first step."""
     return {
         "cell": "oracle",
         "backend": {"name": "oracle", "precision": precision, "defects": defects_to_json(defects)},
@@ -33,6 +34,7 @@ def header(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "backend-parity": conformance.__version__,
+            **settings,
         },
         "resolved": {
             "compute_dtype": str(policy.compute),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.tap import Tap
 from conformance.oracle.training import clip_factor, global_norm, make_optimizer
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
-from conformance.record.identity import CHOICES
+from conformance.record.identity import CHOICES, FLOAT64
 from conformance.record.sketch import kept, sketched_above
 from conformance.record.tensors import RecordWriter, file_sha256
 from conformance.role import POLICY, Role
 from conformance.run.exact import exact_tier
-from conformance.scenario import Scenario
+from conformance.run.settings import settings_of
+from conformance.scenario import Precision, Scenario
 from conformance.world.heartbeat import mark
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
@@ -75,22 +76,27 @@ def run_oracle(
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
     attention kernel or ("-plain") by the formula. A precision's error is that of the kernels of ``device``, so it is
-    measured where the cell runs. With a GPU, the layers of a model that is too large for it are placed on several. At
-    the steps in ``restarts`` optimizer and schedule begin anew, because the cell goes on from exported weights there;
-    at those in ``merges`` the policy's adapter is added to the base, and begins anew as well. ``defects``: what the run
-    gets wrong, as a library is known to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
+    measured where the cell runs, with the settings of its tier (conformance.run.settings). With a GPU, the layers of a
+    model that is too large for it are placed on several. At the steps in ``restarts`` optimizer and schedule begin
+    anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's adapter is added to
+    the base, and begins anew as well. ``defects``: what the run gets wrong, as a library is known to. ``trusted``: the
+    Python code of a model's folder may be run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
     """
     policy = policy_of(policy_name, scenario, batches, device)
+    tier = cast(Precision, "exact" if policy_name == FLOAT64 else policy_name.removesuffix("-plain"))
     probe = torch.zeros(1, dtype=policy.compute)
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     devices = devices_for(device, bytes_needed(scenario, models, policy))
-    # Tokens have to be where the embedding is.
-    with torch.device(devices[0]) if device != "cpu" else contextlib.nullcontext(), _tier(policy, models.values()):
+    with contextlib.ExitStack() as stack:
+        settings = stack.enter_context(settings_of(tier, device))
+        if device != "cpu":
+            stack.enter_context(torch.device(devices[0]))  # tokens have to be where the embedding is
+        stack.enter_context(_tier(policy, models.values()))
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
         loaded = [_load(role, models[role.name], scenario, policy, variant, devices, trusted) for role in roles]
@@ -102,6 +108,7 @@ def run_oracle(
                 scenario,
                 policy_name,
                 policy,
+                settings=settings,
                 decoders={model.role.name: model.decoder for model in loaded},
                 loss_scale=loaded[-1].scale(policy),  # of a model that is trained: frozen ones come first
                 defects=defects,

@@ -2,9 +2,9 @@
 
 Oracle runs are made while other cells run, in their own worlds. Their records are cached under a key of everything that
 they depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
-files of the oracle and of the objective, the version of torch, and for runs below float64 the device. So another
-process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the cache (default:
-``~/.cache/backend-parity``).
+files of the oracle, of what it imports, and of the objective, the version of torch, and for runs below float64 the
+device. So another process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the
+cache (default: ``~/.cache/backend-parity``).
 """
 
 import contextlib
@@ -44,6 +44,13 @@ from conformance.scenario import scenario_to_json
 from conformance.world import Device, Outcome, Pool, WorldConfig
 
 Defects = tuple[Defect, ...]
+# What decides on numbers and names of the oracle's records, outside of its own package.
+COMPUTED_WITH = (
+    *("batch.py", "defect.py", "hashing.py", "lora.py", "modes.py", "objective.py", "observable.py", "reading.py"),
+    *("rl.py", "role.py", "scenario.py", "inputs/adapter.py", "inputs/folder.py", "inputs/model.py"),
+    *("record/format.py", "record/identity.py", "record/sketch.py", "record/tensors.py"),
+    *("run/exact.py", "run/settings.py"),
+)
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
 
@@ -246,8 +253,7 @@ def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Dev
     sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}
     package = Path(oracle.__file__).parent
     files = [inputs.batches, *sorted(package.glob("*.py")), *sorted(Path(source) for source in sources if source)]
-    files += [package.parent / name for name in ("batch.py", "defect.py", "lora.py", "observable.py", "scenario.py")]
-    files += [package.parent / "record" / name for name in ("format.py", "tensors.py")]
+    files += [package.parent / name for name in COMPUTED_WITH]
     for role, folder in sorted(inputs.models.items()):
         digest.update(role.encode())
         files += sorted(
