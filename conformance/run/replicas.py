@@ -1,12 +1,14 @@
 """Replicas: checks that numbers that several ranks claim to share are really equal. Serves claim 3.
 
 Ranks exchange digests. Only pieces whose bits differ are exchanged themselves, one at a time, to measure the distance.
-No more than one piece is copied at a time: together they may be as large as the model.
+A rank copies only a few of them before, because together they may be as large as its part of the model. For the next
+ones, it walks all its pieces again: an adapter may make them for the walk, and nothing of them is there after it.
 """
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,12 @@ import torch.distributed as dist
 from conformance.backend import Shard
 from conformance.hashing import splitmix64
 from conformance.modes import without_modes
+from conformance.world import mark
 
 Source = Callable[[], Iterable[Shard]]  # this rank's pieces, anew with every call
 Piece = tuple[str, str, str]  # group, name, region
 HASHED_AT_ONCE = 2**24  # words of 64 bits
+COPIED_AT_ONCE = 2**28  # bytes of pieces that differ, or one larger piece; with fewer, more walks would be needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,22 +46,23 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
     in float64, where x_0 is the piece of the first of these ranks.
     """
-    digests = {(key, s.name, s.region): digest_of(s.tensor) for key, source in groups.items() for s in source()}
-    everyone: list[dict[Piece, bytes]] = [{} for _ in range(dist.get_world_size())]
+    digests = _digests(groups)
+    everyone: list[dict[Piece, tuple[bytes, int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     holders: dict[Piece, list[int]] = defaultdict(list)
     for rank, held in enumerate(everyone):
         for piece in held:
             holders[piece].append(rank)
-    apart = [p for p, ranks in holders.items() if len({everyone[rank][p] for rank in ranks}) > 1]
-    mine = _copies(groups, set(apart)) if apart else {}
+    apart = {
+        piece: max(everyone[rank][piece][1] for rank in ranks)
+        for piece, ranks in holders.items()
+        if len({everyone[rank][piece][0] for rank in ranks}) > 1
+    }
     differing: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for piece in apart:
-        copies: list[torch.Tensor | None] = [None] * len(everyone)
-        dist.all_gather_object(copies, mine.get(piece))
-        relative = _distance([copy for copy in copies if copy is not None])
-        key, name, region = piece
-        differing[key].append({"name": name, "region": region, "ranks": holders[piece], "relative": relative})
+    for together in _portions(apart):
+        for piece, relative in _distances(groups, {piece: holders[piece][0] for piece in together}).items():
+            key, name, region = piece
+            differing[key].append({"name": name, "region": region, "ranks": holders[piece], "relative": relative})
     return {
         key: Replicas(
             offered=sum(piece[0] == key for held in everyone for piece in held),
@@ -68,10 +73,49 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     }
 
 
-def _copies(groups: Mapping[str, Source], wanted: set[Piece]) -> dict[Piece, torch.Tensor]:
-    """Of this rank's pieces the ``wanted`` ones, on the CPU."""
+def _digests(groups: Mapping[str, Source]) -> dict[Piece, tuple[bytes, int]]:
+    """Of this rank's pieces: the digest, and the number of bytes. Raises ValueError if a piece is named twice."""
+    found: dict[Piece, tuple[bytes, int]] = {}
+    for key, source in groups.items():
+        for shard in source():
+            piece = (key, shard.name, shard.region)
+            if piece in found:
+                raise ValueError(
+                    f"local_shards names {shard.name}, region {shard.region}, twice for {key}; yield each piece of a "
+                    f"rank once"
+                )
+            found[piece] = (digest_of(shard.tensor), shard.tensor.nbytes)
+    return found
+
+
+def _portions(sizes: Mapping[Piece, int]) -> Iterator[list[Piece]]:
+    """The pieces in their order, as many at a time as may be copied at once. ``sizes``: in bytes."""
+    portion: list[Piece] = []
+    total = 0
+    for piece, size in sizes.items():
+        if portion and total + size > COPIED_AT_ONCE:
+            yield portion
+            portion, total = [], 0
+        portion.append(piece)
+        total += size
+    if portion:
+        yield portion
+
+
+def _distances(groups: Mapping[str, Source], first: Mapping[Piece, int]) -> dict[Piece, float]:
+    """How far the furthest copy of each piece is from that of the ``first`` rank that holds it. Collective."""
     named = (((key, s.name, s.region), s.tensor) for key, source in groups.items() for s in source())
-    return {piece: tensor.detach().to("cpu", copy=True) for piece, tensor in named if piece in wanted}
+    mine = {piece: tensor.detach().to("cpu", copy=True) for piece, tensor in named if piece in first}
+    own: dict[Piece, float] = {}
+    for piece, rank in first.items():
+        copies = [mine.get(piece)]
+        dist.broadcast_object_list(copies, src=rank)
+        if copies[0] is not None and piece in mine:
+            own[piece] = _distance(copies[0], mine.pop(piece))
+        mark()
+    everyone: list[dict[Piece, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    return {piece: max(of_rank[piece] for of_rank in everyone if piece in of_rank) for piece in first}
 
 
 def pieces(groups: Mapping[str, Source]) -> dict[str, dict[str, list[int]]]:
@@ -89,14 +133,14 @@ def pieces(groups: Mapping[str, Source]) -> dict[str, dict[str, list[int]]]:
     return holders
 
 
-def _distance(copies: list[torch.Tensor]) -> float:
-    """The largest distance to the first copy, relative to its norm; infinite if shapes differ or a number is not
+def _distance(first: torch.Tensor, copy: torch.Tensor) -> float:
+    """The distance of a copy to the first one, relative to its norm; infinite if shapes differ or anything is not
     finite."""
-    first = copies[0].double()
-    if any(copy.shape != first.shape or not copy.isfinite().all() for copy in copies):
-        return float("inf")
-    norm = float(first.norm()) or 1.0
-    return max(float((copy.double() - first).norm()) for copy in copies[1:]) / norm
+    if copy.shape != first.shape or not (first.isfinite().all() and copy.isfinite().all()):
+        return math.inf
+    norm = float(first.norm(dtype=torch.float64)) or 1.0
+    relative = float(copy.double().sub(first).norm()) / norm
+    return relative if math.isfinite(relative) else math.inf
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
