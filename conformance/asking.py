@@ -36,7 +36,7 @@ from conformance.validation import UsageError, one_line
 from conformance.world.process import signal_at_death_of
 
 LIMIT_S = 300.0  # for an answer; the first one waits for the imports of the adapter
-OPTIONAL = ("export_merged", "export_state", "import_state", "supports_checkpoint", "traced")
+OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim does: a second in every rank
 _NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
 
@@ -81,6 +81,10 @@ class Adapter(Protocol):
 
     def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
         """The expected differences of a cell of one leg."""
+        ...
+
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        """Bytes of the host's memory that a rank on a GPU holds for its models; 0 if the adapter does not say."""
         ...
 
 
@@ -134,17 +138,28 @@ class Here:
         found = (one.known_for(scenario, layout) for one in about)
         return tuple(known for known in found if known.defects or known.unmodelled)
 
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        if "host_bytes" not in self._traits.methods:
+            return 0
+        answer = self._called("host_bytes", scenario, layout)
+        if not isinstance(answer, int) or answer < 0:
+            raise AskFailed(f"host_bytes() gave {answer!r}; it has to give a whole number of bytes")
+        return answer
+
     def _answer(self, method: str, *arguments: Any) -> Support:
+        answer: Support = self._called(method, *arguments)
+        if not isinstance(answer, Supported) and not (isinstance(answer, Unsupported) and answer.reason):
+            raise AskFailed(f"{method}() gave {answer!r}; it has to give Supported, or Unsupported with a reason")
+        return answer
+
+    def _called(self, method: str, *arguments: Any) -> Any:
         try:
-            answer: Support = getattr(self._adapter, method)(*arguments)
+            return getattr(self._adapter, method)(*arguments)
         except UsageError:
             raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
-        if not isinstance(answer, Supported) and not (isinstance(answer, Unsupported) and answer.reason):
-            raise AskFailed(f"{method}() gave {answer!r}; it has to give Supported, or Unsupported with a reason")
-        return answer
 
 
 class There:
@@ -193,6 +208,14 @@ class There:
             return _KNOWN.validate_python(self._ask("known", scenario, layout).get("known"))
         except ValidationError as error:
             raise AskFailed(f"{self._what}: its expected differences are none: {one_line(error)}") from None
+
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        if "host_bytes" not in self.traits.methods:
+            return 0
+        answer = self._ask("host_bytes", scenario, layout).get("bytes")
+        if not isinstance(answer, int):
+            raise AskFailed(f"{self._what}: host_bytes() gave {answer!r}")
+        return answer
 
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
         answer = self._ask(method, scenario, *layouts)
@@ -294,6 +317,8 @@ def _reply(adapter: Here, asked: dict[str, Any]) -> dict[str, Any]:
     scenario, layouts = parse_scenario(asked["scenario"]), [Layout.parse(one) for one in asked["layouts"]]
     if asked["method"] == "known":
         return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}
+    if asked["method"] == "host_bytes":
+        return {"bytes": adapter.host_bytes(scenario, *layouts)}
     answer: Support = getattr(adapter, asked["method"])(scenario, *layouts)
     return {"supported": isinstance(answer, Supported), "reason": getattr(answer, "reason", "")}
 

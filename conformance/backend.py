@@ -124,6 +124,10 @@ class Backend(Protocol):
     Optional class method: ``begin(layout)`` is called first in every rank, before faults are planted, which imports
     what they are planted in. It is for choices of the layout that have to be made before that.
 
+    Optional class method: ``host_bytes(scenario, layout) -> int`` says how many bytes of the host's memory a rank holds
+    for its models where it computes on a GPU, at its peak, such as what is offloaded. It is asked as ``supports`` is,
+    so it is calculated from shapes. Default: 0. What any rank holds without a model is counted by the suite.
+
     Optional method: ``traced(model, batch) -> conformance.activations.Traced`` says which modules of a trained model
     this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be bisected.
     """
@@ -155,7 +159,8 @@ class Backend(Protocol):
         ...
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
-        """Yield (name, tensor): the current (master) weights, or the unclipped gradients of the step's loss.
+        """Yield (name, tensor): the current (master) weights, or the unclipped gradients of the step's loss. A name
+        that comes twice is an error.
 
         If the adapter sets ``shows_training_state``, the suite also asks for the kinds of training state
         (conformance.observable.STATE_KINDS) before and after a handover. ``exp_avg``, ``exp_avg_sq`` and
@@ -167,7 +172,8 @@ class Backend(Protocol):
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        """Yield this rank's pieces of the tensors, for the check that replicas are equal.
+        """Yield this rank's pieces of the tensors, for the check that replicas are equal. The suite walks them several
+        times; a name and region that come twice in one walk are an error.
 
         With an empty iterator the check is not made, and a cell of several ranks can only be partly observed.
         """

@@ -69,8 +69,8 @@ class Trainable(Protocol):
     def load_model(self, path: Path) -> Any:
         """Load a Hugging Face folder and return the object that ``prepare`` accepts.
 
-        That is the model in the dtype of the master weights whose numbers are still in the files (impl.unread) or, for
-        Megatron, this rank's chunks with theirs.
+        That is the model in the dtype of the master weights, for Megatron this rank's chunks of it, whose numbers are
+        still in the files.
         """
         ...
 

@@ -1,41 +1,17 @@
 """Tasks that measure the memory of exports and of loading in ranks."""
 
 import contextlib
-import ctypes
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memory import give_back, peak_above, resident
 from resume_tasks import Training
 
 from conformance.run.exact import exact_tier
 from conformance.world import RankContext
 from impl.model_folder import write_model
 from impl.training_state import export_state
-
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
-
-
-def give_back() -> None:
-    """Have glibc give back at once what this process frees; it would keep up to 32 MiB of each, to be used again."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
-
-
-def peak_above(action: Callable[[], object]) -> int:
-    """Bytes of memory that a process holds at most while it does something, beyond what it holds before."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now; see proc(5)
-    before = _resident("VmHWM")
-    action()
-    return _resident("VmHWM") - before
-
-
-def _resident(name: str) -> int:
-    """A line of the process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
 
 
 def load_large(context: RankContext, *, training: dict[str, Any], folder: str) -> dict[str, int]:
@@ -49,9 +25,9 @@ def load_large(context: RankContext, *, training: dict[str, Any], folder: str) -
         small.set_up(context).teardown()
         made = []
         gc.collect()
-        before = _resident("VmRSS")
+        before = resident("VmRSS")
         peak = peak_above(lambda: made.append(large.set_up(context)))
-        held = _resident("VmRSS") - before
+        held = resident("VmRSS") - before
         made.pop().teardown()
     return {"peak": peak, "held": held}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_tasks import give_back, peak_above
+from memory import give_back, peak_above
 from resume_runs import Ranks
 
 from conformance.inputs.model import weight_shapes

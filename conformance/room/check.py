@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from conformance.asking import Adapter
+from conformance.backend import BackendEntry
 from conformance.hosts.fleet import AgentHere
 from conformance.machine import Room
 from conformance.plan.cell import Cell
@@ -44,12 +46,13 @@ def needs_of(
     cells at the same time, each with ranks, an oracle and a judge of its own. ``agents``: those that start all ranks,
     if this machine does not."""
     sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
+    adapters: dict[BackendEntry, Adapter] = {}
     found = []
     for cell in cells:
         key = cell.scenario.model, tuple(cell.scenario.objective.roles), cell.scenario.sketch
         if key not in sizes:
             sizes[key] = size_of(cell.scenario)
-        found.append((cell, estimate(cell, sizes[key], device=device)))
+        found.append((cell, estimate(cell, sizes[key], device=device, adapters=adapters)))
     workers = min(workers, len(found))
     of_all = total(found, workers=workers)
     impossible, doubtful = [], []

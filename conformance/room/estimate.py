@@ -1,13 +1,16 @@
 """Estimate: bytes and seconds of cells, from shapes alone. docs/real-data.md has the formulas and what was measured.
 
-A backend is not asked: the numbers are those of one that cuts nothing over its data-parallel ranks, and no better than
-a factor of 1.5. P is the number of parameters, V the vocabulary, b the bytes of a number in the cell's precision.
+On the CPU a backend is not asked: the numbers are those of one that cuts nothing over its data-parallel ranks, and no
+better than a factor of 1.5. On GPUs they are of the host's memory, and the adapter tells what a rank holds there. P is
+the number of parameters, V the vocabulary, b the bytes of a number in the cell's precision.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from conformance.asking import Adapter, AskFailed, adapter_of
+from conformance.backend import BackendEntry
 from conformance.inputs.random_model import is_large, shapes_of
 from conformance.observable import unobserved_step
 from conformance.oracle.decoder import Decoder, read_decoder
@@ -16,6 +19,7 @@ from conformance.plan.cell import Cell, Leg
 from conformance.record.identity import FLOAT64, noise_runs
 from conformance.record.sketch import numbers_kept, sketched_above
 from conformance.scenario import Precision, Scenario
+from conformance.validation import UsageError
 from conformance.world import Device
 
 BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of masters, moments and records
@@ -29,8 +33,8 @@ ORACLE = 6  # copies, in float64: weights, gradients, moments, and what a step m
 JUDGE = 4.5  # copies, in float64: what rounding does to moments and weights, and the tensors that are compared
 PIECES = 0.5e9  # bytes that oracle and judge hold in pieces below glibc's threshold, which are given back late
 AT_ONCE = 0.5  # of their peaks that ranks hold while the oracle is at its own, or the oracle while ranks are
-ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU: it reads parts of its model from files, one at a time
-IDLE = 150e6  # bytes that a rank holds on to between cells; on a GPU those that it has without a model
+ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU: CUDA, libraries, and the part of a model that it reads
+IDLE = 150e6  # bytes that a rank on the CPU holds on to between cells
 OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
 
@@ -128,16 +132,22 @@ def _adapters(scenario: Scenario, decoder: Decoder, shapes: Mapping[str, tuple[i
     return sum(lora.r * sum(shapes[f"{target}.weight"]) for target in lora.targets(decoder.parameter_names("causal")))
 
 
-def estimate(cell: Cell, size: Size, *, device: Device = "cpu") -> Estimate:
-    """On ``cuda``: of the host's memory alone; what a GPU has no room for is told by CUDA."""
+def estimate(
+    cell: Cell, size: Size, *, device: Device = "cpu", adapters: dict[BackendEntry, Adapter] | None = None
+) -> Estimate:
+    """On ``cuda``: of the host's memory alone; what a GPU has no room for is told by CUDA. There the adapters of the
+    legs are asked, so they have to be such as can be imported; they are kept in ``adapters`` for the next cell, because
+    a new one reads the versions of its packages. Raises UsageError for one that fails to answer."""
+    adapters = {} if adapters is None else adapters
     scenario, data = cell.scenario, cell.scenario.data
     own = BYTES[scenario.precision]
     longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
-    rank = max(_rank(leg, scenario, size) for leg in cell.legs)
     oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
     if device == "cuda":
-        rank = ON_GPU
+        rank = ON_GPU + max(_on_host(leg, scenario, adapters) for leg in cell.legs)
         oracle = ON_GPU if is_large(scenario) else oracle
+    else:
+        rank = max(_rank(leg, scenario, size) for leg in cell.legs)
     return Estimate(
         rank=rank,
         ranks=cell.world_size,
@@ -211,6 +221,19 @@ def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
     tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
     states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)
     return RANK + states * own + LOGITS * tokens * size.vocabulary * own
+
+
+def _on_host(leg: Leg, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:
+    """Bytes of the host's memory that a rank of a leg holds beside a GPU, as its adapter says."""
+    try:
+        if leg.backend not in adapters:
+            adapters[leg.backend] = adapter_of(leg.backend)
+        return adapters[leg.backend].host_bytes(scenario, leg.layout)
+    except AskFailed as error:
+        raise UsageError(
+            f"{leg.backend.name} was asked how much of the host's memory a rank holds ({leg.layout}): {error}; correct "
+            f"its adapter, or select other backends (--backend)"
+        ) from None
 
 
 def _frozen(size: Size) -> int:

@@ -28,11 +28,16 @@ from conformance.world import Device
 from conformance.world.launch import StartError, check_host
 
 
-def check_device(ranks: Ranks) -> None:
-    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and for ranks that share
-    what they have none of."""
+def check_shared(ranks: Ranks) -> None:
+    """Raises UsageError for ranks that share GPUs on the CPU."""
     if ranks.device == "cpu" and ranks.ranks_per_gpu > 1:
         raise UsageError("--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors")
+
+
+def check_device(ranks: Ranks) -> None:
+    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and as ``check_shared``
+    does."""
+    check_shared(ranks)
     if ranks.device == "cuda" and not torch.cuda.device_count():
         raise UsageError(
             "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
@@ -56,9 +61,11 @@ class Refusals:
 
     def refusal(self, cell: Cell, model: Path) -> Verdict | None:
         """The verdict of a cell that cannot be run; None if it can be. ``model``: the folder of its first model."""
-        legs = (refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model)))
-        handovers = (refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs)))
-        return next(legs, None) or next(handovers, None)
+        found = [refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model))]
+        if all(refused.state == "not_run" for refused in found):
+            found += [refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs))]
+        # What this machine has no room for may be planned for another one, where a backend that refuses refuses, too.
+        return min(found, key=lambda refused: refused.state == "not_run", default=None)
 
     def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
         """The verdict if a backend cannot hand over or take over training state, or cannot load its own checkpoint in

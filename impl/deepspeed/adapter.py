@@ -17,6 +17,7 @@ from impl.lora import adapter_support
 from impl.model_support import compile_support, model_support, plan_styles
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
+from impl.train.memory import host_bytes
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
@@ -142,6 +143,11 @@ class DeepspeedBackend(StrategyBackend):
                 f"use tp1, or fsdp2"
             )
         return ring_support(scenario, layout)
+
+    @classmethod
+    def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
+        """Of the host, beside a GPU: ZeRO-3 puts its pieces together there, and ``offload`` keeps them there."""
+        return host_bytes("deepspeed", scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

@@ -15,6 +15,7 @@ from impl.lora import adapter_support
 from impl.model_support import compile_support, model_support, torch_is_older
 from impl.ring.support import RING_MODULES, ring_support
 from impl.routing import KINDS
+from impl.train.memory import host_bytes
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -103,6 +104,11 @@ class Fsdp2Backend(StrategyBackend):
         without = "use the layout option 'plan', or tp1" if kind in LAYER_NORMS else "use tp1"
         lacking = model_support(scenario, layout, has_plan=bool(explicit), without=without)
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
+
+    @classmethod
+    def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
+        """Of the host, beside a GPU: what ``offload`` keeps there."""
+        return host_bytes("fsdp2", scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

@@ -31,6 +31,7 @@ from impl.files import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.batches import ShardedMicroBatch, sharded
 from impl.megatron.convert import all_parameters, check_weights, is_trained
+from impl.megatron.loading import read_weights, release_trained
 from impl.megatron.model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
 from impl.megatron.routers import StepLoss, gathered, release
 from impl.megatron.settings import (
@@ -47,7 +48,7 @@ from impl.megatron.settings import (
 )
 from impl.megatron.shape import read_shape
 from impl.megatron.stages import stages
-from impl.megatron.tensors import ModelTensors, held_by, load_parameter, parameter_names
+from impl.megatron.tensors import ModelTensors, held_by, parameter_names
 from impl.megatron.traced import traced_chunks
 from impl.micro_batches import Loss, set_mode
 from impl.model_folder import Dtype, write_model
@@ -77,12 +78,11 @@ class MegatronTrainable:
         self.half = context.config.precision in ("bf16", "fp16")
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
-        """This rank's chunks of the model, with weights; the rank reads only what it holds.
+        """This rank's chunks of the model without their numbers; ``prepare`` reads those that this rank holds.
 
         Raises UsageError for a folder with another head, or with weights that are not the model's.
         """
-        layout, device = self.context.config.layout, self.context.config.device
-        self.source = path
+        layout, self.source = self.context.config.layout, path
         self.shape = read_shape(path)
         if self.shape.head != self.head:
             raise UsageError(
@@ -91,14 +91,10 @@ class MegatronTrainable:
         check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
         self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
-        with self.context.placed(), SliceReader(weight_files(path), device=device) as read, torch.no_grad():
+        with self.context.placed():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
             if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
                 leave_padding_token(chunks[0], self.shape.padding_token)
-            for chunk in chunks:
-                names = parameter_names(chunk)
-                for name, parameter in held_by(chunk).items():
-                    load_parameter(parameter, names[name], self.shape, read)
         return torch.nn.ModuleList(chunks).train()
 
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
@@ -110,6 +106,8 @@ class MegatronTrainable:
                 model.eval().requires_grad_(False)
             else:
                 self.reduce_gradients()
+            read_weights(model, self.shape, self.source, device=self.context.config.device)
+            if optimizer is not None:
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
         optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
@@ -131,7 +129,9 @@ class MegatronTrainable:
         return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
     def reduce_gradients(self) -> None:
-        """Wrap the chunks in megatron-core's gradient buffers."""
+        """Wrap the chunks, whose parameters have no numbers yet, in megatron-core's buffers."""
+        if cuts_optimizer(self.context.config):
+            release_trained(self.chunks)
         parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
         settings = reduction_settings(self.context.config, parameters=parameters)
         self.chunks = [

@@ -4,14 +4,18 @@ Of the rank that has most, when the model's gradients are ready, which is when t
 model is trained. Tests hold both against the storages of ranks (tests/test_train_memory.py).
 """
 
+import math
 from dataclasses import dataclass
 
 from conformance.inputs.model import EMBEDDING, HEAD
 from conformance.layout import Layout
-from conformance.scenario import Precision
+from conformance.paths import resolve
+from conformance.role import POLICY, Role
+from conformance.scenario import Precision, Scenario
 from impl.megatron.shape import VALUE_HEAD, VOCABULARY_MULTIPLE
 from impl.megatron.stages import stages
-from impl.train.shapes import Shapes, cut, elements, layer_of
+from impl.train.shapes import Shapes, cut, elements, layer_of, parameter_shapes
+from impl.train.start_adapter import adapter_shapes_of
 
 FULL = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # bytes of a number of masters and of the optimizer's state
 COMPUTE_BYTES = {"exact": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is computed with
@@ -27,7 +31,8 @@ class States:
     how much of these the update lets go of, so that it is gone before another model has any. optimizer: masters beside
     the weights, and both moments of AdamW. passing: what is gathered or filled for a while, layers and buckets. update:
     what AdamW needs besides, for all parameters at once, a copy of a moment. host: what ``offload`` takes off the
-    device.
+    device, with its buffers there. loading: a buffer in the host's memory that is filled for a while when the model is
+    put on a GPU.
     """
 
     weights: int
@@ -37,6 +42,7 @@ class States:
     passing: int = 0
     update: int = 0
     host: int = 0
+    loading: int = 0
 
     @property
     def ready(self) -> int:
@@ -58,6 +64,27 @@ def states_of(backend: str, layout: Layout, precision: Precision, shapes: Shapes
     return {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "megatron": _megatron}[backend](
         layout, FULL[precision], COMPUTE_BYTES[precision], precision, shapes, trained
     )
+
+
+def states_of_role(backend: str, scenario: Scenario, layout: Layout, role: Role, shapes: Shapes) -> States:
+    """Of a role's model with these parameters; with ``lora``, the policy is a frozen base and its adapters."""
+    adapted = scenario.lora if role == POLICY else None
+    states = states_of(backend, layout, scenario.precision, shapes, trained=role.trained and adapted is None)
+    if adapted is None:
+        return states
+    adapters = adapter_shapes_of(adapted, shapes)
+    return states + states_of(backend, layout, scenario.precision, adapters, trained=True)
+
+
+def host_bytes(backend: str, scenario: Scenario, layout: Layout) -> int:
+    """Bytes of the host's memory that a rank holds for its models where it computes on a GPU: what is offloaded of all
+    of them, and the largest buffer with which one is loaded. Critics are counted with the head that they do not have.
+
+    Raises UsageError for a model of no use.
+    """
+    shapes = parameter_shapes(resolve(scenario.model), "causal")
+    states = [states_of_role(backend, scenario, layout, role, shapes) for role in scenario.objective.roles]
+    return sum(one.host for one in states) + max(one.loading for one in states)
 
 
 def _fsdp2(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes, trained: bool) -> States:
@@ -87,10 +114,14 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
     own = cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
     stage, half = 3 if layout.zero is None else layout.zero, compute != full
-    piece = -(-count // pieces)
+    piece, offloads = -(-count // pieces), "offload" in layout.options
+    if not trained and stage == 3:
+        passing = min(count, LIVE) * compute
+        if offloads:
+            return States(weights=0, passing=passing, host=piece * compute)
+        return States(weights=piece * compute, passing=passing)
     if not trained:
-        whole = piece if stage == 3 else count
-        return States(weights=whole * compute, passing=min(count, LIVE) * compute if stage == 3 else 0)
+        return States(weights=count * compute)
     if stage == 0:
         masters = count * full if half else 0
         update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's
@@ -102,7 +133,7 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
             update=update,
         )
     # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
-    of_its_own = stage == 1 and precision == "bf16"
+    of_its_own = stage == 1 and precision == "bf16" and not offloads
     gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
     bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
@@ -110,9 +141,15 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
     # That class lets go of autograd's alone, ZeRO-3 of none; the class of ZeRO-1 and 2 makes them anew in each step.
     freed = count * compute if of_its_own else 0 if stage == 3 else gradients
     optimizer = 3 * piece * full  # there are masters beside the weights in every precision
-    if "offload" in layout.options:
-        stays = 0 if stage == 3 else weights
-        return States(weights=stays, passing=gathered + bucket, host=gradients + optimizer + weights - stays)
+    if offloads and stage == 3:
+        # Gradients are summed in one buffer, and updated from another.
+        return States(weights=0, passing=gathered + bucket, host=weights + 2 * gradients + optimizer)
+    if offloads:
+        # Gradients are summed apart from those of the masters. Beside them are the rank's part of the parameters, which
+        # the update writes, and the largest gradient on its way; on the device is another one.
+        way = max(map(math.prod, own.values())) * compute
+        host = 2 * gradients + optimizer + piece * compute + way
+        return States(weights=weights, passing=gathered + bucket + way, host=host)
     return States(
         weights=weights,
         gradients=gradients,
@@ -120,6 +157,7 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
         optimizer=optimizer,
         passing=gathered + bucket,
         update=piece * full,
+        loading=weights if stage == 3 else 0,  # it puts the pieces of all parameters together on the host
     )
 
 
@@ -166,4 +204,4 @@ def _largest_layer(shapes: Shapes) -> int:
     for name, shape in shapes.items():
         if (layer := layer_of(name)) is not None:
             layers[layer] = layers.get(layer, 0) + elements({name: shape})
-    return max(layers.values())
+    return max(layers.values(), default=0)

@@ -6,9 +6,8 @@ from conformance.layout import AXES, OPTIONS
 from conformance.role import POLICY, Role
 from impl.train.activations import Activations, activations_of
 from impl.train.config import TrainConfig
-from impl.train.memory import COMPUTE_BYTES, States, states_of
+from impl.train.memory import COMPUTE_BYTES, States, states_of_role
 from impl.train.shapes import elements, parameter_shapes, read_sizes
-from impl.train.start_adapter import adapter_shapes_of
 
 GIB = 2**30
 _AXES = {
@@ -51,11 +50,7 @@ def memory_of(config: TrainConfig) -> list[ModelMemory]:
             activations = Activations(kept=0, layer=activations.layer, logits=activations.logits)
         if role.head == "value":
             activations = Activations(kept=activations.kept, layer=activations.layer, logits=0)
-        adapted = scenario.lora if role == POLICY else None
-        states = states_of(config.backend, layout, scenario.precision, shapes, trained=role.trained and adapted is None)
-        if adapted:
-            adapters = adapter_shapes_of(adapted, shapes)
-            states += states_of(config.backend, layout, scenario.precision, adapters, trained=True)
+        states = states_of_role(config.backend, scenario, layout, role, shapes)
         found.append(ModelMemory(role=role, parameters=elements(shapes), states=states, activations=activations))
     return found
 

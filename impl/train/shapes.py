@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.inputs.model import EMBEDDING, HEAD, weight_shapes
+from conformance.inputs.model import EMBEDDING, HEAD
+from conformance.inputs.random_model import random_model, shapes_of
 from conformance.reading import read_json
 from conformance.role import Head
 from conformance.validation import UsageError
@@ -51,19 +52,19 @@ def read_sizes(folder: Path) -> Sizes:
 
 
 def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
-    """Of the model that a folder makes with a head: those of its weights, else, of the architectures that
-    impl/megatron/shape.py knows, those of its configuration. A tied head is left out.
+    """Of the model that a folder makes with a head: those of its weights, also of such that are still to be drawn;
+    else, of the architectures that impl/megatron/shape.py knows, those of its configuration. A tied head is left out.
 
     Raises UsageError for a folder with neither.
     """
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or random_model(folder):
         tied = read_json(folder / "config.json").get("tie_word_embeddings", False)
-        found = {n: s for n, s in weight_shapes(folder).items() if not (n.endswith(HEAD) and tied)}
+        found = {n: s for n, s in shapes_of(folder).items() if not (n.endswith(HEAD) and tied)}
     else:
         found = _of_configuration(replace(read_shape(folder), head="causal"))
-    hidden = next(shape[1] for name, shape in found.items() if name.endswith(EMBEDDING))
     if head == "causal":
         return found
+    hidden = next(shape[1] for name, shape in found.items() if name.endswith(EMBEDDING))
     return {n: s for n, s in found.items() if not n.endswith(HEAD)} | {VALUE_HEAD: (1, hidden)}
 
 
