@@ -52,7 +52,7 @@ from conformance.record.results import SIDE_BY_SIDE, read_output_json, read_run
 from conformance.record.slim import slim
 from conformance.record.states import STATES, State
 from conformance.record.two_runs import compare_runs
-from conformance.run.refusal import check_device
+from conformance.run.refusal import check_device, check_shared
 from conformance.run.session import Session, SessionConfig
 from conformance.running import EXIT, finish, output_folder, run_command, stop_code
 from conformance.validation import UsageError
@@ -233,7 +233,7 @@ def _plan(options: argparse.Namespace, _: list[str]) -> int:
     from conformance.room import command  # loads what a session needs
 
     ranks = _where(options)
-    check_device(ranks)
+    check_shared(ranks)
     portion = Portion.from_options(options)
     cells = make_plan(Selection.from_options(options), Demands(), portion, ranks=ranks).cells
     lines, fits = command.run(cells, options.out, ranks=ranks)

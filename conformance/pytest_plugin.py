@@ -9,6 +9,7 @@ unless the suite is among the tests.
 
 import signal
 import threading
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import pytest
 
 from conformance.plan.selection import NO_BISECT, Demands, Elsewhere, Kept, Output, Portion, Ranks, Selection
-from conformance.stopping import Stop
+from conformance.stopping import Stop, Stopped
 
 OUT = pytest.StashKey[Path]()
 ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.machine.Room, as workers are sent it
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
-STOP = pytest.StashKey[Stop]()  # what SIGTERM did
+STOP = pytest.StashKey[Stop]()  # what a signal did
 LINES = pytest.StashKey[list[str]]()
-BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected while its agents were there
+BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_node_collection_finished(node: Any) -> None:
     """Called by xdist for each worker that has collected; the first that found cells has made the output folder."""
     if node.config.stash[OUT].is_dir() and STOP not in node.config.stash:
-        stop_at_sigterm(node.config)
+        stop_at_signals(node.config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,24 +87,34 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[USAGE] = message
 
 
-@pytest.hookimpl(trylast=True)  # after xdist has ended its workers
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+@pytest.hookimpl(wrapper=True, trylast=True)  # around the ends of workers and fixtures, before pytest's own summary
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Write what the run has found, also if it is stopped only here."""
+    if is_worker(session.config):
+        return (yield)
+    result = None
+    try:
+        result = yield
+        write_results(session)
+    except Stopped:  # the first signal came only now; from here on SIGTERM is ignored, and Ctrl-C ends pytest at once
+        write_results(session)
+    return result
+
+
+def write_results(session: pytest.Session) -> None:
     """Write the summary and the reports, if there were cells to run. The run fails if it is incomplete."""
     config = session.config
-    if is_worker(config):
-        return
-    if USAGE in config.stash and exitstatus != pytest.ExitCode.USAGE_ERROR:
+    if USAGE in config.stash and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
         raise pytest.UsageError(config.stash[USAGE])
-    stopped_by = config.stash[STOP].number if STOP in config.stash else 0
-    if stopped_by:
-        session.exitstatus = 128 + stopped_by
+    if stopped_by := stopped(config):
+        is_ctrl_c = stopped_by == signal.SIGINT
+        session.exitstatus = pytest.ExitCode.INTERRUPTED if is_ctrl_c else 128 + stopped_by
     out = config.stash[OUT]
     if not (out / "summary.json").is_file():
         return
     summary = merge(out, compare=not stopped_by)
-    found = config.stash.get(BISECTED, [])
     if may_bisect(config) and not elsewhere(config).hosts:
-        found = bisect(config, out)
+        bisect(config, out)
     from conformance.record.files import Unwritable
     from conformance.record.slim import slim
     from conformance.record.states import PASSES
@@ -117,9 +128,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         reports = write_reports(out)
     except (UsageError, Unwritable) as error:
         reports = [f"no report: {error}"]
-    config.stash[LINES] = [*summary_lines(summary), *found, *reports]
-    if exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
+    by = [f"stopped by {signal.Signals(stopped_by).name}"] if stopped_by else []
+    config.stash[LINES] = [*by, *summary_lines(summary), *config.stash.get(BISECTED, []), *reports]
+    if session.exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if STOP in config.stash and not stopped_by:
+        config.stash[STOP].__exit__()  # all is written: a signal that comes now ends pytest as it ends every process
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -144,17 +158,17 @@ def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
     return summary
 
 
-def bisect(config: pytest.Config, out: Path) -> list[str]:
-    """Bisect the first cells that differ, in this process, whose workers have ended; returns a line about each."""
+def bisect(config: pytest.Config, out: Path) -> None:
+    """Bisect the first cells that differ, in this process, whose workers have ended."""
     from conformance.bisect.auto import any_differs, bisect_run
 
     if not any_differs(out):
-        return []
+        return
     from conformance.plan.plan import make_plan
     from conformance.run.refusal import leased_gpus
     from conformance.run.session import Session, SessionConfig
 
-    where, lines = ranks(config), list[str]()
+    where, lines = ranks(config), config.stash.setdefault(BISECTED, [])
     plan = make_plan(selection(config), demands(config), portion(config), ranks=where)
     config_of_all = SessionConfig(
         out=out,
@@ -163,21 +177,37 @@ def bisect(config: pytest.Config, out: Path) -> list[str]:
         ranks_per_gpu=where.ranks_per_gpu,
         budget_s=where.budget,
     )
-    with Session(config_of_all) as session:
+    with Session(config_of_all, check=check_of(config)) as session:
         bisect_run(session, plan.cells, say=lines.append)
-    return lines
 
 
 def may_bisect(config: pytest.Config) -> bool:
-    is_stopped = STOP in config.stash and config.stash[STOP].number
-    return not is_stopped and not config.option.parity_no_bisect
+    return not stopped(config) and not config.option.parity_no_bisect
 
 
-def stop_at_sigterm(config: pytest.Config) -> None:
-    """From now on, SIGTERM ends the run as Ctrl-C does, with a report. Workers are ended by their controller."""
-    if threading.current_thread() is threading.main_thread():
-        stop = config.stash[STOP] = Stop(signal.SIGTERM).__enter__()
-        config.add_cleanup(stop.__exit__)
+def stop_at_signals(config: pytest.Config) -> None:
+    """From now on, SIGTERM ends the run as Ctrl-C does, with a report, and no verdict is what a library made of either.
+
+    A worker is ended by its controller, and gets Ctrl-C as well, from the terminal or from execnet. With --pdb, Ctrl-C
+    begins to debug a test, and the run may go on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signals = [] if is_worker(config) else [signal.SIGTERM]
+    if not config.getoption("usepdb", False):
+        signals.append(signal.SIGINT)
+    stop = config.stash[STOP] = Stop(*signals).__enter__()
+    config.add_cleanup(stop.__exit__)
+
+
+def stopped(config: pytest.Config) -> int:
+    """The number of the signal that stopped the run, or else 0."""
+    return config.stash[STOP].number if STOP in config.stash else 0
+
+
+def check_of(config: pytest.Config) -> Callable[[], None]:
+    """The check of a session (conformance.run.session.Session)."""
+    return config.stash[STOP].check if STOP in config.stash else lambda: None
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -71,13 +71,9 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
     out, as_json = config.out, options.json
-    existed = out.exists()
+    existed, is_compared = out.exists(), False
     session = Session(config, check=stop.check)
     terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
-
-    def say(line: str) -> None:
-        terminal.say(line)
-        stop.check()
 
     def progress(judged: JudgedCell) -> None:
         terminal.judged(judged.cell, judged.verdict, judged.seconds)
@@ -87,7 +83,12 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
         with terminal, session:
             session.run_all(cells, progress=progress)
             if not options.no_bisect and any_differs(out):
-                bisect_run(session, cells, say=say)
+                bisect_run(session, cells, say=terminal.say)
+        write_side_by_side(out)
+        is_compared = True
+        if Kept.from_options(options).keep != "all":
+            slim(out)
+        return finish(out, as_json=as_json)
     except UsageError:
         if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
             shutil.rmtree(out, ignore_errors=True)
@@ -105,12 +106,9 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
             shutil.rmtree(out, ignore_errors=True)
         return stop_code(stopped)
     except Unwritable as error:
-        print(f"parity: stopped after {terminal.done} of {len(cells)} cells: {error}", file=sys.stderr)
-        return _report_what_is_left(out, as_json=as_json, compare=True)
-    write_side_by_side(out)
-    if Kept.from_options(options).keep != "all":
-        slim(out)
-    return finish(out, as_json=as_json)
+        when = "" if is_compared else f"stopped after {terminal.done} of {len(cells)} cells: "
+        print(f"parity: {when}{error}", file=sys.stderr)
+        return _report_what_is_left(out, as_json=as_json, compare=not is_compared)
 
 
 def stop_code(by: KeyboardInterrupt) -> int:

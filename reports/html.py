@@ -21,6 +21,7 @@ from conformance.record.files import write_file
 from conformance.record.format import dumps
 from conformance.record.since import KINDS
 from conformance.record.states import STATES
+from conformance.record.summary import leased
 from reports import earlier, grid, handover, planted, side_by_side, words
 from reports.causes import causes
 from reports.findings import MENTION, findings
@@ -57,6 +58,7 @@ def write_html(out: Path) -> Path:
         score=planted.mutation_score(report),
         findings=findings(reasons),
         known=[c for c in report.cells if c.state == "expected_difference"],
+        leased=leased(report.run.leased),
         matrix=matrix(report),
         handed=handover.tables(report),
         numbers={cell.id: number for number, cell in enumerate(report.cells)},

@@ -9,6 +9,7 @@ from pathlib import Path
 from conformance.bisect.tell import told_as_stored
 from conformance.record.files import encoded, write_file
 from conformance.record.states import NO_ANSWER, STATES
+from conformance.record.summary import leased
 from reports import earlier, handover, planted, side_by_side
 from reports.causes import Cause, causes
 from reports.headline import headline
@@ -66,7 +67,9 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
             for cell in cells:
                 worst = ratio(cell.worst.ratio) if cell.worst else ""
                 yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
-    facts = {"profile": report.run.profile, "device": report.run.device, **report.run.environment}
+    had = leased(report.run.leased)
+    head = {"profile": report.run.profile, "device": report.run.device, **({"leased": had} if had else {})}
+    facts = {**head, **report.run.environment}
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,10 +24,11 @@ from conformance.bisect.auto import bisect_run
 from conformance.bisect.tell import told
 from conformance.plan.profile import select_cells
 from conformance.plan.selection import Selection
-from conformance.record.bisection import BISECTION, read_bisection, write_bisection
+from conformance.record.bisection import BISECTION, Bisection, read_bisection, write_bisection
 from conformance.record.cells import BelievedCell, read_cells
 from conformance.record.format import dumps
 from conformance.run.session import Session, SessionConfig
+from conformance.stopping import Stop, Stopped
 from reports.load import read_report
 from reports.words import details
 
@@ -152,6 +154,30 @@ def test_a_bisection_that_fails_is_a_line_and_no_error(ended: tuple[Path, str], 
     assert len(said) == 1
     assert said[0].startswith(f"bisect {EXACT}: not bisected: RecordError: ")
     assert (out / "summary.json").read_text() == before
+
+
+@pytest.mark.parametrize("made", ["a finding", "a failure"])
+def test_what_a_library_makes_of_a_signal_is_neither_written_nor_said(
+    made: str, ended: tuple[Path, str], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = cell(ended[0], EXACT).bisection
+    assert known
+    file_of(out, EXACT).unlink()
+    arguments = cli._parser().parse_args(["run", *asked(ended[0].parent, "WrongMlp"), "--cells", EXACT])
+    said: list[str] = []
+    stop = Stop(signal.SIGTERM)
+
+    def bisect_judged(*_: object) -> Bisection:
+        stop.number = signal.SIGTERM
+        if made == "a failure":
+            raise TypeError
+        return known
+
+    monkeypatch.setattr("conformance.bisect.auto.bisect_judged", bisect_judged)
+    with Session(SessionConfig(out=out), check=stop.check) as session, pytest.raises(Stopped):
+        bisect_run(session, select_cells(Selection.from_options(arguments)), say=said.append)
+    assert said == []
+    assert not file_of(out, EXACT).exists()
 
 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,6 +5,7 @@ Runs in this process, on variants of plain_backend.py, which start fast; their r
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from conformance.plan.selection import Demands
 from conformance.record.results import OUTPUT_SCHEMA
 from conformance.run.refusal import Refusals
 from conformance.scenario import load_scenario
+from conformance.world import Device
 
 SCENARIO = """
 steps = 2
@@ -108,9 +110,12 @@ def test_an_adapter_that_breaks_when_it_is_asked_is_a_failure(run: Runner) -> No
         ),
     ],
 )
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
-    save: Handover, state: str, reason: str
+    save: Handover, state: str, reason: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where its layouts need GPUs that are not here: no other machine could run it either."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     scenario = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
     selfish = BackendEntry(name="selfish", target="plain_variants:Selfish")
     legs = [
@@ -118,10 +123,27 @@ def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
         Leg(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
     ]
     cell = Cell(scenario=scenario, legs=tuple(legs), program="mine")
-    refused = Refusals("cpu").refusal(cell, resolve(scenario.model))
+    refused = Refusals(device).refusal(cell, resolve(scenario.model))
     assert refused
     assert refused.state == state
     assert refused.reason.startswith(reason)
+
+
+def test_a_later_leg_that_cannot_be_imported_is_told_before_gpus_that_are_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "broken_backend.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scenario = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
+    plain, broken = (BackendEntry(name=name, target=f"{name}_backend:Plain") for name in ("plain", "broken"))
+    whole = Leg(backend=plain, layout=Layout(dp=2), steps=scenario.steps)
+    first, second = replace(whole, steps=2, save="export"), replace(whole, backend=broken, steps=scenario.steps - 2)
+    for legs, state in (((whole,), "not_run"), ((first, second), "infrastructure")):
+        cell = Cell(scenario=scenario, legs=legs, program="mine")
+        refused = Refusals("cuda").refusal(cell, resolve(scenario.model))
+        assert refused
+        assert refused.state == state
 
 
 def test_the_doctor_tells_a_broken_adapter_from_one_that_is_not_installed(
@@ -167,6 +189,21 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
     assert "3 cells of 6 do not show every stage" in (ran.out / "report.md").read_text()
     again = [json.loads(file.read_text())["reproduce"] for file in ran.out.glob("cells/*/verdict.json")]
     assert not any("--require" in command or "--min_judged" in command for command in again)
+
+
+def test_what_is_named_twice_is_no_pass_because_only_one_of_the_two_would_be_judged(run: Runner) -> None:
+    ran = run("NamesAGradientTwice", "NamesAPieceTwice")
+    assert set(ran.states.values()) == {"infrastructure"}
+    assert ran.code == 3
+    for layout in ("dp1", "dp2"):
+        assert (
+            "named_tensors('gradient', 'policy') names model.norm.weight twice"
+            in (ran.reasons[f"namesagradienttwice/{layout}"])
+        )
+        assert (
+            "local_shards names model.norm.weight, region full, twice for gradient"
+            in (ran.reasons[f"namesapiecetwice/{layout}"])
+        )
 
 
 # --- what was demanded, and what was lost ----------------------------------------------------------------------------

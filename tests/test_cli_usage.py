@@ -13,6 +13,7 @@ from plain_profile import PROFILE, SCENARIO
 
 from conformance import cli
 from conformance.backend import find_backend
+from conformance.machine import Room
 
 PLAIN = ("--backend", "plain_backend:Plain")
 FAULT = ("--faults", "cleared-gradients")
@@ -157,10 +158,27 @@ def test_a_machine_without_gpus_runs_nothing_on_them(
     chosen = [*PLAIN, "--profile", profile(tmp_path), "--device", "cuda"]
     assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 2
     assert "--device cuda: no GPU is visible" in capsys.readouterr().err
-    assert cli.main(["plan", *chosen]) == 2
-    assert "--device cuda: no GPU is visible" in capsys.readouterr().err
     assert cli.main(["list", *chosen]) == 0
     assert "dp2/fp32  [2 ranks] not here: needs 2 GPUs, 0 visible" in capsys.readouterr().out
+
+
+def test_a_machine_without_gpus_plans_for_one_that_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what it cannot know: that of its own memory, disk and GPUs nothing is said, and nothing refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("conformance.room.command.room_of", lambda _: Room(memory=1.0, disk=1.0, cache=1.0))
+    chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "pp2", "dp4"]')]
+    assert cli.main(["plan", *chosen, "--device", "cuda"]) == 0
+    _, two, four, _, cells, memory, disk, gpus = capsys.readouterr().out.splitlines()
+    assert [line.split()[0].split("/")[3] for line in (two, four)] == ["dp2", "dp4"]
+    assert cells.startswith("cells   2 of 3 are supported")  # pp2 is refused by the backend, on any machine
+    assert "free" not in memory + disk
+    assert gpus.startswith("gpus    none is visible here: whether there are enough")
+    assert cli.main(["plan", *chosen]) == 2, "on the CPU it would be this machine"
+    assert "cannot fit" in capsys.readouterr().out
+    assert cli.main(["plan", *PLAIN, "--profile", profile(tmp_path, layouts='["pp2"]'), "--device", "cuda"]) == 2
+    assert "none of the 1 selected cells is supported" in capsys.readouterr().err
 
 
 def test_ranks_that_share_a_gpu_need_fewer_of_them(

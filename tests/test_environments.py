@@ -50,6 +50,10 @@ class Pinned(Plain):
         if layout.tp > 1:
             raise KeyError("a defect")
         return super().supports(scenario, layout)
+
+    @classmethod
+    def host_bytes(cls, scenario, layout):
+        return 1000 * layout.dp
 """
 SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
 
@@ -101,6 +105,7 @@ def test_an_adapter_says_the_same_from_another_environment(python: str) -> None:
     assert "data parallel; use dp2" in str(asked.supports(SCENARIO, Layout(pp=2)))
     with pytest.raises(AskFailed, match=r"KeyError at pinned_adapter.py:\d+: 'a defect'"):
         asked.supports(SCENARIO, Layout(tp=2))
+    assert asked.host_bytes(SCENARIO, Layout(dp=2)) == 2000
     half = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="bf16")
     (known,) = asked.known(half, Layout(dp=2))
     assert known.defects == (RoundedMasters(precision="bf16"),)

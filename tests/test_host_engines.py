@@ -1,6 +1,6 @@
 """`parity run` on several hosts, by each way to start the agents. Every host is this machine.
 
-The cells are of the plain backend: what is shown is where their ranks are. Both kinds of engine are the real ones.
+Most cells are of the plain backend: what is shown is where their ranks are. Both kinds of engine are the real ones.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ def two_nodes(*chosen: str) -> tuple[list[int], list[str]]:
         subprocess.Popen(command, env=environment() | {"PARITY_SLOTS": "1"}, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [node.communicate(timeout=200)[1] for node in nodes]
+    said = [node.communicate(timeout=600)[1] for node in nodes]  # with libraries, on a machine that does much else
     return [node.returncode for node in nodes], said
 
 
@@ -145,6 +145,31 @@ def test_a_job_of_torchrun(tmp_path: Path) -> None:
     codes, said = two_nodes(*PLAIN, "--profile", write_profile(tmp_path), "--out", str(tmp_path / "out"))
     assert codes == [0, 0], said
     assert sorted(states(tmp_path / "out").values()) == ["conforms", "unsupported"]
+
+
+TWO_RANKS = """
+description = "the ranks of a cell have different rows, or parts of each matrix"
+[[cells]]
+scenarios = ["sft-packed"]
+models = ["llama"]
+layouts = ["dp2", "tp2"]
+precisions = ["exact"]
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "library"), [("fsdp2", "torch"), ("deepspeed", "deepspeed"), ("megatron", "megatron.core")]
+)
+def test_cells_of_the_libraries_conform_with_a_rank_on_each_host(tmp_path: Path, backend: str, library: str) -> None:
+    """Each library makes process groups of its own, over which it sums gradients (dp2) and activations (tp2)."""
+    pytest.importorskip(library)
+    (tmp_path / "two-ranks.toml").write_text(TWO_RANKS)
+    chosen = ["--backend", backend, "--profile", str(tmp_path / "two-ranks.toml"), "--out", str(tmp_path / "out")]
+    codes, said = two_nodes(*chosen)
+    assert codes == [0, 0], said
+    names = [f"sft-packed/llama/{backend}/{layout}/exact" for layout in ("dp2", "tp2")]
+    assert states(tmp_path / "out") == dict.fromkeys(names, "conforms")
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,6 @@ What CUDA does is shown by tests that need GPUs, here and in tests/test_world.py
 import contextlib
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from conformance.gpus.lease import Ticket, held, holders, lease_folder
 from conformance.gpus.places import Gpus
 from conformance.gpus.shares import shares_of
 from conformance.plan.cell import Cell
-from conformance.record.results import read_entry
+from conformance.record.results import read_entry, read_output_json
 from conformance.run.session import JudgedCell, Session, SessionConfig
 from conformance.world import Outcome, Pool, WorldConfig
 from conformance.world.nursery import absolute_path
@@ -242,7 +241,7 @@ def cell_of(layout: str, seed: int, backend: str = "plain_backend:Plain") -> Cel
 
 
 @pytest.mark.exhaustive
-def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cells_run_side_by_side_the_largest_first(tmp_path: Path) -> None:
     """Three cells of one GPU and one of both, on two GPUs: while a cell is judged, another one computes."""
     cells = [cell_of("dp1", 0), cell_of("dp1", 1), cell_of("dp2", 0), cell_of("dp1", 2)]
     done: list[JudgedCell] = []
@@ -252,12 +251,13 @@ def test_cells_run_side_by_side_the_largest_first(tmp_path: Path, caplog: pytest
         done.append(judged)
         threads.update(thread.name for thread in threading.enumerate() if thread.name.startswith("GPU-"))
 
-    caplog.set_level("INFO", logger="conformance.run.where")
     with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
         session.run_all(cells, progress=progress)
     assert [judged.verdict.state for judged in done] == ["conforms"] * 4, [judged.verdict.reason for judged in done]
     assert {judged.cell for judged in done} == set(cells)
-    assert re.search(r"leased: GPU-a [1-9]\d*%, GPU-b [1-9]\d*% of \d+ s", caplog.text)
+    leased = read_output_json(tmp_path / "out" / "summary.json")["leased"]
+    assert leased.keys() == set(GPUS)
+    assert all(0.01 < share < 1 for share in leased.values())
     assert threads == {"GPU-a-GPU-b_0", "GPU-a_0", "GPU-b_0"}
     assert holders(GPUS, lease_folder()) == ""
 

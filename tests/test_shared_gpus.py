@@ -1,5 +1,6 @@
 """What a run says whose ranks share GPUs. Ranks compute on the CPU; a GPU is a name that they hold a lease of."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from conformance.record.summary import summary_lines
 from conformance.run.environment import environment
 from conformance.run.session import Session, SessionConfig
 from reports.headline import headline
+from reports.html import write_html
 from reports.load import read_report
+from reports.markdown import write_markdown
 
 
 @pytest.mark.exhaustive
@@ -34,6 +37,8 @@ def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path, monkeypatch: pytes
     assert summary["environment"]["ranks_per_gpu"] == 2
     said = "p to 2 ranks shared a GPU: times and free memory are not those of one GPU each"
     assert summary_lines(summary)[-1] == f"u{said}"
+    assert re.fullmatch(r"leased for this part of the time: GPU-a [1-9]\d?%", summary_lines(summary)[-2])
+    assert all("GPU-a" in write(out).read_text(encoding="utf-8") for write in (write_html, write_markdown))
     assert headline(read_report(out))[1].endswith(f" U{said}.")
     assert "ranks_per_gpu" not in environment()
     assert Selection().text(where) != Selection().text(Ranks(device="cuda"))  # a history keeps them apart

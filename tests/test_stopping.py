@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from world_helpers import Runner, is_dead_soon
 
+from conformance.pytest_plugin import stop_at_signals
 from conformance.run.oracles import Oracles
 from conformance.stopping import Stop, Stopped
 from conformance.world import Pool
 
+pytest_plugins = "pytester"
 PROFILE = """
 description = "one cell that conforms, one that never ends, one that is not reached"
 [[cells]]
@@ -49,20 +53,54 @@ import os, signal
 import conformance.run.session
 from plain_backend import Plain as Waits
 from conformance.record.verdict import Verdict
-from conformance.stopping import Stopped
 
 def judge_cell(*_, **__):
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
-    except Stopped:
+        os.kill(os.getpid(), signal.Signals[os.environ["SENT"]])
+    except KeyboardInterrupt:
         return Verdict(state="infrastructure", reason="a library made this of what the signal raised")
 
 conformance.run.session.judge_cell = judge_cell
 """
+LOSES_WHILE_BISECTING = """
+import os, signal
+import conformance.bisect.auto
+from plain_traced import WrongMlp as Waits
+
+def bisect_judged(*_):
+    try:
+        os.kill(os.getpid(), signal.Signals[os.environ["SENT"]])
+    except KeyboardInterrupt:
+        raise TypeError("a library made this of what the signal raised") from None
+
+conformance.bisect.auto.bisect_judged = bisect_judged
+"""
+LATE = """
+import importlib, os, signal
+from plain_backend import Plain as Waits
+
+module = importlib.import_module(os.environ["SENT_IN"])
+read_run = module.read_run
+
+def stopped_here(out):
+    os.kill(os.getpid(), signal.Signals[os.environ["SENT"]])
+    return read_run(out)
+
+module.read_run = stopped_here
+"""
+ENDS = """
+import os, signal
+from plain_backend import Plain as Waits
+
+def pytest_terminal_summary():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+COMPARES, REMOVES = "conformance.peers.side_by_side", "conformance.record.slim"
 CHOSEN = ("profile mine.toml", "backend waits:Waits", "out out")
 COMMAND_LINE = ["conformance.cli", "run", *(part for text in CHOSEN for part in f"--{text}".split())]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite"]
 PYTEST += [part for text in CHOSEN for part in f"--parity-{text}".split()]
+ONE_CELL, ONE_ITEM = (*COMMAND_LINE, "--cells", "*/dp1/*"), (*PYTEST, "--parity-cells", "*/dp1/*")
 
 
 def processes_with(mark: str) -> list[int]:
@@ -73,6 +111,22 @@ def processes_with(mark: str) -> list[int]:
             if mark.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
+
+
+def prepared(folder: Path, backend: str, **variables: str) -> dict[str, str]:
+    """Write what a run in ``folder`` needs; returns its environment."""
+    for name, text in (("mine.toml", PROFILE), ("tiny.toml", SCENARIO), ("waits.py", backend)):
+        (folder / name).write_text(text)
+    path = os.pathsep.join([str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def run_to_its_end(folder: Path, command: Sequence[str], backend: str, **variables: str) -> tuple[int, str, Any]:
+    """The exit code of a run that sends itself a signal, what it said, and its summary."""
+    environment = prepared(folder, backend, **variables)
+    command = [sys.executable, "-m", *command]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return run.returncode, run.stdout + run.stderr, json.loads((folder / "out" / "summary.json").read_text())
 
 
 @pytest.mark.exhaustive
@@ -90,11 +144,8 @@ def processes_with(mark: str) -> list[int]:
 def test_a_run_that_a_signal_stops_leaves_a_true_report_and_no_process(
     command: list[str], number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    for name, text in (("mine.toml", PROFILE), ("tiny.toml", SCENARIO), ("waits.py", BACKEND)):
-        (tmp_path / name).write_text(text)
+    environment = prepared(tmp_path, BACKEND, PARITY_TEST_MARK=str(tmp_path))
     mark = f"PARITY_TEST_MARK={tmp_path}"
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "PARITY_TEST_MARK": str(tmp_path)}
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(
             [sys.executable, "-m", *command], cwd=tmp_path, env=environment, stdout=log, stderr=log, text=True
@@ -127,18 +178,86 @@ def test_a_run_that_a_signal_stops_leaves_a_true_report_and_no_process(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("command", [COMMAND_LINE, PYTEST], ids=["parity run", "pytest"])
-def test_what_a_library_makes_of_a_signal_is_no_verdict(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "sent", "code"),
+    [
+        (COMMAND_LINE, "SIGTERM", 143),
+        (COMMAND_LINE, "SIGINT", 130),
+        (PYTEST, "SIGTERM", 143),
+        (PYTEST, "SIGINT", 2),
+        ([*PYTEST, "-n", "1"], "SIGINT", 2),
+    ],
+    ids=["parity run, SIGTERM", "parity run, SIGINT", "pytest, SIGTERM", "pytest, SIGINT", "a worker, SIGINT"],
+)
+def test_what_a_library_makes_of_a_signal_is_no_verdict(
+    command: list[str], sent: str, code: int, tmp_path: Path
+) -> None:
     """torch did so once: its conversion of an object to a tensor took the exception for a wrong type."""
-    for name, text in (("mine.toml", PROFILE), ("tiny.toml", SCENARIO), ("waits.py", LOSES)):
-        (tmp_path / name).write_text(text)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-m", *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True
-    )
-    assert run.returncode == 143, run.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    ended, said, summary = run_to_its_end(tmp_path, command, LOSES, SENT=sent)
+    assert ended == code, said
     assert [cell["state"] for cell in summary["cells"]] == ["not_run"] * 3
+    assert summary["finished"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("foreground")
+def test_what_a_library_makes_of_a_signal_is_not_what_bisecting_found(tmp_path: Path) -> None:
+    """bisect_run itself: test_bisect_runs.py."""
+    command = [*PYTEST, "--parity-cells", "*/dp2/*"]  # that layout is wrong
+    ended, said, summary = run_to_its_end(tmp_path, command, LOSES_WHILE_BISECTING, SENT="SIGTERM")
+    assert (ended, summary["verdict"]) == (143, "differs"), said
+    assert "not bisected" not in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(
+    ("command", "sent", "sent_in", "code"),
+    [
+        (ONE_CELL, "SIGTERM", COMPARES, 143),
+        (ONE_CELL, "SIGINT", REMOVES, 130),
+        (ONE_ITEM, "SIGTERM", REMOVES, 143),
+        (ONE_ITEM, "SIGINT", COMPARES, 2),
+    ],
+    ids=["parity run, SIGTERM", "parity run, SIGINT", "pytest, SIGTERM", "pytest, SIGINT"],
+)
+def test_a_run_that_is_stopped_after_its_last_cell_reports_them_all(
+    command: Sequence[str], sent: str, sent_in: str, code: int, tmp_path: Path
+) -> None:
+    ended, said, summary = run_to_its_end(tmp_path, command, LATE, SENT=sent, SENT_IN=sent_in)
+    assert ended == code, said
+    assert (summary["verdict"], bool(summary["finished"])) == ("conforms", True)
+    out = tmp_path / "out"
+    assert ET.parse(out / "junit.xml").getroot().get("errors") == "0"
+    assert "conforms" in (out / "report.html").read_text()
+    assert (out / "report.md").is_file()
+    assert (out / "side_by_side.json").exists() == (sent_in == REMOVES)  # nobody waits for a comparison
+    assert f"stopped by {sent}" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("foreground")
+def test_a_signal_after_the_reports_ends_pytest_as_any_other_process(tmp_path: Path) -> None:
+    ended, said, summary = run_to_its_end(tmp_path, [*ONE_ITEM, "-p", "waits"], ENDS)
+    assert (ended, summary["verdict"]) == (-signal.SIGTERM, "conforms"), said
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(("options", "is_heeded"), [((), True), (("--pdb",), False)], ids=["else", "with --pdb"])
+def test_ctrl_c_stops_the_run_unless_it_begins_to_debug(
+    options: tuple[str, ...], is_heeded: bool, pytester: pytest.Pytester
+) -> None:
+    config = pytester.parseconfig(*options)
+    before = signal.getsignal(signal.SIGINT)
+    stop_at_signals(config)
+    heeded = signal.getsignal(signal.SIGINT) is not before
+    config._ensure_unconfigure()
+    assert heeded == is_heeded
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], 
     chosen = list(_chosen([cell for cell in of_state["differs"] if not not_bisected(session, cell)]))
     for cell in chosen[:MOST]:
         alike = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
-        say(f"bisect {cell}: {_bisect(session, cell, _most_alike(session, cell, alike))}")
+        said = _bisect(session, cell, _most_alike(session, cell, alike))
+        session.check()
+        say(f"bisect {cell}: {said}")
     if len(chosen) > MOST:
         say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
 
@@ -47,6 +49,7 @@ def _bisect(session: Session, cell: Cell, conforming: Cell | None) -> str:
     try:
         finding = read_entry(session.folder(cell) / VERDICT).verdict.findings[0]
         found = bisect_judged(session, cell, finding, conforming)
+        session.check()
         write_bisection(session.folder(cell), found)
     except Exception as error:  # the run and its verdicts stand, whatever this one ends with
         return f"not bisected: {type(error).__name__}: {one_line(error)}"

@@ -23,14 +23,11 @@ class Busy:
                 self._seconds[gpu] += seconds
 
     def shares(self) -> dict[str, float]:
-        """By GPU, the part of the time since the beginning in which it was leased."""
-        passed = max(time.monotonic() - self._began, 1e-9)
+        """By GPU, the part of the time since the beginning for which it was leased; of a GPU that ranks may share, the
+        mean over its places. Empty as long as nothing was leased."""
+        passed, of_gpus = max(time.monotonic() - self._began, 1e-9), defaultdict[str, list[float]](list)
         with self._lock:
-            return {gpu: seconds / passed for gpu, seconds in self._seconds.items()}
-
-    def __str__(self) -> str:
-        """In words; of a GPU that ranks may share, the mean over its places."""
-        passed, of_gpus = time.monotonic() - self._began, defaultdict[str, list[float]](list)
-        for place, share in self.shares().items():
-            of_gpus[gpu_of(place)].append(share)
-        return ", ".join(f"{gpu} {fmean(shares):.0%}" for gpu, shares in of_gpus.items()) + f" of {passed:.0f} s"
+            for place, seconds in self._seconds.items():
+                of_gpus[gpu_of(place)].append(seconds / passed)
+        means = {gpu: round(fmean(shares), 3) for gpu, shares in of_gpus.items()}
+        return means if any(means.values()) else {}

@@ -14,12 +14,17 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     since = summary["since"]["text"] if summary["since"] else ()
     lent = sum(bool(cell["second_class"]) for cell in summary["cells"])
     whose = f"second-class oracle: {lent} judged by transformers' own implementation; {NOT_SEEN}"
-    shared = shared_gpus(summary["environment"])
-    told = [*([whose] if lent else []), *([shared] if shared else [])]
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *told]
+    had, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
+    told = (f"leased for this part of the time: {had}" if had else "", whose if lent else "", shared)
+    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *filter(None, told)]
 
 
 def shared_gpus(environment: Mapping[str, Any]) -> str:
     """What it means for times and memory that ranks shared GPUs; empty if they did not."""
     each = environment.get(RANKS_PER_GPU, 1)
     return f"up to {each} ranks shared a GPU: times and free memory are not those of one GPU each" if each != 1 else ""
+
+
+def leased(shares: Mapping[str, float]) -> str:
+    """For how much of a run cells and oracles had each of its GPUs; empty where none was leased."""
+    return ", ".join(f"{gpu} {share:.0%}" for gpu, share in shares.items())

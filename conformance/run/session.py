@@ -106,12 +106,12 @@ class JudgedCell:
 class Session:
     """Runs and judges cells. Use it in a ``with`` statement, at whose end all its processes are ended.
 
-    ``check`` raises if a signal stopped the run. It is called before a verdict is written, because a library may have
-    made a failure of what the signal raised: then the verdict says nothing of the cell.
+    ``check`` raises if a signal stopped the run. It is called before a verdict is written, or what bisecting found,
+    because a library may have made a failure of what the signal raised: then that says nothing of the cell.
     """
 
     def __init__(self, config: SessionConfig, *, check: Callable[[], None] = lambda: None) -> None:
-        self.config, self._check = config, check
+        self.config, self.check = config, check
         earlier = config.earlier.entries if config.earlier else ()
         self._earlier = {entry.cell: entry for entry in earlier}
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
@@ -155,7 +155,7 @@ class Session:
         self._prepare(cells)
         try:
             for judged in self._at_once.run(cells, self._timed):
-                self._check()
+                self.check()
                 self._store_verdict(judged)
                 check_output_folder(self.config.out)
                 self._write_summary_if_due()
@@ -211,7 +211,7 @@ class Session:
     def run(self, cell: Cell) -> JudgedCell:
         """Run one cell, leg after leg, judge it, and write its verdict. Waits for one that was begun."""
         judged = self._begun.pop(cell).result() if cell in self._begun else self._timed(cell)
-        self._check()
+        self.check()
         self._store_verdict(judged)
         return judged
 
@@ -406,6 +406,7 @@ class Session:
             device=self.config.device,
             command=self.config.command or shlex.join(["parity", "run", *self.config.arguments]),
             environment=self._environment,
+            leased=self._where.leased,
             floor=self.config.floor,
             selected=self.config.selected,
             selection=self.config.selection,

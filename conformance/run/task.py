@@ -295,9 +295,19 @@ class _Observer:
             self.writer.finish({**told, **found, "memory": peaks, "host_memory": host_peaks})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
-        """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks."""
+        """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks.
+
+        Raises ValueError for a name that comes twice: only one of the two tensors would be judged.
+        """
         found: dict[str, torch.Tensor] = {}
+        names: set[str] = set()
         for name, tensor in backend.named_tensors(kind, role.name):
+            if name in names:
+                raise ValueError(
+                    f"{type(backend).__name__}.named_tensors({kind!r}, {role.name!r}) names {name} twice; yield each "
+                    f"tensor once"
+                )
+            names.add(name)
             if self.rank.rank == 0:
                 found |= kept(f"{model_key(role.prefix, kind)}/{name}", tensor, above=self.above)
             mark()

@@ -1,6 +1,5 @@
 """Where: the ranks of a session are here, on leased GPUs of this host, or on the hosts of agents (claim 8)."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from conformance.hosts.fleet import AgentHere, Fleet, Hosts
 from conformance.hosts.slots import Slots
 from conformance.run.at_once import CELLS_PER_PLACE
 from conformance.world import Device, Pool
-
-logger = logging.getLogger(__name__)
 
 
 class Where:
@@ -51,9 +48,12 @@ class Where:
         """How many cells are run at once; of agents, of those that are here."""
         return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
 
+    @property
+    def leased(self) -> dict[str, float]:
+        """By GPU, or slot of an agent, the part of the session's time for which it was leased; see Busy.shares."""
+        return self._places.busy.shares() if self._places is not None else {}
+
     def close(self) -> None:
         self.pool.close()
-        if self._places is not None:
-            logger.info("leased: %s", self._places.busy)
         if self.fleet is not None:
             self.fleet.close()

@@ -20,8 +20,8 @@ from conformance.plan.plan import Plan, make_plan
 from conformance.pytest_plugin import (
     BISECTED,
     OUT,
-    STOP,
     USAGE,
+    check_of,
     demands,
     elsewhere,
     is_worker,
@@ -30,7 +30,7 @@ from conformance.pytest_plugin import (
     portion,
     ranks,
     selection,
-    stop_at_sigterm,
+    stop_at_signals,
 )
 from conformance.room.check import check_room
 from conformance.run.refusal import Refusals, check_device, leased_gpus
@@ -91,20 +91,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.items.clear()
         config.workeroutput["parity_usage"] = str(error)  # type: ignore[attr-defined]
         return
-    if not is_worker(config):
-        stop_at_sigterm(config)
+    stop_at_signals(config)
     try:
         (config.stash[OUT] / "cells").mkdir(parents=True)
     except FileExistsError:
         return
-    with Session(session_config(config)) as suite:
+    with suite_session(config) as suite:
         suite.announce(cells)
 
 
 def _begin_on_hosts(config: pytest.Config, cells: Sequence[Cell]) -> None:
     """Wait for the agents, and begin all cells. Each test waits for its own."""
-    stop_at_sigterm(config)
-    session = Session(session_config(config))
+    stop_at_signals(config)
+    session = suite_session(config)
     try:
         config.stash[ON_HOSTS] = session.__enter__()
         config.add_cleanup(lambda: _end_on_hosts(config))
@@ -138,11 +137,11 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
     check_room(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
 
 
-def session_config(config: pytest.Config) -> SessionConfig:
-    """The same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
+def suite_session(config: pytest.Config) -> Session:
+    """Of the same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
     chosen, where = selection(config), ranks(config)
     hosts = hosts_of(elsewhere(config), where)
-    return SessionConfig(
+    config_of_all = SessionConfig(
         out=config.stash[OUT],
         device=where.device,
         profile=chosen.profile,
@@ -155,6 +154,7 @@ def session_config(config: pytest.Config) -> SessionConfig:
         selected=config.stash[PLAN_KEY].digest,
         selection=chosen.text(where),
     )
+    return Session(config_of_all, check=check_of(config))
 
 
 @pytest.fixture(scope="session")
@@ -169,6 +169,5 @@ def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
             bisect_run(on_hosts, pytestconfig.stash[PLAN_KEY].cells, say=lines.append)
         _end_on_hosts(pytestconfig)
         return
-    stop = pytestconfig.stash.get(STOP, None)  # none of a worker, which its controller ends
-    with Session(session_config(pytestconfig), check=stop.check if stop else lambda: None) as session:
+    with suite_session(pytestconfig) as session:
         yield session
