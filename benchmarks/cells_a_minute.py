@@ -14,7 +14,6 @@ import.
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -75,15 +74,14 @@ def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]
     seconds = time.perf_counter() - began
     if not (out / "summary.json").is_file():
         raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr[-2000:])
-    cells = json.loads((out / "summary.json").read_text(encoding="utf-8"))["cells"]
-    leased = re.search(r"leased: (.*)", done.stderr)
-    states = Counter(cell["state"] for cell in cells)
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    states = Counter(cell["state"] for cell in summary["cells"])
     judged = sum(states[state] for state in ("conforms", "partly_observed", "differs", "expected_difference"))
     return {
         "seconds": round(seconds, 1),
         "states": dict(states),
         "cells_a_minute": round(60 * judged / seconds, 2),
-        "leased": leased[1] if leased else "",
+        "leased": summary["leased"],
     }
 
 

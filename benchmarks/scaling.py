@@ -49,9 +49,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A cell of reports/published/README.md, in the exact tier on H200. moments: its optimizer is AdamW. peak: GiB of
-    the rank with the most. seconds: None where other programs used the GPUs, too."""
+    """A cell of a published run, in the exact tier on H200. run: its file under reports/published. moments: its
+    optimizer is AdamW. peak: GiB of the rank with the most. seconds: None of cells that waited for each other, or that
+    other programs ran beside."""
 
+    run: str
     model: str
     backend: str
     layout: str
@@ -60,25 +62,41 @@ class Measured:
     seconds: float | None = None
 
 
+FIRST_1B, FIRST_7B = "2026-11-23-real-size-2xh200/1b.json", "2026-11-23-real-size-2xh200/7b.json"
+AGAIN_1B, AGAIN_7B = "2026-11-27-two-h200-again/1b-exact.json", "2026-11-27-two-h200-again/7b-exact.json"
+TWO_OF_FOUR, FOUR = "2026-11-27-four-h200/1b.json", "2026-11-26-4xh200-rest/real-size-4gpus-7b.json"
 MEASURED = (
-    Measured(model="1.16 B", backend="fsdp2", layout="dp2", moments=True, peak=24.8, seconds=34),
-    Measured(model="1.16 B", backend="deepspeed", layout="dp2.zero3", moments=True, peak=42.1, seconds=75),
-    Measured(model="1.16 B", backend="megatron", layout="tp2", moments=True, peak=21.7, seconds=22),
-    Measured(model="1.16 B", backend="megatron", layout="pp2", moments=True, peak=26.3, seconds=45),
-    Measured(model="8.03 B", backend="fsdp2", layout="tp2", moments=False, peak=87.6, seconds=174),
-    Measured(model="8.03 B", backend="megatron", layout="tp2", moments=False, peak=71.9, seconds=56),
-    Measured(model="8.03 B", backend="fsdp2", layout="dp2.tp2", moments=False, peak=50.4),
-    Measured(model="8.03 B", backend="deepspeed", layout="dp4.zero3", moments=False, peak=67.7),
-    Measured(model="8.03 B", backend="megatron", layout="dp2.tp2", moments=False, peak=71.6),
-    Measured(model="8.03 B", backend="megatron", layout="tp2.pp2", moments=False, peak=41.7),
-    Measured(model="8.03 B", backend="megatron", layout="pp4", moments=False, peak=42.6),
+    Measured(run=FIRST_1B, model="1.16 B", backend="fsdp2", layout="dp2", moments=True, peak=24.8, seconds=34),
+    Measured(run=TWO_OF_FOUR, model="1.16 B", backend="fsdp2", layout="tp2", moments=True, peak=24.3),
+    Measured(run=TWO_OF_FOUR, model="1.16 B", backend="fsdp2", layout="sp2", moments=True, peak=24.6),
+    Measured(run=AGAIN_1B, model="1.16 B", backend="deepspeed", layout="dp2.zero1", moments=True, peak=39.2),
+    Measured(run=AGAIN_1B, model="1.16 B", backend="deepspeed", layout="dp2.zero2", moments=True, peak=36.5),
+    Measured(run=AGAIN_1B, model="1.16 B", backend="deepspeed", layout="dp2.zero3", moments=True, peak=38.2),
+    Measured(run=AGAIN_1B, model="1.16 B", backend="deepspeed", layout="sp2.zero3", moments=True, peak=38.2),
+    Measured(run=AGAIN_1B, model="1.16 B", backend="deepspeed", layout="tp2.zero3", moments=True, peak=45.3),
+    Measured(run=FIRST_1B, model="1.16 B", backend="megatron", layout="tp2", moments=True, peak=21.7, seconds=22),
+    Measured(run=FIRST_1B, model="1.16 B", backend="megatron", layout="pp2", moments=True, peak=26.3, seconds=45),
+    Measured(run=FIRST_7B, model="8.03 B", backend="fsdp2", layout="tp2", moments=False, peak=87.6, seconds=174),
+    Measured(run=AGAIN_7B, model="8.03 B", backend="deepspeed", layout="dp2.zero3", moments=False, peak=115.0),
+    Measured(run=FIRST_7B, model="8.03 B", backend="megatron", layout="tp2", moments=False, peak=71.9, seconds=56),
+    Measured(run=AGAIN_7B, model="8.03 B", backend="megatron", layout="pp2", moments=False, peak=76.1),
+    Measured(run=FOUR, model="8.03 B", backend="fsdp2", layout="dp2.tp2", moments=False, peak=50.4),
+    Measured(run=FOUR, model="8.03 B", backend="deepspeed", layout="dp4.zero3", moments=False, peak=67.7),
+    Measured(run=FOUR, model="8.03 B", backend="megatron", layout="dp2.tp2", moments=False, peak=71.6),
+    Measured(run=FOUR, model="8.03 B", backend="megatron", layout="tp2.pp2", moments=False, peak=41.7),
+    Measured(run=FOUR, model="8.03 B", backend="megatron", layout="pp4", moments=False, peak=42.6),
 )
 LAYOUTS = {
     8: {"fsdp2": "dp8", "deepspeed": "dp8.zero3", "megatron": "tp8"},
     64: {"fsdp2": "dp8.tp8", "deepspeed": "dp8.tp8.zero3", "megatron": "tp8.pp8"},
     512: {"fsdp2": "dp8.sp8.tp8", "deepspeed": "dp8.sp8.tp8.zero3", "megatron": "dp8.tp8.pp8"},
 }
-WITH_EXPERTS = {8: "ep8", 64: "dp8.ep8", 512: "dp8.sp8.ep8"}  # of FSDP2, which alone cuts experts over ranks
+WITH_EXPERTS = {  # DeepSpeed has no ``ep`` here
+    8: {"fsdp2": "ep8", "megatron": "pp8"},
+    64: {"fsdp2": "sp8.ep8", "megatron": "pp8.ep8"},
+    512: {"fsdp2": "sp16.tp4.ep8", "megatron": "sp8.pp8.ep8"},
+}
+ROWS, ACCUMULATION = 16, 2  # of a step
 
 
 def of_folder(name: str, folder: Path) -> Model:
@@ -178,7 +196,8 @@ def measured_rows() -> list[str]:
         model = shapes[one.model]
         peak = rank_bytes(model, one.backend, one.layout, moments=one.moments) / GIB
         optimizer = "AdamW, two steps" if one.moments else "SGD, one step"
-        row = f"| {one.model} | {one.backend} `{one.layout}` | {optimizer} | **{one.peak:.1f}** | {peak:.1f} | "
+        run = f"[{one.run[:10]}](../reports/published/{one.run})"
+        row = f"| {one.model} | {one.backend} `{one.layout}` | {optimizer} | {run} | **{one.peak:.1f}** | {peak:.1f} | "
         if one.seconds is None:
             found.append(f"{row}| |")
         else:
@@ -186,15 +205,22 @@ def measured_rows() -> list[str]:
     return found
 
 
+def layouts_of(model: Model) -> dict[int, dict[str, str]]:
+    """By the number of GPUs, then by backend."""
+    return WITH_EXPERTS if model.active < model.count else LAYOUTS
+
+
 def memory_rows() -> list[str]:
     found = []
     for model in models():
-        for gpus, layouts in LAYOUTS.items():
+        for gpus, layouts in layouts_of(model).items():
             cells = []
-            for backend, layout in ({"fsdp2": WITH_EXPERTS[gpus]} if model.active < model.count else layouts).items():
-                need = rank_bytes(model, backend, layout, moments=False)
-                cells.append(f"`{layout}` {need / GIB:.0f}{'' if need < GPU else ' (too much)'}")
-            cells += [""] * (3 - len(cells))
+            for backend in ("fsdp2", "deepspeed", "megatron"):
+                if backend not in layouts:
+                    cells.append("")
+                    continue
+                need = rank_bytes(model, backend, layouts[backend], moments=False)
+                cells.append(f"`{layouts[backend]}` {need / GIB:.0f}{'' if need < GPU else ' (too much)'}")
             found.append(f"| {model.name}, {model.count / 1e9:.1f} B | {gpus} | {' | '.join(cells)} |")
     return found
 
@@ -203,7 +229,7 @@ def time_rows() -> list[str]:
     found = []
     for model in models():
         gpus, oracle = oracle_gpus(model), ORACLE_S * model.count / 1e9
-        petaflop = 6 * model.active * 16 * TOKENS / 1e15
+        petaflop = 6 * model.active * ROWS * TOKENS / 1e15
         files = 2 * model.count / GIB
         found.append(
             f"| {model.name} | {files:.0f} | {gpus}{'' if gpus <= 8 else ' (more than a host has)'} | {oracle:.0f} | "

@@ -1,20 +1,24 @@
 """Speed and memory of the reference backends beside plain programs of the same library, on the GPUs of one host.
 
 python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--rows 4] [--rounds 3] [--in-turn] [--only fsdp2 ...]
+    [--scaling-of EARLIER.json]
 
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
 masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
 once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
 together and take their steps in turn, so that slow minutes meet both; the GPUs need memory for both. Prints and writes,
 for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-turn
-also the speed of each step of ours by that of the plain step that follows (of_steps, with quartiles). OUT.json is
-written after each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions
-and GPUs of the run. All programs train on the same tokens; plain FSDP2 and DeepSpeed give their losses in bf16.
+also the speed of each step of ours by that of the plain step that follows (of_steps, with quartiles). With
+--scaling-of, also the tokens per second of a GPU of either program by those in an earlier OUT.json of fewer GPUs, where
+the same backend has the same layout with smaller sizes, as dp2 is to dp4 (by_fewer_gpus). OUT.json is written after
+each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the
+run. All programs train on the same tokens; plain FSDP2 and DeepSpeed give their losses in bf16.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,11 +85,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--in-turn", action="store_true", help="the steps of a pair's programs alternate")
     parser.add_argument("--only", action="append", help="pairs with this in their names, such as a backend or a layout")
+    parser.add_argument("--scaling-of", type=Path, help="an OUT.json of fewer GPUs, which speeds are divided by")
     options = parser.parse_args()
     pairs = [pair for pair in PAIRS[options.gpus] if any(name in " ".join(pair) for name in options.only or [""])]
     seen: dict[Pair, Both] = {pair: ([], []) for pair in pairs}
     sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps", "in_turn")}
-    made_by = {"environment": environment()}
+    made_by: dict[str, Any] = {"environment": environment()}
+    earlier = None
+    if options.scaling_of:
+        earlier = json.loads(options.scaling_of.read_text(encoding="utf-8"))
+        comparable({"model": options.model.name, **sizes, **made_by}, earlier)
+        made_by["scaling_of"] = {"file": options.scaling_of.name, "gpus": earlier["gpus"]}
     for number in range(options.rounds):
         for pair, of, found in one_round(pairs, options):
             seen[pair][of].append(found)
@@ -96,6 +106,9 @@ def main() -> None:
                 **made_by,
                 "pairs": [told(pair, seen[pair], in_turn=options.in_turn) for pair in pairs],
             }
+            if earlier:
+                for one in result["pairs"]:
+                    one["by_fewer_gpus"] = by_fewer_gpus(one, earlier["pairs"])
             options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps(result, indent=1))
 
@@ -171,6 +184,36 @@ def told(pair: Pair, seen: Both, *, in_turn: bool) -> dict[str, Any]:
         "of_plain": seen[1],
         "ours_by_plain": by_plain,
     }
+
+
+def comparable(result: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Raises SystemExit where a file is not the same measurement on fewer GPUs of the same kind."""
+    if "environment" not in earlier:
+        raise SystemExit("--scaling-of: that file does not say which GPUs it is of; give one that was written since")
+    cards = [{name.partition(",")[0] for name in of["environment"]["gpus"]} for of in (result, earlier)]
+    different = [key for key in ("model", "seq", "rows", "in_turn") if result[key] != earlier.get(key, False)]
+    if cards[0] != cards[1]:
+        different.append("GPUs")
+    if different or earlier["gpus"] >= result["gpus"]:
+        what = f"other {', '.join(different)}" if different else f"{earlier['gpus']} GPUs"
+        raise SystemExit(f"--scaling-of: that file has {what}; give one of fewer GPUs that is the same in all else")
+
+
+def by_fewer_gpus(pair: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, float]:
+    """For ours and for the plain program of a pair, tokens per second of a GPU in the median round, by those of the
+    earlier pairs' programs of the same backend and the same layout but for its sizes; none of what has no such one."""
+    found = {}
+    for side, name in (("of_ours", "ours"), ("of_plain", "plain")):
+        before = [one for other in earlier if kind(other[name]) == kind(pair[name]) for one in other[side]]
+        speeds = [[one["tokens_per_second"] for one in runs if "failed" not in one] for runs in (pair[side], before)]
+        if all(speeds):
+            found[name] = round(median(speeds[0]) / median(speeds[1]), 4)
+    return found
+
+
+def kind(program: str) -> str:
+    """A program's name without the sizes of its layout's axes: "fsdp2 dp4.ckpt" is "fsdp2 dp.ckpt"; zero2 stays."""
+    return re.sub(r"\b(dp|tp|pp)\d+", r"\1", program)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ PLAIN = {
     "plain_deepspeed.py": "plain DeepSpeed",
     "plain_megatron.py": "plain megatron-core",
 }
-WIDTH, LEFT, RIGHT, TOP, BAR, PAIR = 920, 250, 190, 58, 15, 42  # px
+WIDTH, LEFT, RIGHT, TOP, BAR, PAIR = 950, 280, 190, 58, 15, 42  # px
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def _drawn(pair: dict[str, Any], *, y: int, scale: float) -> list[str]:
         (f"{BACKENDS[backend]} {layout}", "of_ours", "#0b5fb0", "#063a6d"),
         (f"{PLAIN[program]} {its_layout}", "of_plain", "#b6bdc5", "#59636e"),
     )
-    lines = [_text(WIDTH - RIGHT + 14, y + BAR + 4, f"{speed:.2f} x, memory {memory:.2f} x")]
+    lines = [_text(WIDTH - RIGHT + 14, y + BAR + 4, f"{speed:.3f} x, memory {memory:.2f} x")]
     for index, (name, side, colour, dark) in enumerate(bars):
         top, speeds = y + index * (BAR + 1), _speeds(pair[side])
         long = median(speeds) * scale

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -45,11 +45,12 @@ def random_rows(vocabulary: int, *, rows: int, seq: int, step: int, rank: int) -
 def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_ranks: int) -> None:
     """Time ``step(number)``, which gives the loss, and print what was seen as a line of JSON from the first rank.
 
-    tokens_per_second: of one GPU in the median step, which other work on the machine slows down less than the mean.
-    fastest: the same of the fastest step. seconds: of every step, which ends when its loss is read, or in turn when the
-    GPU has done all of it. mfu: model floating-point operations (6 per parameter outside of the embedding and token,
-    and attention's 6 x layers x hidden x seq per token; recomputation does not count) by what the GPU can do in bf16.
-    peak_gib: largest memory that torch has reserved for tensors on a rank. host_gib: largest resident memory.
+    Speeds and seconds are those of the slowest rank. tokens_per_second: of one GPU in the median step, which other work
+    on the machine slows down less than the mean. fastest: the same of the fastest step. seconds: of every step, which
+    ends when its loss is read, or in turn when the GPU has done all of it. mfu: model floating-point operations (6 per
+    parameter outside of the embedding and token, and attention's 6 x layers x hidden x seq per token; recomputation
+    does not count) by what the GPU can do in bf16. peak_gib: most memory that tensors have taken on a GPU at a time.
+    host_gib: largest resident memory of a rank.
     """
     turns = Turns()
     for number in range(WARM_UP):
@@ -78,20 +79,28 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         "mfu": round(_operations(options) * tokens / median(seconds) / _peak_operations(), 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "seconds": [round(one, 4) for one in seconds],
+        "loss": loss,
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, told | {"loss": loss})
+    dist.all_gather_object(every, told)
     if dist.get_rank() == 0:
-        together = {key: max(one[key] for one in every) for key in told}
-        # Plain Megatron's last pipeline stage is the only one that knows the loss.
-        together |= {"seconds": [round(one, 4) for one in seconds], "loss": every[0]["loss"] or every[-1]["loss"]}
-        print("MEASURED", json.dumps(together), flush=True)
+        print("MEASURED", json.dumps(of_all_ranks(every)), flush=True)
     if options.profile:
         _profile(step, options.profile)
     if options.waits:
         waits = waits_of(lambda: step(WARM_UP))
         if dist.get_rank() == 0:
             print("WAITS", json.dumps(waits), flush=True)
+
+
+def of_all_ranks(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks have measured, as one: the speeds and seconds of the slowest, for which all others wait in the
+    end, and the memory of those that took the most."""
+    slowest = min(every, key=lambda one: one["tokens_per_second"])
+    memory = {key: max(one[key] for one in every) for key in ("peak_gib", "host_gib")}
+    # Plain Megatron's last pipeline stage is the only one that knows the loss.
+    return {**slowest, **memory, "loss": every[0]["loss"] or every[-1]["loss"]}
 
 
 class Turns:

@@ -1,8 +1,11 @@
-"""The README says what was measured: its table of backends is what ``parity compare`` prints for a published run."""
+"""The README: its table of backends is what ``parity compare`` prints for a published run, and its numbers of cells are
+those of the profiles."""
 
 import re
 from pathlib import Path
 
+from conformance.plan.profile import select_cells
+from conformance.plan.selection import Selection
 from reports.side_by_side import to_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -26,3 +29,14 @@ def test_it_holds_every_backend_and_all_agree() -> None:
     for group in groups:
         assert set(group.backends) == {"deepspeed", "fsdp2", "megatron"}
         assert group.state == "conforms"
+
+
+def test_it_says_how_many_cells_profiles_have() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    full, families, real, four = (
+        len(select_cells(Selection(profile=name))) for name in ("full", "families", "real-size", "real-size-4gpus")
+    )
+    assert f"The full profile has {full:,} cells" in readme
+    assert f"`families` has {families:,} more" in readme
+    assert f"All {real} cells of `parity run --device cuda --profile real-size` conform" in readme
+    assert f"so do the {four} of `real-size-4gpus`" in readme

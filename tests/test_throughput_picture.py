@@ -43,7 +43,7 @@ def test_bars_are_medians_and_ticks_are_rounds_of_all_files(tmp_path: Path) -> N
         "FSDP2 dp2.ckpt",
         "DeepSpeed dp2.zero2",
     ]
-    assert said.count("1.20 x, memory 1.20 x") == 2  # of two files, and of one
+    assert said.count("1.200 x, memory 1.20 x") == 2  # of two files, and of one
     bars = [float(bar.attrib["width"]) for bar in svg.iter(f"{SVG}rect")][1:]  # behind the background
     ours, *ticks = bars[:7]
     plain = bars[7]
@@ -56,7 +56,7 @@ def test_the_factor_of_programs_in_turn_is_that_of_their_steps(tmp_path: Path) -
     told = json.loads(file.read_text())
     told["pairs"][0]["ours_by_plain"]["of_steps"] = {"all": [0.9, 1.1, 1.0]}
     file.write_text(json.dumps(told))
-    assert "1.00 x, memory 1.40 x" in throughput_picture.picture([file])
+    assert "1.000 x, memory 1.40 x" in throughput_picture.picture([file])
 
 
 @pytest.mark.parametrize("sizes", [{"gpus": 1}, {"in_turn": True}])
