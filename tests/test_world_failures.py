@@ -162,6 +162,21 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
     assert run.pids()
 
 
+def test_a_rank_whose_collective_is_awaited_outside_of_collectives_is_named(run: Runner) -> None:
+    """By their stacks, all ranks may be the one that hangs; the flight recorder tells who entered fewer collectives."""
+    outcome = run("never_arrive", rank=1, budget_s=0.5)
+    assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
+    assert outcome.reason.startswith("rank 1 hung during 'step 1'")
+    assert "rank 0 is in never_arrive (world_tasks.py:" in outcome.reason
+    assert re.search(r"  collectives of group 0 default_pg: rank 0 at 2 .*, rank 1 at 1 ", outcome.reason)
+
+
+def test_a_rank_that_waits_for_another_one_is_not_named(run: Runner) -> None:
+    outcome = run("wait_in_a_chain", size=3, budget_s=0.5)
+    assert (outcome.kind, outcome.rank) == ("hung", 2), outcome.reason
+    assert outcome.reason.count("  collectives of group ") == 2
+
+
 @pytest.mark.parametrize("task", ["get_on", "compute"])
 def test_a_task_that_gets_on_has_longer_than_its_budget(run: Runner, task: str) -> None:
     assert results(run(task, seconds=2.0, budget_s=0.8)) == ["done", "done"]

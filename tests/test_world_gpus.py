@@ -85,7 +85,8 @@ def test_ranks_on_one_gpu_speak_over_nccl(tmp_path: Path, size: int) -> None:
     ("task", "kwargs", "kind", "said"),
     [
         ("signal_self", {"number": signal.SIGKILL}, "killed", "rank 1 was killed by SIGKILL"),
-        ("never_enter", {}, "hung", "  collectives of group "),  # rank 1 has entered fewer, says the flight recorder
+        ("never_enter", {}, "hung", "rank 0 is in a collective called from never_enter"),  # which joins the ranks first
+        ("never_arrive", {}, "hung", "  collectives of group "),  # rank 1 has entered fewer, says the flight recorder
         ("break_cuda", {}, "raised", "rank 1 raised"),
         ("eat_gpu_memory", {}, "out of memory", "rank 1 ran out of memory during 'eats'"),
     ],

@@ -172,6 +172,33 @@ def never_enter(context: RankContext, *, rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=context.device))
 
 
+def never_arrive(context: RankContext, *, rank: int) -> None:
+    """As ``never_enter``, after a collective of all ranks; the others wait for the result outside of the collective,
+    as a host does that reads a number of its GPU."""
+    ones = torch.ones(1, device=context.device)
+    dist.all_reduce(ones)
+    context.beat("step 1")
+    if context.rank == rank:
+        time.sleep(1000)
+    work = dist.all_reduce(ones, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+
+
+def wait_in_a_chain(context: RankContext) -> None:
+    """Rank 0 waits for rank 1 in a group of theirs, and rank 1 for rank 2 in another; rank 2 waits for nobody."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    ones = torch.ones(1, device=context.device)
+    for group in groups[max(context.rank - 1, 0) : context.rank + 1]:
+        dist.all_reduce(ones, group=group)
+    context.beat("step 1")
+    if context.rank < 2:
+        work = dist.all_reduce(ones, group=groups[context.rank], async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+    time.sleep(1000)
+
+
 def lag_behind(context: RankContext, *, rank: int) -> None:
     """All ranks wait in a collective, one of them a phase behind."""
     context.beat("step 1")

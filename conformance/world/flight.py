@@ -46,28 +46,48 @@ def flight_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.flight.json"
 
 
+def who_is_behind(folder: Path, ranks: Iterable[int]) -> set[int]:
+    """The ranks that others wait for, from what they wrote: a process group has others that entered more collectives,
+    and no group has others that entered fewer. A rank that is ahead in one group and behind in another waits itself."""
+    behind: set[int] = set()
+    ahead: set[int] = set()
+    for of_ranks in _parted(folder, ranks).values():
+        most = max(count for count, _ in of_ranks.values())
+        for rank, (count, _) in of_ranks.items():
+            (ahead if count == most else behind).add(rank)
+    return behind - ahead
+
+
 def where_they_part(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """A line for each process group whose ranks have not entered the same collectives, from what they wrote. Files in
-    which nothing was recorded are removed."""
-    groups: dict[str, dict[int, tuple[int, str]]] = {}  # of each rank the count, and the last collective's name
-    answered = [rank for rank in ranks if flight_file(folder, rank).is_file()]
-    for rank in answered:
-        entries = _entries(flight_file(folder, rank))
-        for entry in entries:
-            if not entry.get("is_p2p"):
-                last = int(entry["collective_seq_id"]), str(entry["profiling_name"])
-                groups.setdefault(" ".join(entry["process_group"]), {})[rank] = last
-        if not entries:
-            flight_file(folder, rank).unlink()
-    for name, of_ranks in groups.items():
-        if _EVERYBODY in name:
-            of_ranks |= {rank: (0, "none") for rank in answered if rank not in of_ranks}
+    """A line for each process group whose ranks have not entered the same collectives, from what they wrote."""
     return [
         f"  collectives of group {name}: "
         + ", ".join(f"rank {rank} at {count} ({what})" for rank, (count, what) in sorted(of_ranks.items()))
-        for name, of_ranks in groups.items()
-        if len({count for count, _ in of_ranks.values()}) > 1
+        for name, of_ranks in _parted(folder, ranks).items()
     ]
+
+
+def remove_empty(folder: Path, ranks: Iterable[int]) -> None:
+    """Remove the files in which nothing was recorded."""
+    for file in (flight_file(folder, rank) for rank in ranks):
+        if file.is_file() and not _entries(file):
+            file.unlink()
+
+
+def _parted(folder: Path, ranks: Iterable[int]) -> dict[str, dict[int, tuple[int, str]]]:
+    """The process groups whose ranks have not entered the same collectives: of each rank that answered, how many it has
+    entered and the name of the last one."""
+    groups: dict[str, dict[int, tuple[int, str]]] = {}
+    answered = [rank for rank in ranks if flight_file(folder, rank).is_file()]
+    for rank in answered:
+        for entry in _entries(flight_file(folder, rank)):
+            if not entry.get("is_p2p"):
+                last = int(entry["collective_seq_id"]), str(entry["profiling_name"])
+                groups.setdefault(" ".join(entry["process_group"]), {})[rank] = last
+    for name, of_ranks in groups.items():
+        if _EVERYBODY in name:
+            of_ranks |= {rank: (0, "none") for rank in answered if rank not in of_ranks}
+    return {name: ranks for name, ranks in groups.items() if len({count for count, _ in ranks.values()}) > 1}
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

@@ -158,13 +158,16 @@ class _Watch:
 
     def _hang(self, why: str) -> NoReturn:
         """Raise TaskFailed for a hang. The suspects are the ranks with the fewest heartbeats and, if there are any,
-        only those of them that are not inside a collective."""
+        only those of them whose collectives the others wait for. Where nothing was recorded, as before the first
+        collective of NCCL, only those that are not inside a collective. The recorder goes first, because a rank that
+        waits for its GPU, and so for its peers, is not inside a collective."""
         locations = self._stacks()
         late = self._ranks_without_report()
         fewest = min(self._world.beats.read(rank).count for rank in late)
         suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
-        if outside := [rank for rank in suspects if rank in locations and not locations[rank].in_collective]:
-            suspects = outside
+        behind = flight.who_is_behind(self._log_dir, range(self._world.size))
+        outside = {rank for rank in suspects if rank in locations and not locations[rank].in_collective}
+        suspects = [rank for rank in suspects if rank in behind] or sorted(outside) or suspects
         names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
         cause = Failure(
             rank=suspects[0] if len(suspects) < self._world.size else None,
@@ -208,6 +211,7 @@ class _Watch:
             elif rank in locations:
                 lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
         lines += flight.where_they_part(self._log_dir, range(self._world.size))
+        flight.remove_empty(self._log_dir, range(self._world.size))
         stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
         logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
         lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")
