@@ -24,7 +24,7 @@ from impl.train.shapes import elements
 
 PUBLISHED = Path(__file__).parent.parent / "reports" / "published"
 MEASURED = ("2026-11-27-two-h200-again/7b-exact.json", "2026-11-27-two-h200-again/1b-exact.json")
-MORE_MEASURED = ("2026-11-27-four-h200/1b.json",)
+MORE_MEASURED = ("2026-11-27-four-h200/1b.json", "2026-11-28-four-h100/1b.json")
 FACTOR = 1.5  # at most, between what was measured and the estimate
 # These exceed the estimate. Their peaks have pages of the files; how much that is was not measured.
 WITH_PAGES = "sft-real-sgd/openpangu-embedded-7b/megatron/"
