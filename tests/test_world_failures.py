@@ -167,8 +167,21 @@ def test_a_rank_whose_collective_is_awaited_outside_of_collectives_is_named(run:
     outcome = run("never_arrive", rank=1, budget_s=0.5)
     assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
     assert outcome.reason.startswith("rank 1 hung during 'step 1'")
-    assert "rank 0 is in never_arrive (world_tasks.py:" in outcome.reason
+    assert "rank 0 is in _ask_until_done (world_tasks.py:" in outcome.reason
     assert re.search(r"  collectives of group 0 default_pg: rank 0 at 2 .*, rank 1 at 1 ", outcome.reason)
+
+
+def test_collectives_of_an_earlier_group_of_the_same_name_do_not_count(run: Runner) -> None:
+    results(run("speak_in_a_group"))
+    outcome = run("never_arrive", rank=1, alone=True, budget_s=0.5)
+    assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
+    assert re.search(r"  collectives of group \w+ undefined: rank 0 at 1 .*, rank 1 at 0 \(none\)", outcome.reason)
+
+
+def test_what_a_rank_has_forgotten_is_not_what_it_has_never_entered(run: Runner) -> None:
+    outcome = run("forget_a_group", rank=1, budget_s=0.5)
+    assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
+    assert outcome.reason.count("  collectives of group ") == 1
 
 
 def test_a_rank_that_waits_for_another_one_is_not_named(run: Runner) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from conformance.world import RankContext, beat, cleanup, mark
+from conformance.world.flight import ENTRIES
 
 _remembered: list[str] = []
 _pools: set[str] = set()
@@ -172,15 +173,41 @@ def never_enter(context: RankContext, *, rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=context.device))
 
 
-def never_arrive(context: RankContext, *, rank: int) -> None:
+def never_arrive(context: RankContext, *, rank: int, alone: bool = False) -> None:
     """As ``never_enter``, after a collective of all ranks; the others wait for the result outside of the collective,
-    as a host does that reads a number of its GPU."""
-    ones = torch.ones(1, device=context.device)
-    dist.all_reduce(ones)
+    as a host does that reads a number of its GPU. ``alone``: this collective is the first one of a group."""
+    dist.all_reduce(torch.ones(1, device=context.device))
+    group = _named_by_its_ranks(context) if alone else dist.group.WORLD
     context.beat("step 1")
     if context.rank == rank:
         time.sleep(1000)
-    work = dist.all_reduce(ones, async_op=True)
+    _ask_until_done(dist.all_reduce(torch.ones(1, device=context.device), group=group, async_op=True))
+
+
+def speak_in_a_group(context: RankContext) -> None:
+    group = _named_by_its_ranks(context)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def forget_a_group(context: RankContext, *, rank: int) -> None:
+    """As ``never_arrive``, when all but this rank have just forgotten that they had spoken in another group."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=dist.new_group(list(range(context.world_size))))
+    for _ in range(ENTRIES - 1):
+        dist.all_reduce(ones)
+    context.beat("step 1")
+    if context.rank == rank:
+        time.sleep(1000)
+    _ask_until_done(dist.all_reduce(ones, async_op=True))
+
+
+def _named_by_its_ranks(context: RankContext) -> Any:
+    """A group of all ranks whose name is the same in every task."""
+    return dist.new_group(list(range(context.world_size)), use_local_synchronization=True)
+
+
+def _ask_until_done(work: Any) -> None:
     while not work.is_completed():
         time.sleep(0.01)
 
@@ -193,9 +220,7 @@ def wait_in_a_chain(context: RankContext) -> None:
         dist.all_reduce(ones, group=group)
     context.beat("step 1")
     if context.rank < 2:
-        work = dist.all_reduce(ones, group=groups[context.rank], async_op=True)
-        while not work.is_completed():
-            time.sleep(0.01)
+        _ask_until_done(dist.all_reduce(ones, group=groups[context.rank], async_op=True))
     time.sleep(1000)
 
 
