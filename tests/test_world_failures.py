@@ -184,10 +184,11 @@ def test_what_a_rank_has_forgotten_is_not_what_it_has_never_entered(run: Runner)
     assert outcome.reason.count("  collectives of group ") == 1
 
 
-def test_a_rank_that_waits_for_another_one_is_not_named(run: Runner) -> None:
-    outcome = run("wait_in_a_chain", size=3, budget_s=0.5)
+@pytest.mark.parametrize(("task", "groups"), [("wait_in_a_chain", 2), ("fall_apart", 1)])
+def test_a_rank_that_waits_for_another_one_is_not_named(run: Runner, task: str, groups: int) -> None:
+    outcome = run(task, size=3, budget_s=0.5)
     assert (outcome.kind, outcome.rank) == ("hung", 2), outcome.reason
-    assert outcome.reason.count("  collectives of group ") == 2
+    assert outcome.reason.count("  collectives of group ") == groups
 
 
 @pytest.mark.parametrize("task", ["get_on", "compute"])

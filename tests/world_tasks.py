@@ -224,6 +224,14 @@ def wait_in_a_chain(context: RankContext) -> None:
     time.sleep(1000)
 
 
+def fall_apart(context: RankContext) -> None:
+    """Each rank enters one collective less than the rank before it, and waits for none of them inside of it."""
+    begun = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(context.world_size - context.rank)]
+    context.beat("step 1")
+    _ask_until_done(begun[-1])
+    time.sleep(1000)
+
+
 def lag_behind(context: RankContext, *, rank: int) -> None:
     """All ranks wait in a collective, one of them a phase behind."""
     context.beat("step 1")

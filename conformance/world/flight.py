@@ -55,9 +55,9 @@ def who_is_behind(folder: Path, ranks: Iterable[int]) -> set[int]:
     behind: set[int] = set()
     ahead: set[int] = set()
     for of_ranks in _parted(folder, ranks).values():
-        most = max(count for count, _ in of_ranks.values())
+        fewest = min(count for count, _ in of_ranks.values())
         for rank, (count, _) in of_ranks.items():
-            (ahead if count == most else behind).add(rank)
+            (behind if count == fewest else ahead).add(rank)
     return behind - ahead
 
 
