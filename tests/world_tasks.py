@@ -232,6 +232,35 @@ def fall_apart(context: RankContext) -> None:
     time.sleep(1000)
 
 
+def hang_before_sending(context: RankContext) -> None:
+    """A pipeline of two stages of two ranks each. Rank 1 hangs, so rank 3 waits for its message; their peers wait for
+    them in collectives of their stages."""
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ones, stage = torch.ones(1), stages[context.rank // 2]
+    dist.all_reduce(ones, group=stage)
+    context.beat("step 1")
+    if context.rank == 1:
+        time.sleep(1000)
+    if context.rank == 0:
+        dist.send(ones, 2)
+    else:
+        dist.recv(ones, context.rank - 2)
+    dist.all_reduce(ones, group=stage)
+
+
+def send_nothing(context: RankContext) -> None:
+    """Rank 0 waits for rank 1, outside of their collective, and rank 1 for a message of rank 2, which hangs."""
+    ones, pair = torch.ones(1), dist.new_group([0, 1])
+    if context.rank < 2:
+        dist.all_reduce(ones, group=pair)
+    context.beat("step 1")
+    if context.rank == 0:
+        _ask_until_done(dist.all_reduce(ones, group=pair, async_op=True))
+    if context.rank == 1:
+        dist.recv(ones, 2)
+    time.sleep(1000)
+
+
 def lag_behind(context: RankContext, *, rank: int) -> None:
     """All ranks wait in a collective, one of them a phase behind."""
     context.beat("step 1")

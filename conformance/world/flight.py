@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ASK = signal.SIGUSR2
-_EVERYBODY = "default_pg"
+_EVERYBODY, _UNDESCRIBED = "default_pg", "undefined"  # what torch says of a group beside its name
 ENTRIES = 200  # that a rank remembers; TORCH_FR_BUFFER_SIZE
 
 
@@ -39,7 +39,7 @@ class FlightRecorder(threading.Thread):
             signal.sigwait({ASK})
             if (folder := self._folder) is not None:
                 unfinished = folder / f"rank-{self._rank}.flight.unfinished"
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, RuntimeError, ValueError):  # groups may change meanwhile
                     told = {"since": self._since, "groups": _groups(), "entries": _recorded(self._device)}
                     unfinished.write_text(json.dumps(told))
                     unfinished.rename(flight_file(folder, self._rank))
@@ -49,16 +49,16 @@ def flight_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.flight.json"
 
 
-def who_is_behind(folder: Path, ranks: Iterable[int]) -> set[int]:
-    """The ranks that others wait for, from what they wrote: a process group has others that entered more collectives,
-    and no group has others that entered fewer. A rank that is ahead in one group and behind in another waits itself."""
+def behind_and_ahead(folder: Path, ranks: Iterable[int]) -> tuple[set[int], set[int]]:
+    """The ranks that others wait for in collectives, and those that wait for others, from what they wrote. Of a process
+    group, the ranks wait that have entered more collectives than others. Who waits in one group is not behind."""
     behind: set[int] = set()
     ahead: set[int] = set()
     for of_ranks in _parted(folder, ranks).values():
         fewest = min(count for count, _ in of_ranks.values())
         for rank, (count, _) in of_ranks.items():
             (behind if count == fewest else ahead).add(rank)
-    return behind - ahead
+    return behind - ahead, ahead
 
 
 def where_they_part(folder: Path, ranks: Iterable[int]) -> list[str]:
@@ -84,7 +84,7 @@ def _parted(folder: Path, ranks: Iterable[int]) -> dict[str, dict[int, tuple[int
     groups: dict[str, dict[int, tuple[int, str]]] = {}
     for rank, of_rank in told.items():
         for entry in of_rank["entries"]:
-            name = " ".join(entry["process_group"])
+            name = " ".join(part for part in entry["process_group"] if part != _UNDESCRIBED)
             if not entry["is_p2p"] and entry["time_created_ns"] >= _since(of_rank, name):
                 last = int(entry["collective_seq_id"]), str(entry["profiling_name"])
                 groups.setdefault(name, {})[rank] = last

@@ -157,17 +157,18 @@ class _Watch:
         return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
 
     def _hang(self, why: str) -> NoReturn:
-        """Raise TaskFailed for a hang. The suspects are the ranks with the fewest heartbeats and, if there are any,
-        only those of them whose collectives the others wait for. Where nothing was recorded, as before the first
-        collective of NCCL, only those that are not inside a collective. The recorder goes first, because a rank that
-        waits for its GPU, and so for its peers, is not inside a collective."""
+        """Raise TaskFailed for a hang. The suspects are those of the ranks with the fewest heartbeats that nothing
+        shows to wait: neither their stacks (they are inside a collective; a receive is one) nor the flight recorder
+        (they have entered more collectives of a group than others), and first those that have entered fewer. Each of
+        the two misses some: a rank that waits for its GPU is not inside a collective, and receives are not counted."""
         locations = self._stacks()
         late = self._ranks_without_report()
         fewest = min(self._world.beats.read(rank).count for rank in late)
         suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
-        behind = flight.who_is_behind(self._log_dir, range(self._world.size))
+        behind, ahead = flight.behind_and_ahead(self._log_dir, range(self._world.size))
         outside = {rank for rank in suspects if rank in locations and not locations[rank].in_collective}
-        suspects = [rank for rank in suspects if rank in behind] or sorted(outside) or suspects
+        choices = outside & behind, outside - ahead, outside, behind & set(suspects)
+        suspects = next((sorted(choice) for choice in choices if choice), suspects)
         names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
         cause = Failure(
             rank=suspects[0] if len(suspects) < self._world.size else None,
