@@ -164,7 +164,7 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
 
 def test_a_rank_whose_collective_is_awaited_outside_of_collectives_is_named(run: Runner) -> None:
     """By their stacks, all ranks may be the one that hangs; the flight recorder tells who entered fewer collectives."""
-    outcome = run("never_arrive", rank=1, budget_s=0.5)
+    outcome = run("never_arrive", rank=1, budget_s=1.0)
     assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
     assert outcome.reason.startswith("rank 1 hung during 'step 1'")
     assert "rank 0 is in _ask_until_done (world_tasks.py:" in outcome.reason
@@ -173,13 +173,13 @@ def test_a_rank_whose_collective_is_awaited_outside_of_collectives_is_named(run:
 
 def test_collectives_of_an_earlier_group_of_the_same_name_do_not_count(run: Runner) -> None:
     results(run("speak_in_a_group"))
-    outcome = run("never_arrive", rank=1, alone=True, budget_s=0.5)
+    outcome = run("never_arrive", rank=1, alone=True, budget_s=1.0)
     assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
     assert re.search(r"  collectives of group \w+: rank 0 at 1 .*, rank 1 at 0 \(none\)", outcome.reason)
 
 
 def test_what_a_rank_has_forgotten_is_not_what_it_has_never_entered(run: Runner) -> None:
-    outcome = run("forget_a_group", rank=1, budget_s=0.5)
+    outcome = run("forget_a_group", rank=1, budget_s=1.0)
     assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
     assert outcome.reason.count("  collectives of group ") == 1
 
@@ -197,7 +197,7 @@ def test_a_rank_that_waits_for_another_one_is_not_named(
     run: Runner, task: str, size: int, hung: int, groups: int
 ) -> None:
     """Neither stacks nor collectives alone would tell: who polls is in none, and who receives has entered fewer."""
-    outcome = run(task, size=size, budget_s=0.5)
+    outcome = run(task, size=size, budget_s=1.0)
     assert (outcome.kind, outcome.rank) == ("hung", hung), outcome.reason
     assert outcome.reason.startswith(f"rank {hung} hung during")
     assert outcome.reason.count("  collectives of group ") == groups
