@@ -4,8 +4,9 @@ Serves claim 8. The author of an adapter writes a tuple of ExpectedDifference. A
 differences that match it, and is judged against an oracle with all these defects (conformance.judge.expected).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from conformance.defect import Defect, Known, Unmodelled
@@ -18,7 +19,7 @@ from conformance.validation import UsageError
 SIZES = (*AXES, "zero", "ranks", "accumulation")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedDifference:
     """A known defect of the library below a backend, and the cells that have it.
 

@@ -7,10 +7,10 @@ Read and written without torch. A record that is read may come from anybody: lin
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ Line = dict[str, Any]
 Arrays = dict[str, NDArray[np.float64]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A record as it was read. ``complete``: whether the training came to its end while it was recorded."""
 

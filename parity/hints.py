@@ -8,7 +8,7 @@ from parity.quantities import Pair, Quantity, Stage
 ALIKE = 0.01  # relative spread of factors that are taken for one
 WHOLE = 1e-3  # how near to a whole number a factor is to be one
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
-LISTED = 4
+HINTED = 4
 
 
 def hints(pair: Pair, parted: Stage) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _of_gradients(stage: Stage) -> Iterator[str]:
     if any(quantity.differs for quantity in alike):
         yield (
             f"{len(alike)} gradients of B are {factor:.6g} times those of A, as clipping makes them where the norm of "
-            f"the others is wrong. The others: {_listed([quantity.what for quantity in wrong])}."
+            f"the others is wrong. The others: {_last_names([quantity.what for quantity in wrong])}."
         )
     own = _one_factor(wrong)
     if own is not None and alike:
@@ -52,7 +52,7 @@ def _of_gradients(stage: Stage) -> Iterator[str]:
     block = _block(wrong[-1].what)
     inside = [quantity.what for quantity in wrong if _block(quantity.what) == block]
     yield (
-        f"Nearest to the loss of these is {block} ({_listed(inside)}), in the order in which the model defines its "
+        f"Nearest to the loss of these is {block} ({_last_names(inside)}), in the order in which the model defines its "
         "parameters. A wrong backward pass shows there first; what lies before it is wrong in consequence."
     )
 
@@ -89,8 +89,8 @@ def _block(name: str) -> str:
     return ".".join(parts[: last + 1]) or name
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[-LISTED:]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+def _last_names(names: Sequence[str]) -> str:
+    return ", ".join(names[-HINTED:]) + (f" and {len(names) - HINTED} more" if len(names) > HINTED else "")
 
 
 def _history(pair: Pair, parted: Stage) -> Iterator[str]:

@@ -6,7 +6,7 @@ from parity.files import Run
 from parity.quantities import Pair
 from parity.stages import CLASS, common, setting
 
-LISTED = 4
+NOTED = 4
 
 
 def notes(pair: Pair) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _optimizers(a: Run, b: Run) -> Iterator[str]:
         if p and q:
             for run, own, its in ((a, p, q), (b, q, p)):
                 if only := [key for key in own if key not in its]:
-                    told[f"Not compared: {_listed(only)} of {own[CLASS]}, which only {run.name} is set to."] = None
+                    told[f"Not compared: {_first_names(only)} of {own[CLASS]}, which only {run.name} is set to."] = None
     yield from told
 
 
@@ -61,9 +61,9 @@ def _undetermined(pair: Pair) -> Iterator[str]:
         compared = sum(len(stage.quantities) for stage in pair.stages if stage.name == "update")
         yield (
             f"Not compared: {len(found)} of {len(found) + compared} updates, which rounding decides, in {len(steps)} "
-            f"steps, of {_listed(names)}."
+            f"steps, of {_first_names(names)}."
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:NOTED]) + (f" and {len(names) - NOTED} more" if len(names) > NOTED else "")

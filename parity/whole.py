@@ -10,15 +10,15 @@ from conformance.validation import UsageError, one_line
 from parity.files import Line, Run
 from parity.quantities import Pair, Stage
 
-LISTED = 4
+COMPARED_WHOLE = 4
 
 
 def exact(pair: Pair, stage: Stage) -> Iterator[str]:
     """Sentences about the worst tensors of a stage; none if it has no tensors, or a side did not keep them."""
     if stage.name not in ("weights", "gradients", "update"):
         return
-    for name in [quantity.what for quantity in stage.different if not quantity.said][:LISTED]:
-        x, y = (_values(run, stage, name) for run in (pair.a, pair.b))
+    for name in [quantity.what for quantity in stage.different if not quantity.said][:COMPARED_WHOLE]:
+        x, y = (_whole_values(run, stage, name) for run in (pair.a, pair.b))
         if x is None or y is None:
             return
         apart = (x - y).abs()
@@ -31,7 +31,7 @@ def exact(pair: Pair, stage: Stage) -> Iterator[str]:
         )
 
 
-def _values(run: Run, stage: Stage, name: str) -> Tensor | None:
+def _whole_values(run: Run, stage: Stage, name: str) -> Tensor | None:
     """What a stage is about, in float64."""
     if stage.step is None:
         return _read(run, run.loaded, f"weight/{name}")

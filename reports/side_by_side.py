@@ -19,8 +19,8 @@ from conformance.record.states import STATES, State
 from conformance.record.two_runs import TwoRuns
 from conformance.record.verdict import Quantity
 from conformance.validation import UsageError
-from reports import two_runs
 from reports.load import Report
+from reports.two_runs import two_runs_to_markdown
 from reports.words import code, number, plain, plural, ratio
 
 WORDS: dict[State, str] = {
@@ -148,7 +148,7 @@ def to_markdown(out: Path | TwoRuns) -> str:
     Raises UsageError if there is nothing to compare.
     """
     if isinstance(out, TwoRuns):
-        return two_runs.to_markdown(out)
+        return two_runs_to_markdown(out)
     groups, run = read_groups(out), _read_run(out / SUMMARY)
     if groups is None:
         raise UsageError(f"the backends of {out} have not been compared with each other; run: parity judge {out}")

@@ -6,13 +6,13 @@ from conformance.record.states import STATES, State
 from conformance.record.two_runs import CellOfTwo, TwoRuns
 from reports.words import code, plain, plural, ratio
 
-NOTE = (
+RATIOS_NOTE = (
     "Numbers are the worst observed / allowed of a stage, in the first run and in the second; one number if they are "
     "alike. 1 is the tolerance."
 )
 
 
-def to_markdown(runs: TwoRuns) -> str:
+def two_runs_to_markdown(runs: TwoRuns) -> str:
     return "".join(_blocks(runs))
 
 
@@ -31,7 +31,7 @@ def _blocks(runs: TwoRuns) -> Iterator[str]:
         yield "".join(f"\n- {code(change.cell)}: {plain(str(change))}" for change in runs.oracles) + "\n"
     compared = [cell for cell in runs.cells if cell.ratios]
     if compared:
-        yield f"\n{NOTE}\n"
+        yield f"\n{RATIOS_NOTE}\n"
     tables: dict[tuple[str, tuple[str, ...]], list[CellOfTwo]] = {}
     for cell in compared:
         tables.setdefault((cell.change.cell.partition("/")[0], tuple(cell.ratios)), []).append(cell)
@@ -39,7 +39,7 @@ def _blocks(runs: TwoRuns) -> Iterator[str]:
         yield f"\n#### {code(scenario)}\n\n| cell | A | B | {' | '.join(map(plain, stages))} |\n"
         yield f"| :-- | :-- | :-- |{' --: |' * len(stages)}\n"
         for cell in cells:
-            squares = " | ".join(plain(_square(*pair)) for pair in cell.ratios.values())
+            squares = " | ".join(plain(_pair_square(*pair)) for pair in cell.ratios.values())
             states = f"{_state(cell.change.before)} | {_state(cell.change.now)}"
             yield f"| {code(cell.change.cell)} | {states} | {squares} |\n"
 
@@ -48,6 +48,6 @@ def _state(state: State | None) -> str:
     return f"{STATES[state].symbol} {STATES[state].name}" if state else "not in the run"
 
 
-def _square(before: float | None, now: float | None) -> str:
+def _pair_square(before: float | None, now: float | None) -> str:
     texts = [ratio(value) if value is not None else "not compared" for value in (before, now)]
     return texts[0] if texts[0] == texts[1] else " → ".join(texts)

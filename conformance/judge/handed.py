@@ -5,10 +5,11 @@ weights on the way: that is computed here as the oracle does it, from the weight
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
+from conformance.judge.distance import Tensors
 from conformance.judge.tolerance import ROUNDING, Measurement
 from conformance.lora import is_adapter
 from conformance.observable import Observable
@@ -16,7 +17,6 @@ from conformance.oracle.lora import lora_of, merged
 from conformance.record.tensors import Record
 from conformance.scenario import parse_scenario
 
-Tensors = Mapping[str, torch.Tensor]
 # Of float32 in W + scale B A, relative to W: a product is summed up over the rank, scaled, added and rounded once more.
 MERGE_ROUNDINGS = 4
 

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-NEVER = 2**62  # updates
+NEVER_GROWS = 2**62  # updates
 
 
 def good_steps(scaler: Any) -> int:
@@ -23,7 +23,7 @@ def growth_afterwards(scaler: Any) -> Iterator[None]:
     By itself it grows one update late, and before the gradients of that update are divided by it: they are halved
     (docs/findings/deepspeed-loss-scale-window.md).
     """
-    window, scaler.scale_window = scaler.scale_window, NEVER
+    window, scaler.scale_window = scaler.scale_window, NEVER_GROWS
     try:
         yield
     finally:

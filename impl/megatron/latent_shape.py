@@ -75,11 +75,11 @@ def latent_of(config: dict[str, Any], rope: Mapping[str, Any], *, scaled: bool) 
         turned=config["qk_rope_head_dim"],
         value=config["v_head_dim"],
         neighbours=bool(config.get("rope_interleave", True)),
-        yarn=_yarn(rope) if scaled else None,
+        yarn=_latent_yarn(rope) if scaled else None,
     )
 
 
-def _yarn(rope: Mapping[str, Any]) -> Yarn:
+def _latent_yarn(rope: Mapping[str, Any]) -> Yarn:
     factor, own, all_dims = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim") or 0.0
     size = _magnitude(factor, own) / _magnitude(factor, all_dims) if own and all_dims else _magnitude(factor, 1.0)
     return Yarn(
